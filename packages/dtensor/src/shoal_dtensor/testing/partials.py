@@ -46,21 +46,58 @@ def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
 
 
 def random_terms(op: str, value: Tensor, n: int, generator: Generator | None = None) -> list[Tensor]:
-    """`n` tensors whose reduction by `op` is `value`."""
-    if value.dtype == torch.bool and op in ("sum", "avg", "product"):
-        raise NotImplementedError(f"no partial {op} of truth values")
-    if op == "avg" and not (value.is_floating_point() or value.is_complex()):
-        raise NotImplementedError(f"averages of {value.dtype} are rounded")
-    if value.is_complex() and op in ("max", "min"):
-        raise NotImplementedError(f"no partial {op} of complex values")
-    if op in ("band", "bor", "bxor") and (value.is_floating_point() or value.is_complex()):
+    """`n` tensors whose reduction by `op` is `value`.
+
+    Raises:
+        NotImplementedError: if the dtype has none: sums of truth values, averages of integers, which are rounded.
+    """
+    order, is_bool, is_complex = norm_order(op), value.dtype == torch.bool, value.is_complex()
+    has_fractions = value.is_floating_point() or is_complex
+    refused = {"sum": is_bool, "product": is_bool, "avg": not has_fractions, "max": is_complex, "min": is_complex}
+    if refused.get(op, has_fractions if order is None else not value.is_floating_point()):
         raise NotImplementedError(f"no partial {op} of {value.dtype}")
-    order = norm_order(op)
-    if order is None:
-        return _TERMS[op](value, n, generator)
-    if not value.is_floating_point():
-        raise NotImplementedError(f"no partial norm of {value.dtype}")
-    return _of_norm(value, n, order, generator)
+    if n == 1:
+        return [value]
+    if op == "avg":
+        return [value + term for term in random_terms("sum", torch.zeros_like(value), n, generator)]
+    if order is not None:  # random shares of what is positive; what is negative, one coordinate holds alone
+        share = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator) + 0.1
+        shares = value * (share / share.sum(0)).pow(1 / order)
+        alone = [value, *[value.new_tensor(0.0 if order > 0 else inf)] * (n - 1)]
+        return [torch.where(value >= 0, part, other) for part, other in zip(shares, alone, strict=True)]
+    if op in _REST:  # any terms, and the one that is missing then
+        terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
+        return [*terms, _REST[op](value, reduce(COMBINE[op], terms))]
+    # The value on a random one of the coordinates, element by element; elsewhere what loses against it.
+    if is_bool or op in ("band", "bor"):
+        noise = _noise(value, generator)
+        other = value | noise if op in ("min", "band") else value & noise
+    else:
+        other = value + 1 if op == "min" else torch.zeros_like(value) if value.dtype == torch.uint8 else value - 1
+    owner = torch.randint(0, n, value.shape, generator=generator)
+    return [torch.where(owner == i, value, other) for i in range(n)]
+
+
+# What is missing of a value, given the reduction of all other terms.
+_REST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.sub,
+    "product": torch.mul,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -> Tensor:
+    """Random values of the same shape and dtype; with `signs` they are 1 and -1."""
+    if signs:
+        return 1 - 2 * torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+    if value.dtype == torch.bool:
+        return torch.rand(value.shape, generator=generator) < 0.5
+    if value.is_complex():
+        return torch.randn(value.shape, dtype=value.dtype, generator=generator)
+    if value.is_floating_point():  # coarse: terms of values as coarse add up to them exactly
+        return torch.randn(value.shape, dtype=value.dtype, generator=generator).mul_(64).round_().div_(64)
+    high = 3 if value.dtype == torch.uint8 else 50
+    return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator)
 
 
 def deal(
@@ -114,70 +151,3 @@ def gather(
         lines = {c: product(*([i] if ops.get(a) != op else range(shape[a]) for a, i in enumerate(c))) for c in reduced}
         reduced = {c: reduce_all([reduced[other] for other in line], op) for c, line in lines.items()}
     return reduced
-
-
-def _noise(value: Tensor, generator: Generator | None) -> Tensor:
-    if value.dtype == torch.bool:
-        return torch.rand(value.shape, generator=generator) < 0.5
-    if value.is_complex():
-        return torch.randn(value.shape, dtype=value.dtype, generator=generator)
-    if value.is_floating_point():  # coarse: terms of values as coarse add up to them exactly
-        return torch.randn(value.shape, dtype=value.dtype, generator=generator).mul_(64).round_().div_(64)
-    high = 3 if value.dtype == torch.uint8 else 50
-    return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator)
-
-
-def _of_sum(value: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    terms = [_noise(value, generator) for _ in range(n - 1)]
-    return [*terms, value - reduce(torch.add, terms, torch.zeros_like(value))]
-
-
-def _of_product(value: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    signs = [1 - 2 * torch.randint(0, 2, value.shape, generator=generator).to(value.dtype) for _ in range(n - 1)]
-    return [*signs, value * reduce(torch.mul, signs, torch.ones_like(value))]
-
-
-def _of_norm(value: Tensor, n: int, order: float, generator: Generator | None) -> list[Tensor]:
-    """Random shares of what is positive; what is negative, one coordinate holds alone."""
-    share = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator) + 0.1
-    shares = (share / share.sum(0)).pow(1 / order)
-    alone = [0.0 if order > 0 else inf] * (n - 1)
-    return [
-        torch.where(value >= 0, value * part, other)
-        for part, other in zip(shares, [value, *map(value.new_tensor, alone)], strict=True)
-    ]
-
-
-def _somewhere(value: Tensor, other: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    """`value` on a random one of the coordinates, element by element, and `other` elsewhere."""
-    owner = torch.randint(0, n, value.shape, generator=generator)
-    return [torch.where(owner == i, value, other) for i in range(n)]
-
-
-def _of_max(value: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    if value.dtype == torch.bool:
-        return _somewhere(value, value & _noise(value, generator), n, generator)
-    below = torch.zeros_like(value) if value.dtype == torch.uint8 else value - value.new_ones(())
-    return _somewhere(value, below, n, generator)
-
-
-def _of_min(value: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    above = value | _noise(value, generator) if value.dtype == torch.bool else value + value.new_ones(())
-    return _somewhere(value, above, n, generator)
-
-
-def _of_exclusive(value: Tensor, n: int, generator: Generator | None) -> list[Tensor]:
-    terms = [_noise(value, generator) for _ in range(n - 1)]
-    return [*terms, value ^ reduce(torch.bitwise_xor, terms, torch.zeros_like(value))]
-
-
-_TERMS: dict[str, Callable[[Tensor, int, Generator | None], list[Tensor]]] = {
-    "sum": _of_sum,
-    "avg": lambda value, n, g: [value + term for term in _of_sum(torch.zeros_like(value), n, g)],
-    "product": _of_product,
-    "max": _of_max,
-    "min": _of_min,
-    "band": lambda value, n, g: _somewhere(value, value | _noise(value, g), n, g),
-    "bor": lambda value, n, g: _somewhere(value, value & _noise(value, g), n, g),
-    "bxor": _of_exclusive,
-}

@@ -7,7 +7,7 @@ real ranks, provided that the collectives are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
@@ -74,53 +74,35 @@ def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
     for rank, work in kernels.items():
         got, call = buffers[rank], work.collective
         if call is not None:
-            group = list(call.ranks) or _along(step.src, call.axes, rank)
+            group = list(call.ranks)
+            if not group:
+                coordinate = mesh.coordinate_of(rank)
+                assert coordinate is not None, "the rank takes part in a step of its mesh"
+                group = [mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)]
             calls = [other for m in group if (other := kernels[m].collective) is not None]
-            got = _COLLECTIVES[call.kind]([buffers[m] for m in group], group.index(rank), calls)
+            got = _received([buffers[m] for m in group], group.index(rank), calls)
         after[rank] = work.finish(got, held[rank])
     return after
 
 
-def _along(spec: Spec, axes: tuple[int, ...], rank: int) -> list[int]:
-    """Global ranks of the group that a rank is in, in the order of the collective's blocks."""
-    coordinate = spec.mesh.coordinate_of(rank)
-    assert coordinate is not None, "the rank takes part in a step of its mesh"
-    return [spec.mesh.rank_at(c) for c in members(spec, axes, coordinate)]
-
-
-def _all_gather(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
-    sizes = calls[me].sizes
-    assert not sizes or [b.shape[calls[me].dim] for b in buffers] == list(sizes), "announced sizes must hold"
-    return torch.cat(buffers, calls[me].dim)
-
-
-def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
+def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
+    """What the collective gives to one member of a group, out of all members' buffers."""
     call = calls[me]
-    length = buffers[me].shape[call.dim]
-    sizes = list(call.sizes) or [length // len(buffers)] * len(buffers)
-    return reduce_all(buffers, call.op).split_with_sizes(sizes, call.dim)[me].clone()
-
-
-def _all_to_all(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
-    blocks = [b.chunk(len(buffers), calls[me].dim)[me] for b in buffers]
-    return torch.cat(blocks, calls[me].receives[0])
-
-
-def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
-    sent = [b.split_with_sizes(list(call.sizes))[me] for b, call in zip(buffers, calls, strict=True)]
-    assert [t.numel() for t in sent] == list(calls[me].receives), "what is sent must be what is expected"
+    match call.kind:
+        case "all_reduce":
+            return reduce_all(buffers, call.op)
+        case "all_gather" | "all_gather_v":
+            assert not call.sizes or [b.shape[call.dim] for b in buffers] == list(call.sizes), "sizes must hold"
+            return torch.cat(buffers, call.dim)
+        case "reduce_scatter" | "reduce_scatter_v":
+            sizes = list(call.sizes) or [buffers[me].shape[call.dim] // len(buffers)] * len(buffers)
+            return reduce_all(buffers, call.op).split_with_sizes(sizes, call.dim)[me].clone()
+        case "all_to_all":
+            return torch.cat([b.chunk(len(buffers), call.dim)[me] for b in buffers], call.receives[0])
+    assert call.kind == "all_to_all_v", f"no collective {call.kind}"
+    sent = [b.split_with_sizes(list(other.sizes))[me] for b, other in zip(buffers, calls, strict=True)]
+    assert [t.numel() for t in sent] == list(call.receives), "what is sent must be what is expected"
     return torch.cat(sent)
-
-
-_COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[CollectiveCall]], Tensor]] = {
-    "all_gather": _all_gather,
-    "all_gather_v": _all_gather,
-    "all_reduce": lambda buffers, me, calls: reduce_all(buffers, calls[me].op),
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_v": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_v": _all_to_all_v,
-}
 
 
 def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:

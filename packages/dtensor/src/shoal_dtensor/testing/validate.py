@@ -26,7 +26,7 @@ from ..dispatch.assign import is_plain, placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
+from ..layout.strided_dim import AnyDimSharding, fold_levels
 from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
@@ -129,19 +129,15 @@ def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[
         return  # reductions of two kinds do not commute
     shardings = [[*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))]
     if any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in entries):
-        # Both shard one dim: what fits together there depends on both.
-        pairs = [*product(*([*of_row, *_on_the_first(of_row)] for of_row in shardings))]
+        # Both shard one dim: what fits together there depends on both.  Tried too: everything on the first coordinate.
+        for of_row in shardings:
+            if isinstance(one := of_row[0] if of_row else None, DimSharding) and one.length:
+                of_row.append(DimSharding(one.axes, one.axis_sizes, (one.length, *(0,) * (one.shards - 1))))
+        pairs = [*product(*shardings)]
     else:
         pairs = [*zip(*shardings, strict=False)]
     for one, other in pairs:
         yield {0: one, 1: other}
-
-
-def _on_the_first(shardings: Sequence[AnyDimSharding | None]) -> Iterator[DimSharding]:
-    """Everything on the first coordinate."""
-    for sharding in shardings[:1]:
-        if isinstance(sharding, DimSharding) and sharding.length:
-            yield DimSharding(sharding.axes, sharding.axis_sizes, (sharding.length, *(0,) * (len(sharding.sizes) - 1)))
 
 
 # --- one call --------------------------------------------------------------------------------------------------------
@@ -306,23 +302,20 @@ def _spec(
     Raises:
         NotImplementedError: if two rows shard one dim in ways that do not fit together.
     """
-    fitting = {
-        axis: (rows[axis], _fitting(shardings[axis], meta.shape[entry.dim] // (entry.unit * entry.runs), entry))
-        for axis, entry in enumerate(entries)
-        if isinstance(entry, S)
-    }
+    fitting: dict[int, tuple[Row, AnyDimSharding]] = {}
+    for axis, entry in enumerate(entries):
+        if not isinstance(entry, S):
+            continue
+        sharding, steps = shardings[axis], meta.shape[entry.dim] // (entry.unit * entry.runs)
+        assert sharding is not None, "a row with sharded entries has a factor"
+        if isinstance(sharding, DimSharding) and entry.map is None and sharding.length != steps:
+            # The elements of a `foreach` call differ in size.
+            sharding = DimSharding(sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes)))
+        fitting[axis] = rows[axis], sharding
     by_dim = placed(entries, fitting, meta.shape)
     if by_dim is None:
         raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
     return Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
-
-
-def _fitting(sharding: AnyDimSharding | None, steps: int, entry: S) -> AnyDimSharding:
-    """The sharding; that of torch.chunk if the elements of a `foreach` call differ in size."""
-    assert sharding is not None, "a row with sharded entries has a factor"
-    if isinstance(sharding, StridedDimSharding) or entry.map is not None or sharding.length == steps:
-        return sharding
-    return DimSharding(sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes)))
 
 
 def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
@@ -330,15 +323,14 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
     values = [*call.args, *call.kwargs.values()]
     names = [None] * len(call.args) + list(call.kwargs)
     count = max(len(v) for v in values if isinstance(v, list))
-    each: list[list[Row]] = []
+    of_elements: list[list[Row]] = []
     for i in range(count):
         element = [v[i] if isinstance(v, list) and v else v for v in values]
-        tensors = tuple(flatten(element))
         args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
         kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
-        outputs = call.outputs[i::count]
-        each.append(rule.rows_of(OpCall(call.op, args, kwargs, tensors, outputs)))
-    return [_joined(values, rows) for rows in zip(*each, strict=False)]
+        element_call = OpCall(call.op, args, kwargs, tuple(flatten(element)), call.outputs[i::count])
+        of_elements.append(rule.rows_of(element_call))
+    return [_joined(values, rows) for rows in zip(*of_elements, strict=False)]
 
 
 def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
