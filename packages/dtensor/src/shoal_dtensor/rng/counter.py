@@ -54,7 +54,9 @@ def fill_counter(
     if not shape:
         local, shape, box = local.unsqueeze(0), (1,), ((0, 1),)
         operand = None if operand is None else operand.unsqueeze(0)
-    rows = _row_numbers(shape[:-1], box[:-1], local.device)
+    rows = torch.zeros(1, dtype=torch.int64, device=local.device)  # numbers of the box's rows among the global ones
+    for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
+        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)
     table = (len(rows), local.shape[-1])
     target = local.view(table) if local.is_contiguous() else local.new_empty(table)
     odds = None if operand is None else operand.reshape(table)
@@ -73,41 +75,26 @@ def fill_counter(
 def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]) -> Tensor:
     """Values of some rows, from one column to another."""
     left, right = columns
-    per = 2 if _is_wide(fill, dtype) else 4
+    wide = dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
+    if fill.name == "random_":
+        wide = _integer_range(fill, dtype)[1] > 1 << 32
+    per = 2 if wide else 4  # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
     block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]
     row = rows[:, None]
     words = philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key)
-    lanes = partial(_lanes, skip=left % per, count=right - left)
+
+    def lanes(values: list[Tensor]) -> Tensor:
+        return torch.stack(values, -1).flatten(1)[:, left % per : left % per + right - left]
+
     return _distributed(fill, words, dtype, lanes)
 
 
-def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
-    """Global numbers of the rows of a box, rows counted over the leading dims `shape`."""
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for n, (start, stop) in zip(shape, box, strict=True):
-        rows = (rows[:, None] * n + torch.arange(start, stop, device=device)).reshape(-1)
-    return rows
-
-
-Lanes = Callable[[list[Tensor]], Tensor]
-
-
-def _lanes(block: list[Tensor], skip: int, count: int) -> Tensor:
-    """The values of each row's blocks side by side, of the columns wanted."""
-    return torch.stack(block, -1).flatten(1)[:, skip : skip + count]
-
-
-def _is_wide(fill: Fill, dtype: torch.dtype) -> bool:
-    """Whether a value needs two words."""
-    if fill.name == "random_":
-        return _integer_range(fill, dtype)[1] > 1 << 32
-    return dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
+Lanes = Callable[[list[Tensor]], Tensor]  # the values of each row's blocks side by side, of the columns wanted
 
 
 def _open(words: Words) -> list[Tensor]:
     """Two values a block, in the open interval (0, 1), from 52 bits each."""
-    pairs = ((words[0], words[1]), (words[2], words[3]))
-    return [((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52) for high, low in pairs]
+    return [((words[i] << 20) + (words[i + 1] >> 12)).double().add_(0.5).mul_(2.0**-52) for i in (0, 2)]
 
 
 def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
@@ -115,7 +102,13 @@ def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> 
     first, second = (partial(_arg, fill, position) for position in (0, 1))
     match fill.name:
         case "uniform_":
-            return _uniform(words, dtype, lanes, first(0.0), second(1.0))
+            start, stop, bits = first(0.0), second(1.0), _BITS[dtype]
+            if bits > 32:
+                units = [(words[i] << 21) + (words[i + 1] >> 11) for i in (0, 2)]
+            else:
+                units = [word >> (32 - bits) for word in words]
+            values = lanes(units).double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
+            return values.masked_fill_(values >= stop, start) if stop > start else values
         case "normal_":
             return _standard_normal(words, dtype, lanes).mul_(second(1.0)).add_(first(0.0))
         case "log_normal_":
@@ -132,41 +125,27 @@ def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> 
         case "geometric_":
             return lanes(_open(words)).log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
     assert fill.name == "random_", f"no distribution {fill.name}"
-    return _random(words, lanes, *_integer_range(fill, dtype))
-
-
-def _uniform(words: Words, dtype: torch.dtype, lanes: Lanes, start: float, stop: float) -> Tensor:
-    bits = _BITS[dtype]
-    if bits > 32:
-        units = lanes([(words[0] << 21) + (words[1] >> 11), (words[2] << 21) + (words[3] >> 11)])
-    else:
-        units = lanes([word >> (32 - bits) for word in words])
-    values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
-    return values.masked_fill_(values >= stop, start) if stop > start else values
+    lowest, count = _integer_range(fill, dtype)
+    if count <= 1 << 32:
+        return lanes(words).remainder_(count).add_(lowest)
+    if count >= 1 << 64:
+        return lanes([(words[i] << 32) | words[i + 1] for i in (0, 2)])
+    numbers = lanes([(words[i] << 31) | (words[i + 1] >> 1) for i in (0, 2)])
+    return (numbers if count == 1 << 63 else numbers.remainder_(count)).add_(lowest)
 
 
 def _standard_normal(words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
     """Box and Muller's transform, in float64."""
     if dtype == torch.float64:
-        radius, angle = _open(words)
-        pairs = [(radius, angle)]
+        pairs = [_open(words)]
     else:
-        pairs = [(words[i].double().add_(0.5).mul_(_WORD), words[i + 1].double().mul_(_WORD)) for i in (0, 2)]
+        pairs = [[words[i].double().add_(0.5).mul_(_WORD), words[i + 1].double().mul_(_WORD)] for i in (0, 2)]
     values = []
     for uniform, turn in pairs:
         radius = uniform.log().mul_(-2.0).sqrt_()
         angle = turn * (2.0 * math.pi)
         values += [angle.cos().mul_(radius), angle.sin().mul_(radius)]
     return lanes(values)
-
-
-def _random(words: Words, lanes: Lanes, start: int, count: int) -> Tensor:
-    if count <= 1 << 32:
-        return lanes(words).remainder_(count).add_(start)
-    if count >= 1 << 64:
-        return lanes([(words[0] << 32) | words[1], (words[2] << 32) | words[3]])
-    units = lanes([(words[0] << 31) | (words[1] >> 1), (words[2] << 31) | (words[3] >> 1)])
-    return (units if count == 1 << 63 else units.remainder_(count)).add_(start)
 
 
 def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
@@ -203,7 +182,9 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
         >>> [f"{int(word):08x}" for word in philox((torch.tensor(0), 0, 0, 0), (0, 0))]
         ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
-    c0, c1, c2, c3 = _broadcast(counter)
+    device = next((word.device for word in counter if isinstance(word, Tensor)), torch.device("cpu"))
+    words = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in counter]
+    c0, c1, c2, c3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]  # torch has no types
     k0, k1 = key
     for _ in range(_ROUNDS):
         # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask drops the sign.
@@ -216,9 +197,3 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return [c0, c1, c2, c3]
-
-
-def _broadcast(words: Sequence[Tensor | int]) -> list[Tensor]:
-    device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
-    tensors = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in words]
-    return [*torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]  # torch has no types

@@ -12,7 +12,7 @@ from math import prod
 
 from torch import Tensor
 
-from ..layout.boxes import Box
+from ..layout.boxes import Box, intersect, shape_of, slices_of, volume, whole_box
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 
@@ -41,17 +41,12 @@ class MemoryOrder:
     @property
     def whole(self) -> bool:
         """Whether the box is the global tensor."""
-        return all(start == 0 and stop == n for (start, stop), n in zip(self.box, self.shape, strict=True))
-
-    @property
-    def empty(self) -> bool:
-        """Whether the box has no elements."""
-        return any(start >= stop for start, stop in self.box)
+        return self.box == whole_box(self.shape)
 
     @property
     def span(self) -> tuple[int, int]:
         """The shortest flat range `[first, last + 1)` of the walk that has the whole box; `(0, 0)` for an empty box."""
-        if self.empty:
+        if volume(self.box) == 0:
             return 0, 0
         first = last = 0
         for (start, stop), n in zip(self.box, self.shape, strict=True):
@@ -133,34 +128,27 @@ def stretches(shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator
     A range of a walk over n dims is at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
     """
     for base, block in _blocks(tuple(shape), start, stop):
-        wanted = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, box, strict=True)]
-        if all(a < b for a, b in wanted):
-            yield Stretch(
-                base,
-                tuple(b - a for a, b in block),
-                tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(wanted, block, strict=True)),
-                tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(wanted, box, strict=True)),
-            )
+        if (wanted := intersect(block, box)) is not None:
+            yield Stretch(base, tuple(shape_of(block)), slices_of(wanted, block), slices_of(wanted, box))
 
 
 def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Box]]:
-    """The boxes that a flat range is made of, in order, each with its distance from the range's first element."""
+    """The boxes that a flat range is made of, in order, each with its distance from the range's first element.
+
+    Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3, 4..7, 8..9.
+    """
     if not shape:
         yield base, ()
         return
     inner = prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
-    if first == last:
-        for at, block in _blocks(shape[1:], head, tail, base):
-            yield at, ((first, first + 1), *block)
-        return
-    if head:
-        for at, block in _blocks(shape[1:], head, inner, base):
-            yield at, ((first, first + 1), *block)
-        base, first = base + inner - head, first + 1
-    if first < last:
-        yield base, ((first, last), *((0, n) for n in shape[1:]))
-        base += (last - first) * inner
-    if tail:
-        for at, block in _blocks(shape[1:], 0, tail, base):
-            yield at, ((last, last + 1), *block)
+    while start < stop:
+        row, offset = divmod(start, inner)
+        rows = 0 if offset else (stop - start) // inner
+        if rows:
+            length = rows * inner
+            yield base, ((row, row + rows), *whole_box(shape[1:]))
+        else:
+            length = min(inner - offset, stop - start)
+            for at, block in _blocks(shape[1:], offset, offset + length, base):
+                yield at, ((row, row + 1), *block)
+        start, base = start + length, base + length

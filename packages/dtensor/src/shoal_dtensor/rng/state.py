@@ -96,7 +96,10 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         return
     always = always or in_lockstep()
     try:
-        about = _about(mesh, generator)
+        about = ""  # what the check is about: in the main thread, one stands for all
+        if in_other_threads(mesh):
+            shared = generator is generator_of(generator.device)
+            about = _SHARED if shared else f"a generator of seed {generator.initial_seed()}"
         if _is_checked(mesh, about) and not always:
             return
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
@@ -114,13 +117,6 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
 
 
 _SHARED = "the default generator"
-
-
-def _about(mesh: DeviceMesh, generator: torch.Generator) -> str:
-    """What the check of a generator is about; empty in the main thread, where one check stands for all."""
-    if not in_other_threads(mesh):
-        return ""
-    return _SHARED if generator is generator_of(generator.device) else f"a generator of seed {generator.initial_seed()}"
 
 
 def _is_checked(mesh: DeviceMesh, about: str) -> bool:

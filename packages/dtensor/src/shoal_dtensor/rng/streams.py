@@ -164,18 +164,14 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
         values, state = trial(unit, 3 * unit, _PROBE)
         if torch.equal(state, after) and torch.equal(values.nan_to_num(), whole.nan_to_num()):
             count = 2 * max(unit, 8)
-            return Law(unit, _words_per_value(count, trial(count)[1]))
+            after = trial(count)[1]
+            for words in (1, 2, 4):  # so many if skipping them for each value leads to the same state
+                generator = _primed()
+                skip_words(count * words, generator)
+                if torch.equal(generator.get_state(), after):
+                    return Law(unit, words)
+            return Law(unit, None)
     return Law(None, None)
-
-
-def _words_per_value(count: int, after: Tensor) -> int | None:
-    """Words per value, if skipping the same number for each of `count` values leads to the state after their draw."""
-    for words in (1, 2, 4):
-        generator = _primed()
-        skip_words(count * words, generator)
-        if torch.equal(generator.get_state(), after):
-            return words
-    return None
 
 
 def _primed() -> torch.Generator:
