@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -139,6 +140,25 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run
+
+
+LocalAlongDim = Callable[[LocalCall, Spec, int], LocalFunction]
+
+
+def along_dim(local: LocalAlongDim) -> Callable[[LocalCall], LocalFunction | None]:
+    """Decorator: called only where the dim `dim` of `self` is sharded, with the spec of `self` and the dim.
+
+    What it returns is written for the functional form, and put into the form of the operator.
+    """
+
+    @wraps(local)
+    def decide(local_call: LocalCall) -> LocalFunction | None:
+        call, spec = local_call.call, local_call["self"]
+        if call.get("dim") is None or not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+            return None
+        return in_every_form(call, local(local_call, spec, dim))
+
+    return decide
 
 
 def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:

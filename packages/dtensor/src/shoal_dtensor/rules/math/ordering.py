@@ -18,8 +18,16 @@ from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
-from ..language.local_ops import bytes_of, extreme, in_every_form, moved_between_boxes, shard_index, sharding_axes
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family
+from ..language.local_ops import (
+    along_dim,
+    bytes_of,
+    extreme,
+    in_every_form,
+    moved_between_boxes,
+    shard_index,
+    sharding_axes,
+)
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
 
 aten: Any = torch.ops.aten
 
@@ -83,47 +91,29 @@ def _other_dims(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=S(d - (dropped and d > dims[0]))) for d in range(ndim) if d not in dims)
 
 
-def _arguments(call: OpCall, *names: str) -> dict[str, Any]:
-    return {name: call[name] for name in names if name in call.bound}
-
-
 def sort(call: OpCall) -> Iterator[Row]:
+    """And `median` and its like, whose results every rank has."""
     yield from _other_dims(call)
-    yield from (call.row(self=S(d), out=S(d), traffic=_exchanged(call), ordered=True) for d in call.dims())
+    result = S if "sort" in call.op.__name__ else lambda dim: R
+    for d in call.dims() if "dim" in call.bound else ():
+        yield call.row(self=S(d), out=result(d), traffic=_exchanged(call), ordered=result is S)
 
 
-def _sort(local_call: LocalCall) -> LocalFunction | None:
-    """Each rank sorts some complete columns."""
-    call, spec = local_call.call, local_call["self"]
-    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
-        return None
-    columns, named = _Columns(spec, dim), {"stable": True} | _arguments(call, "descending")
+@along_dim
+def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    """Each rank has some complete columns; of what they give it gets its shard or, of a median and its like, all."""
+    call, columns = local_call.call, _Columns(spec, dim)
+    name, keepdim = call.op.__name__.split(".")[0].removesuffix("_"), bool(call.get("keepdim"))
+    named: dict[str, Any] = {argument: call[argument] for argument in ("descending", "k") if argument in call.bound}
+    named |= {"stable": True} if name == "sort" else {}
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        return tuple(map(columns.shard, torch.sort(columns.take(x), dim=-1, **named)))
+        results = getattr(torch, name)(columns.take(x), dim=-1, **named)
+        if name == "sort":
+            return tuple(map(columns.shard, results))
+        return tuple(result.unsqueeze(dim) if keepdim else result for result in map(columns.gather, results))
 
-    return in_every_form(call, run)
-
-
-def median(call: OpCall) -> Iterator[Row]:
-    yield from _other_dims(call)
-    if "dim" in call.bound:
-        yield from (call.row(self=S(d), traffic=_exchanged(call)) for d in call.dims())
-
-
-def _median(local_call: LocalCall) -> LocalFunction | None:
-    """Each rank has some complete columns; every rank gathers what all of them give."""
-    call, spec = local_call.call, local_call["self"]
-    if not spec.ndim or "dim" not in call.bound or not spec.dim_shardings[dim := call.dim()].axes:
-        return None
-    function, named = getattr(torch, call.op.__name__.split(".")[0]), _arguments(call, "k")
-    columns, keepdim = _Columns(spec, dim), bool(call["keepdim"])
-
-    def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        results = map(columns.gather, function(columns.take(x), dim=-1, **named))
-        return tuple(result.unsqueeze(dim) if keepdim else result for result in results)
-
-    return in_every_form(call, run)
+    return run
 
 
 # --- topk, argmax -----------------------------------------------------------------------------------------------------
@@ -146,31 +136,24 @@ def _best_of_shards(
 
 
 def topk(call: OpCall) -> Iterator[Row]:
-    values = call.outputs[0]
-    candidates = prod(values.shape) * (values.dtype.itemsize + 8)
+    """And `argmax` and its like: every rank gathers candidates, each a value and its index."""
+    candidates = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)
     yield from _other_dims(call)
-    yield from (call.row(self=S(d), traffic=lambda ranks: candidates * (ranks - 1)) for d in call.dims())
+    for d in call.dims():
+        yield call.row(self=S(d), traffic=lambda ranks: candidates * (ranks - 1), ordered=True)
 
 
-def _topk(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The k best of the k best of each shard."""
-    call, spec = local_call.call, local_call["self"]
-    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
-        return None
-    k, named = int(call["k"]), _arguments(call, "largest", "sorted")
+    call, k = local_call.call, int(local_call.call["k"])
 
     def best(x: Tensor) -> tuple[Tensor, Tensor]:
-        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, **named)
+        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest=call["largest"], sorted=call["sorted"])
         return values, indices
 
-    find = _best_of_shards(spec, dim, [min(k, n) for n in sharding.sizes], best)
-    return in_every_form(call, lambda x, *args, **kwargs: find(x))
-
-
-def argmax(call: OpCall) -> Iterator[Row]:
-    offers = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)  # a value and its index
-    yield from _other_dims(call)
-    yield from (call.row(self=S(d), traffic=lambda ranks: offers * ranks, ordered=True) for d in call.dims())
+    find = _best_of_shards(spec, dim, [min(k, n) for n in spec.sizes(dim)], best)
+    return lambda x, *args, **kwargs: find(x)
 
 
 def _best(x: Tensor, dim: int, largest: bool, *, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -178,31 +161,30 @@ def _best(x: Tensor, dim: int, largest: bool, *, keepdim: bool = False) -> tuple
     return values, indices
 
 
-def _argmax(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _extremum(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The first best of the shards' first best."""
-    call, spec = local_call.call, local_call["self"]
-    if call["dim"] is None:
-        return in_every_form(call, _of_all_elements(local_call)) if sharding_axes(spec) else None
-    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
-        return None
+    call = local_call.call
     largest, keepdim, with_values = "max" in call.op.__name__, bool(call["keepdim"]), len(call.outputs) == 2
 
     def best(x: Tensor) -> tuple[Tensor, Tensor]:  # an empty shard has none to offer
         return _best(x, dim, largest, keepdim=True) if x.shape[dim] else (x, x.to(torch.int64))
 
-    find = _best_of_shards(spec, dim, [min(n, 1) for n in sharding.sizes], best)
+    find = _best_of_shards(spec, dim, [min(n, 1) for n in spec.sizes(dim)], best)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
         results = tuple(t if keepdim else t.squeeze(dim) for t in find(x))
         return results if with_values else results[1]
 
-    return in_every_form(call, run)
+    return run
 
 
-def _of_all_elements(local_call: LocalCall) -> LocalFunction:
-    """The index of the extreme of all elements, counted in the flattened global tensor; of equal ones the first."""
+def _argmax(local_call: LocalCall) -> LocalFunction | None:
+    """Without a dim the index of the extreme of all elements in the flattened tensor; of equal ones the first."""
     call, spec = local_call.call, local_call["self"]
     largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
+    if call["dim"] is not None or not axes:
+        return _extremum(local_call)
     worst, behind_all = extreme(spec.dtype, largest=not largest), spec.shape.numel()
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -217,7 +199,7 @@ def _of_all_elements(local_call: LocalCall) -> LocalFunction:
         winners = (values == best) | (values != values)
         return indices[winners].min().reshape(shape)
 
-    return run
+    return in_every_form(call, run)
 
 
 def aminmax(call: OpCall) -> Iterator[Row]:
@@ -256,12 +238,10 @@ def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
     return all_gather(end.contiguous(), spec.mesh.comm(spec.dim_sharding(dim).axes), dim)
 
 
-def _scanned(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """A local scan, combined with the totals of the shards before."""
-    spec, call = local_call["self"], local_call.call
-    if not spec.ndim or not spec.dim_sharding(dim := call.dim()).axes:
-        return None
-    before, name = shard_index(spec, dim), call.op.__name__.split(".")[0].removesuffix("_")
+    before, name = shard_index(spec, dim), local_call.call.op.__name__.split(".")[0].removesuffix("_")
     functional, (combine, nothing) = getattr(aten, name).default, _SCANS[name]
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -272,18 +252,15 @@ def _scanned(local_call: LocalCall) -> LocalFunction | None:
             prefix = combine(prefix, totals.narrow(dim, shard, 1))
         return combine(result, prefix) if before else bound(result, totals)
 
-    return in_every_form(call, run)
+    return run
 
 
-def _extremes(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _extremes(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """`cummax` and `cummin`: the running extreme and its index; of equal ones the last, and NaN beats all."""
-    spec, call = local_call["self"], local_call.call
-    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
-        return None
-    before, offset = shard_index(spec, dim), spec.offset(dim)
-    largest = "cummax" in call.op.__name__
+    offset, largest = spec.offset(dim), "cummax" in local_call.call.op.__name__
     functional = aten.cummax.default if largest else aten.cummin.default
-    holders = [shard for shard in range(before) if sharding.sizes[shard]]
+    holders = [shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size]
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         values, indices = functional(x, dim)
@@ -291,23 +268,19 @@ def _extremes(local_call: LocalCall) -> LocalFunction | None:
         ends, places = _ends(values, spec, dim, 0), _ends(indices, spec, dim, 0)
         for shard in reversed(holders):
             end, place = ends.narrow(dim, shard, 1), places.narrow(dim, shard, 1)
-            later = (values >= end if largest else values <= end) & ~_nan(end) | _nan(values)
+            later = (values >= end if largest else values <= end) & (end == end) | (values != values)  # NaN != NaN
             values, indices = torch.where(later, values, end), torch.where(later, indices, place)
         return (values, indices) if holders else (bound(values, ends), bound(indices, places))
 
-    return in_every_form(call, run)
-
-
-def _nan(x: Tensor) -> Tensor:
-    return x != x
+    return run
 
 
 ORDERING: Table = family(
     {
         "sort.default sort.stable sort.values sort.values_stable": Rule(sort, _sort),
-        "median nanmedian mode kthvalue": Rule(median, _median),
+        "median nanmedian mode kthvalue": Rule(sort, _sort),
         "topk": Rule(topk, _topk),
-        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(argmax, _argmax, unordered=True, skip_empty=True),
+        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _argmax, unordered=True, skip_empty=True),
         "aminmax": Rule(aminmax, skip_empty=True),
         "cumsum cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _extremes),
