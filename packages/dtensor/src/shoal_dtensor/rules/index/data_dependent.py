@@ -19,7 +19,7 @@ from ...host_memory import device_of_numbers, upload
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduced, sharding_axes
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family, replicated
 
 
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
@@ -48,13 +48,7 @@ def selected_by(mask: Tensor, spec: Spec, axes: tuple[int, ...], x: Tensor) -> T
 
 def assumed_result_bytes(call: OpCall) -> Traffic:
     """The traffic of gathering results, whose number nobody knows yet: fewer than the input's elements."""
-    size = max(call["self"].shape[0], 1) if call["self"].ndim else 1
-    return lambda ranks: size
-
-
-def replicated(call: OpCall) -> Iterator[Row]:
-    """Every element on every rank."""
-    yield from ()
+    return lambda ranks: max(call["self"].shape[0], 1) if call["self"].ndim else 1
 
 
 def _sparse(local_call: LocalCall) -> LocalFunction:

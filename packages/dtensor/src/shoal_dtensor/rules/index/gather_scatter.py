@@ -15,9 +15,11 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
+from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import (
     adds_up,
+    along_dim,
     check_bounds,
     in_every_form,
     in_shard,
@@ -54,12 +56,10 @@ def gather(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _lookup(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _lookup(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Element below = sum over shards of (element if it is in the shard, else 0)."""
-    call, spec, shape = local_call.call, local_call["self"], local_call.outputs[0].local_shape
-    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
-        return None
-    per_element = "gather" in call.op.__name__
+    per_element, shape = "gather" in local_call.call.op.__name__, local_call.outputs[0].local_shape
 
     def run(x: Tensor, dim_: int, index: Tensor, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim)
@@ -70,7 +70,7 @@ def _lookup(local_call: LocalCall) -> LocalFunction | None:
         elements: Tensor = (aten.gather if per_element else aten.index_select).default(x, dim, positions)
         return elements.masked_fill_(~is_local, 0)
 
-    return in_every_form(call, run)
+    return run
 
 
 # --- scatter: an index for every element ------------------------------------------------------------------------------
@@ -105,13 +105,11 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
             yield call.row({source: S(d)}, self=P("sum"), index=S(d if per_element else 0), out=P("sum"))
 
 
-def _scatter(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """What falls outside the shard goes to one more position at its end, which is then dropped."""
-    call, spec = local_call.call, local_call["self"]
-    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
-        return None
     # The functional form of an in-place or `out=` operator, of the same overload: `src` of `src_out`.
-    name, _, overload = call.op.__name__.partition(".")
+    name, _, overload = local_call.call.op.__name__.partition(".")
     functional = getattr(getattr(aten, name.removesuffix("_")), overload.removesuffix("out").rstrip("_") or "default")
     held = spec.local_shape[dim]
 
@@ -122,7 +120,7 @@ def _scatter(local_call: LocalCall) -> LocalFunction | None:
         result: Tensor = functional(torch.cat([x, spare], dim), dim, positions, *args, **kwargs)
         return result.narrow(dim, 0, held).contiguous()
 
-    return in_every_form(call, run)
+    return run
 
 
 # --- index_*: one index for whole slices ------------------------------------------------------------------------------
@@ -145,13 +143,11 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-_SCATTER = Rule(scatter, _scatter)
-
-
 # --- embeddings: by index, by embedding dim, or by vocabulary (then a partial sum) ------------------------------------
 
 
 MAX = 2  # the mode of `embedding_bag`
+_SCATTER = Rule(scatter, _scatter)
 
 
 def embedding(call: OpCall) -> Iterator[Row]:
@@ -225,11 +221,6 @@ def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
     yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
 
 
-def _embedding_bag_backward(local_call: LocalCall) -> LocalFunction | None:
-    """Dense: no DTensor is sparse."""
-    return with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None
-
-
 def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
     """Each is the product of a row of the gradient and one of the vocabulary."""
     yield call.row(grad=S(1), weight=S(1), out=P("sum"))
@@ -248,7 +239,11 @@ GATHER_SCATTER: Table = family(
         "index_copy index_fill": Rule(scatter, _write_slices),
         "embedding": Rule(embedding, _embedding),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
-        "_embedding_bag_dense_backward _embedding_bag_backward": Rule(embedding_bag_backward, _embedding_bag_backward),
+        "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
+            # Dense: no DTensor is sparse.
+            embedding_bag_backward,
+            lambda local_call: with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None,
+        ),
         "_embedding_bag_per_sample_weights_backward": Rule(per_sample_weights_backward, _embedding_bag),
         "embedding_dense_backward": Rule(embedding_dense_backward),
     }

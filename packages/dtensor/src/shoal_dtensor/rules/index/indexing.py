@@ -102,20 +102,6 @@ def index(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _read_masked(local_call: LocalCall) -> LocalFunction | None:
-    mask = local_call.inputs[1]
-    axes = sharding_axes(mask)
-    if not axes:
-        return None
-
-    def run(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-        index = indices[0]
-        assert index is not None, "the mask is the first index"
-        return selected_by(index, mask, axes, x)
-
-    return run
-
-
 def _index(local_call: LocalCall) -> LocalFunction | None:
     """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced.
 
@@ -124,13 +110,15 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     call, spec = local_call.call, local_call["self"]
     where = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
-        return _read_masked(local_call) if len(local_call.inputs) == 2 else None
+        mask = local_call.inputs[1]
+        axes = sharding_axes(mask) if len(local_call.inputs) == 2 else ()
+        return (lambda x, indices: selected_by(indices[0], mask, axes, x)) if axes else None
     sharded = {n: dims[0] for n, dims in enumerate(where.indexed) if spec.dim_shardings[dims[0]].axes}
     if not sharded:
         return None
     op, shape, first, ndim = call.op, local_call.outputs[0].local_shape, where.first, where.ndim
     tail = len(shape) - first - ndim
-    axes = sharding_axes(spec, [dim for dims in where.indexed for dim in dims])
+    indexed_axes = sharding_axes(spec, [dim for dims in where.indexed for dim in dims])
     reduction = lookup_partial(call["self"]).reduce_op
 
     def run(x: Tensor, indices: Sequence[Tensor | None], *args: Any) -> Any:
@@ -145,7 +133,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
             found = bound(x.new_zeros(shape), *(index for index in indices if index is not None))
         else:
             found = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
-        return all_reduced(found, spec, axes, reduction)
+        return all_reduced(found, spec, indexed_axes, reduction)
 
     return run
 

@@ -146,14 +146,14 @@ LocalAlongDim = Callable[[LocalCall, Spec, int], LocalFunction]
 
 
 def along_dim(local: LocalAlongDim) -> Callable[[LocalCall], LocalFunction | None]:
-    """Decorator: called only where the dim `dim` of `self` is sharded, with the spec of `self` and the dim.
+    """Decorator: called only where the dim `dim` of the first tensor is sharded, with its spec and the dim.
 
     What it returns is written for the functional form, and put into the form of the operator.
     """
 
     @wraps(local)
     def decide(local_call: LocalCall) -> LocalFunction | None:
-        call, spec = local_call.call, local_call["self"]
+        call, spec = local_call.call, local_call.inputs[0]
         if call.get("dim") is None or not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
             return None
         return in_every_form(call, local(local_call, spec, dim))

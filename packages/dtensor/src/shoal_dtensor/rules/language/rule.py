@@ -109,6 +109,11 @@ class Rule:
         return [replace(row, outputs=()) for row in kept]
 
 
+def replicated(call: OpCall) -> Iterable[Row]:
+    """No row: every rank runs the operator on whole tensors."""
+    return ()
+
+
 Table = dict[OpOverload, Rule]
 
 

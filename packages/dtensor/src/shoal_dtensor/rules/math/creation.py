@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 from shoal_mesh import all_reduce
 
 from ...layout.placements import REDUCE_OPS, Replicate
-from ...layout.spec import Spec
 from ...redistribute.execution.execute import run
 from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, draw_rows, empty_local
@@ -24,7 +23,7 @@ from ...rng.fill import Fill
 from ...rng.streams import law_of
 from ..language.local_ops import bytes_of, sharding_axes, with_arguments
 from ..language.notation import pointwise
-from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 
 def fill(call: OpCall) -> Iterator[Row]:
@@ -128,11 +127,16 @@ def _multinomial(local_call: LocalCall) -> LocalFunction | None:
     axes = sharding_axes(spec)
     if not axes:
         return None
-    words = _words_a_row(local_call.call, spec)
-    if words is None:
-        return _gathered(local_call)
     count, replacement = local_call.call["num_samples"], local_call.call["replacement"]
-    rows = spec.local_shape[0]
+    # 32-bit words of the generator that a row takes.  Drawn with replacement, every sample takes a float64 uniform
+    # number; without, every probability an exponential one.
+    words: int | None = 2 * count
+    if not replacement or count <= 1:
+        words = law_of(Fill("exponential_", (1.0,)), spec.dtype, contiguous=True).words
+        words = None if words is None else words * spec.shape[1]
+    if words is None or spec.mesh.device_type != "cpu":  # the rows' numbers are not in order
+        return _gathered(local_call)
+    words_a_row, rows = words, spec.local_shape[0]
 
     def run_rows(chances: Tensor, *_: Any, generator: Generator | None = None, **__: Any) -> Tensor:
         samples = torch.empty((rows, count), dtype=torch.int64, device=chances.device)
@@ -143,7 +147,7 @@ def _multinomial(local_call: LocalCall) -> LocalFunction | None:
 
         failure: RuntimeError | None = None
         try:
-            draw_rows(spec, words, generator, sample)
+            draw_rows(spec, words_a_row, generator, sample)
         except RuntimeError as error:
             failure = error
         # Probabilities can be bad on one rank alone: all ranks raise, or none.
@@ -153,19 +157,6 @@ def _multinomial(local_call: LocalCall) -> LocalFunction | None:
         return samples
 
     return run_rows
-
-
-def _words_a_row(call: OpCall, spec: Spec) -> int | None:
-    """32-bit words of the generator that a row of a multinomial takes; None if the rows' numbers are not in order.
-
-    Drawn with replacement, every sample takes a float64 uniform number; without, every probability an exponential one.
-    """
-    if spec.mesh.device_type != "cpu":
-        return None
-    if call["replacement"] and call["num_samples"] > 1:
-        return 2 * int(call["num_samples"])
-    words = law_of(Fill("exponential_", (1.0,)), spec.dtype, contiguous=True).words
-    return None if words is None else words * spec.shape[1]
 
 
 def rrelu(call: OpCall) -> Iterator[Row]:
@@ -186,9 +177,6 @@ def _gathered(local_call: LocalCall) -> LocalFunction:
         return samples[tuple(slice(*interval) for interval in result.box(result.coordinate))].clone()
 
     return run_gathered
-
-
-_REPLICATED = Rule(lambda call: ())
 
 
 # --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
@@ -232,8 +220,8 @@ CREATION: Table = family(
         "randint_like": _fills("random_", 0, "high"),
         "randint_like.low_dtype randint_like.low_generator_dtype": _fills("random_", "low", "high"),
         "randint_like.low_dtype_out randint_like.low_generator_dtype_out": _fills("random_", "low", "high"),
-        "randint_like.Tensor randint_like.Tensor_generator": _REPLICATED,
-        "randint_like.Tensor_out randint_like.Tensor_generator_out": _REPLICATED,
+        "randint_like.Tensor randint_like.Tensor_generator": Rule(replicated),
+        "randint_like.Tensor_out randint_like.Tensor_generator_out": Rule(replicated),
         "bernoulli_.float bernoulli.p bernoulli.float_out": _fills("bernoulli_", "p"),
         "bernoulli.default bernoulli.out": Rule(pointwise().rows, _bernoulli),
         "bernoulli.Tensor bernoulli.Tensor_out bernoulli_.Tensor": Rule(pointwise().rows, _bernoulli),
@@ -242,7 +230,7 @@ CREATION: Table = family(
         "native_dropout.default": Rule(pointwise().rows, _native_dropout),
         "multinomial.default": Rule(multinomial, _multinomial),
         "rrelu_with_noise.default rrelu_with_noise_.default": Rule(rrelu),
-        "poisson binomial _standard_gamma _sample_dirichlet": _REPLICATED,
+        "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
         "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),
     }

@@ -19,7 +19,7 @@ from ..._torch import with_conjugates
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import in_every_form, sharding_axes
 from ..language.notation import Pattern, factor_rows, parse, product
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 
 def _added(text: str, name: str = "self") -> Rule:
@@ -189,7 +189,7 @@ MATMUL: Table = family(
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu": _BATCHED,
         "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
-        "_linalg_check_errors": Rule(lambda call: ()),  # every rank sees all matrices, so all raise alike
+        "_linalg_check_errors": Rule(replicated),  # every rank sees all matrices, so all raise alike
         # Its kernel is made of other operators, which look at conjugate marks.
         "linalg_pinv.atol_rtol_tensor": Rule(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True

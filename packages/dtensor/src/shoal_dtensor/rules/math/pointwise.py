@@ -20,7 +20,7 @@ from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
 from ..language.notation import Partials, pointwise
-from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
@@ -64,22 +64,13 @@ def _sums(call: OpCall) -> PartialRows:
     # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
     rows = [_partial(call, op) for op in (("avg",) if whole else ("sum", "avg"))]
-    return rows + [_partial(call, "avg", i) for i in (0, 1) if len(call.tensors) == 2]
-
-
-def _reversed_difference(call: OpCall) -> PartialRows:
-    return [_partial(call, op) for op in (("avg",) if _number_operands(call) else ("sum", "avg"))]
+    return rows + [_partial(call, "avg", i) for i in (0, 1) if len(call.tensors) == 2 and name != "rsub"]
 
 
 def _negated(call: OpCall) -> PartialRows:
     """The smallest integer has no negative, and unsigned ones wrap: only floats are decreasing."""
     is_floating = call.tensors[0].dtype.is_floating_point
     return [((P("max"),), P("min")), ((P("min"),), P("max"))] if is_floating else []
-
-
-def _kept(call: OpCall) -> PartialRows:
-    """Values unchanged: any reduction still to be done stays to be done."""
-    return [((partial,), partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
 
 
 def _chosen(call: OpCall) -> PartialRows:
@@ -100,11 +91,6 @@ def _masked_fill(call: OpCall) -> PartialRows:
         rows += [_partial(call, op, 0, 2) for op in REDUCE_OPS]
         rows += [_partial(call, op, 2) for op in IDEMPOTENT]
     return rows
-
-
-def _copied(call: OpCall) -> PartialRows:
-    """`copy_`: the source's values, so any reduction may wait if the target has the same one."""
-    return _replaced(call) + [_partial(call, op, 0) for op in IDEMPOTENT]
 
 
 def _replaced(call: OpCall) -> PartialRows:
@@ -137,17 +123,13 @@ def _linear_in(*groups: tuple[int, ...], averages: tuple[int, ...]) -> Rule:
     return pointwise(partial=lambda call: [_partial(call, op, *group) for op, group in kept])
 
 
-def _divided(call: OpCall) -> PartialRows:
-    """True division is linear in the dividend; rounded division is not."""
-    if call.get("rounding_mode") is not None or not isinstance(call[call.schema.inputs[0]], TensorMeta):
+def _linear_unless_rounded(call: OpCall) -> PartialRows:
+    """Linear in the first operand, if that is a tensor and the result is not rounded, as one of integers is."""
+    result = (call.outputs or call.tensors)[0].dtype
+    is_rounded = call.get("rounding_mode") is not None or not (result.is_floating_point or result.is_complex)
+    if is_rounded or not isinstance(call[call.schema.inputs[0]], TensorMeta):
         return []
     return [_partial(call, op, 0) for op in ("sum", "avg")]
-
-
-def _of_real_gradients(call: OpCall) -> PartialRows:
-    """Linear in the gradient, but for integers, to which the result is rounded."""
-    ops = ("sum", "avg") if call.tensors[0].dtype.is_floating_point else ()
-    return [_partial(call, op, 0) for op in ops]
 
 
 def equal(call: OpCall) -> Iterator[Row]:
@@ -173,7 +155,8 @@ ELEMENT_BY_ELEMENT = _PLAIN = pointwise()
 _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
-_KEPT = pointwise(partial=_kept)
+# Values unchanged: any reduction still to be done stays to be done.
+_KEPT = replace(_PLAIN, rows=lambda call: (*_PLAIN.rows(call), *call.keeping_partials(call.schema.inputs[0])))
 _SUM = replace(pointwise(partial=_sums), local=_offset)
 _EACH_GRADIENT = pointwise(linear=(0,))  # backward operators: linear in the gradient, their first operand
 
@@ -181,7 +164,7 @@ _RULES: dict[str, Rule] = {
     # -- values unchanged or converted
     "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
-    "copy_ copy": pointwise(partial=_copied),
+    "copy_ copy": pointwise(partial=lambda call: _replaced(call) + [_partial(call, op, 0) for op in IDEMPOTENT]),
     "fill": replace(pointwise(partial=_filled), local=_offset),
     "zero": pointwise(partial=lambda call: [_partial(call, op) for op in REDUCE_OPS if op != "bxor"]),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
@@ -189,10 +172,10 @@ _RULES: dict[str, Rule] = {
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
     # -- linear
     "add sub": _SUM,
-    "rsub": pointwise(partial=_reversed_difference),
+    "rsub": pointwise(partial=_sums),
     "neg": pointwise(linear=(0,), partial=_negated),
     "mul": pointwise(linear=(0, 1), partial=_joint("product")),
-    "div true_divide divide": pointwise(partial=_divided),
+    "div true_divide divide": pointwise(partial=_linear_unless_rounded),
     "lerp": _linear_in((0, 1), averages=(0, 1)),
     "addcmul": _linear_in((0, 1), (0, 2), averages=(0,)),
     "addcdiv": _linear_in((0, 1), averages=(0,)),
@@ -234,12 +217,12 @@ _RULES: dict[str, Rule] = {
     "hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward": _EACH_GRADIENT,
     "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _EACH_GRADIENT,
     "threshold_backward native_dropout_backward": _EACH_GRADIENT,
-    "infinitely_differentiable_gelu_backward": pointwise(partial=_of_real_gradients),
+    "infinitely_differentiable_gelu_backward": pointwise(partial=_linear_unless_rounded),
     "_masked_scale": _EACH_GRADIENT,
     "rrelu_with_noise_backward": _EACH_GRADIENT,
     # -- one Python value: `item()` of a partial or sharded tensor is that of the global one
     "equal allclose": Rule(equal, _equal),
-    "_local_scalar_dense": Rule(lambda call: ()),
+    "_local_scalar_dense": Rule(replicated),
 }
 
 _FOREACH = (

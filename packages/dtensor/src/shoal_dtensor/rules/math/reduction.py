@@ -21,6 +21,7 @@ from ...layout.spec import Spec
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
+    along_dim,
     bytes_of,
     drop_dims,
     in_every_form,
@@ -52,7 +53,8 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
     """Sharding a reduced dim leaves `P(op)`; the partial values `passed` in pass through."""
 
     def rows(call: OpCall) -> Iterator[Row]:
-        yield from _rows(call, P(op))
+        multiplies_complex = op == "product" and call.outputs[0].dtype.is_complex  # which no collective does
+        yield from _rows(call, None if multiplies_complex else P(op))
         yield from call.keeping_partials("self", ops=passed)
 
     return Rule(rows, skip_empty=skip_empty, sizes=())
@@ -89,18 +91,12 @@ def var(call: OpCall) -> Iterator[Row]:
     yield from _rows(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
-def _correction(call: OpCall) -> float:
-    if "unbiased" in call.bound:
-        return float(call["unbiased"])
-    given = call.get("correction")
-    return 1.0 if given is None else float(given)
-
-
 def _var(local_call: LocalCall) -> LocalFunction | None:
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
     call, spec, count = local_call.call, local_call.inputs[0], _count(local_call)
     dims, keepdim = list(reduced_dims(call)), bool(call.get("keepdim", False))
-    axes, divisor = sharding_axes(spec, dims), max(count - _correction(call), 0.0)
+    correction = call.get("correction", call.get("unbiased"))  # how many elements fewer to divide by: 1 by default
+    axes, divisor = sharding_axes(spec, dims), max(count - (1.0 if correction is None else float(correction)), 0.0)
     if not axes:
         return None
     is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
@@ -118,19 +114,7 @@ def _var(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-# --- products, norms --------------------------------------------------------------------------------------------------
-
-
-def product_of_elements(call: OpCall) -> Iterator[Row]:
-    """No collective multiplies complex numbers: their reduced dims are not sharded."""
-    is_complex = call.outputs[0].dtype.is_complex
-    yield from _rows(call, None if is_complex else P("product"))
-    yield from call.keeping_partials("self", ops=("product",))
-
-
-def renorm(call: OpCall) -> Iterator[Row]:
-    """Every slice along its dim has a norm of its own."""
-    yield call.row(self=S(call.dim()), out=S(call.dim()))
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def _order(call: OpCall) -> float:
@@ -233,17 +217,10 @@ def glu(call: OpCall) -> Iterator[Row]:
         yield from call.linear("grad_output")
 
 
-def _normalised_axes(local_call: LocalCall) -> tuple[int, ...]:
-    spec = local_call.inputs[0]
-    return sharding_axes(spec, (local_call.call.dim(),)) if spec.ndim else ()
-
-
-def _softmax(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
-    axes = _normalised_axes(local_call)
-    if not axes:
-        return None
-    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    axes, dtype = spec.dim_shardings[dim].axes, local_call.outputs[0].dtype
     is_log = "log_softmax" in local_call.call.op.__name__
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -253,22 +230,20 @@ def _softmax(local_call: LocalCall) -> LocalFunction | None:
         total = all_reduced(weights.sum(dim, keepdim=True), spec, axes)
         return shifted - total.log() if is_log else weights / total
 
-    return in_every_form(local_call.call, run)
+    return run
 
 
-def _softmax_backward(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _softmax_backward(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
-    axes = _normalised_axes(local_call)
-    if not axes:
-        return None
-    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    axes, dtype = spec.dim_shardings[dim].axes, local_call.outputs[0].dtype
     is_log = "log_softmax" in local_call.call.op.__name__
 
     def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
         return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
 
-    return in_every_form(local_call.call, run)
+    return run
 
 
 REDUCTION: Table = family(
@@ -276,10 +251,11 @@ REDUCTION: Table = family(
         "sum": _reduction("sum", "sum", "avg"),
         "nansum count_nonzero": _reduction("sum"),
         "mean": Rule(mean, _mean, sizes=()),
-        "prod": Rule(product_of_elements, sizes=()),
+        "prod": _reduction("product", "product"),
         "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
-        "renorm": Rule(renorm),
+        # Every slice along its dim has a norm of its own.
+        "renorm": Rule(lambda call: (call.row(self=S(call.dim()), out=S(call.dim())),)),
         "any": _reduction("max"),
         "all": _reduction("min"),
         "var var_mean std std_mean": Rule(var, _var),

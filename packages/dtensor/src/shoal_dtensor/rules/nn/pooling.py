@@ -50,11 +50,6 @@ def im2col(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def channel_shuffle(call: OpCall) -> Iterator[Row]:
-    """Channels are replicated."""
-    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1)
-
-
 def pixel_shuffle(call: OpCall) -> Iterator[Row]:
     """And back: by 2, a channel of 2 x 2 pixels of the fine image is 4 channels of the coarse one."""
     up = "upscale_factor" in call.bound
@@ -90,15 +85,14 @@ def _windows(call: OpCall) -> dict[int, Windows]:
         sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
         return {d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0}
     by_dim = windows_of(call, source, pooled, per_dim(call, "kernel_size", spatial))
-    return {d: windows for d, windows in by_dim.items() if _takes_maximum(call) or _counts_alike(call, windows)}
+    if _takes_maximum(call) or call["divisor_override"] is not None:
+        return by_dim
 
+    def count_alike(windows: Windows) -> bool:  # whether every window of an average divides by the same number
+        overhangs = windows.reads((0, windows.outputs))[1] > windows.length + windows.padding
+        return not overhangs and (call["count_include_pad"] or windows.padding == 0)
 
-def _counts_alike(call: OpCall, windows: Windows) -> bool:
-    """Whether every window of an average divides by the same number along a dim."""
-    if call["divisor_override"] is not None:
-        return True
-    overhangs = windows.reads((0, windows.outputs))[1] > windows.length + windows.padding
-    return not overhangs and (call["count_include_pad"] or windows.padding == 0)
+    return {d: windows for d, windows in by_dim.items() if count_alike(windows)}
 
 
 def _enlarging(call: OpCall) -> dict[int, Windows]:
@@ -226,7 +220,9 @@ POOLING: Table = family(
     {
         "im2col col2im": Rule(im2col, skip_empty=True),
         "pixel_shuffle pixel_unshuffle": Rule(pixel_shuffle, skip_empty=True),
-        "channel_shuffle native_channel_shuffle": Rule(channel_shuffle, skip_empty=True),
+        "channel_shuffle native_channel_shuffle": Rule(  # channels are replicated
+            lambda call: [call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1], skip_empty=True
+        ),
         "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d": _WINDOWED,
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward": _BACKWARD,
         "adaptive_max_pool2d_backward adaptive_max_pool3d_backward": _BACKWARD,

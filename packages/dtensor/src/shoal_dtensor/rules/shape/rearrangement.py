@@ -134,9 +134,6 @@ def reflection_pad(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self") if name == "self" else call.linear("grad_output")
 
 
-_REFLECTION = Rule(reflection_pad, skip_empty=True)
-
-
 def _a_shard(call: OpCall) -> Traffic:
     """A rank receives at most its shard of the result."""
     return lambda ranks: bytes_of(call.outputs[0]) / ranks
@@ -302,6 +299,8 @@ def _tril(local_call: LocalCall) -> LocalFunction | None:
     diagonal = local_call.call["diagonal"] + row - column
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
 
+
+_REFLECTION = Rule(reflection_pad, skip_empty=True)
 
 REARRANGEMENT: Table = family(
     {

@@ -23,7 +23,8 @@ from shoal_mesh import broadcast
 from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import DimSharding
-from ..language.local_ops import in_every_form
+from ...layout.spec import Spec
+from ..language.local_ops import along_dim
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 from .views import same_dims
 
@@ -127,17 +128,17 @@ class PadMap:
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(sizes))
 
 
-def slice_map(call: OpCall, length: int) -> SliceMap:
-    """The range that `start`, `end` and `step` select of `length` elements, as Python's slices do."""
-    start, stop = _clamped(call["start"], 0, length), _clamped(call["end"], length, length)
+def selection(call: OpCall, length: int) -> SliceMap:
+    """The range that a slice selects of `length` elements, as Python's slices do, or an index as a slice of one.
+
+    It is computed, not asked of `slice.indices`, which takes no symbols.
+    """
+    if "index" in call.bound:
+        at = call["index"] % length
+        return SliceMap(at, at + 1)
+    ends = (0 if call["start"] is None else call["start"], length if call["end"] is None else call["end"])
+    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)
     return SliceMap(start, max(start, stop), call["step"])
-
-
-def _clamped(position: int | None, default: int, length: int) -> int:
-    """A position among `length` elements; computed, not asked of `slice.indices`, which takes no symbols."""
-    if position is None:
-        return default
-    return min(max(position + length, 0) if position < 0 else position, length)
 
 
 def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int, int]:
@@ -166,7 +167,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
     """The results of `split` are slices that follow each other."""
     source, dim = call["self"], call.dim()
     if "start" in call.bound:
-        maps = [slice_map(call, source.shape[dim])]
+        maps = [selection(call, source.shape[dim])]
     else:
         ends = accumulate(output.shape[dim] for output in call.outputs)
         maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]
@@ -175,11 +176,9 @@ def slice_(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _slice(local_call: LocalCall) -> LocalFunction | None:
-    dim, spec = local_call.call.dim(), local_call["self"]
-    if not spec.dim_shardings[dim].axes:
-        return None
-    selected = slice_map(local_call.call, spec.shape[dim])
+@along_dim
+def _slice(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    selected = selection(local_call.call, spec.shape[dim])
     bounds = local_bounds(selected, spec.offset(dim), local_call.outputs[0].local_shape[dim])
     index = (*[slice(None)] * dim, slice(*bounds))
     return lambda x, *args, **kwargs: x[index]
@@ -213,10 +212,9 @@ def select(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _select(local_call: LocalCall) -> LocalFunction | None:
-    dim, spec, shape = local_call.call.dim(), local_call["self"], local_call.outputs[0].local_shape
-    if not (sharding := spec.dim_sharding(dim)).axes:
-        return None
+@along_dim
+def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    sharding, shape = spec.dim_sharding(dim), local_call.outputs[0].local_shape
     index = local_call.call["index"] % spec.shape[dim]
     at = index - spec.offset(dim)
     holds = 0 <= at < spec.local_shape[dim]
@@ -236,10 +234,8 @@ def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.narrow(0, 0, 0).reshape(shape)
 
 
-def _unbind(local_call: LocalCall) -> LocalFunction | None:
-    dim, spec = local_call.call.dim(), local_call["self"]
-    if not spec.dim_shardings[dim].axes:
-        return None
+@along_dim
+def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     first, held = spec.offset(dim), spec.local_shape[dim]
     shapes = [output.local_shape for output in local_call.outputs]
 
@@ -253,28 +249,16 @@ def _unbind(local_call: LocalCall) -> LocalFunction | None:
 # --- gradients: zeros around ------------------------------------------------------------------------------------------
 
 
-def _selected(call: OpCall, length: int) -> SliceMap:
-    """The slice of `length` elements, or the selected index as a slice of one."""
-    if "index" not in call.bound:
-        return slice_map(call, length)
-    at = call["index"] % length
-    return SliceMap(at, at + 1)
-
-
-def _grad_dim(call: OpCall) -> int:
-    return int(call["dim"]) % len(call["input_sizes"])
-
-
 def slice_backward(call: OpCall) -> Iterator[Row]:
     """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
-    dim, is_one, gradient = _grad_dim(call), "index" in call.bound, call["grad_output"]
+    dim, is_one, gradient = int(call["dim"]) % len(call["input_sizes"]), "index" in call.bound, call["grad_output"]
     length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
     yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others), "grad_output")
     if is_one:
         back = S(dim, map=SelectGradMap(length, call["index"] % length))
         yield from (call.row(grad_output=S(d, n), out=back) for d, n in enumerate(gradient.shape) if n)
     else:
-        selected = slice_map(call, length)
+        selected = selection(call, length)
         yield call.row(grad_output=S(dim), out=S(dim, map=SliceGradMap(length, selected.start, selected.step)))
     yield from call.linear("grad_output")
 
@@ -282,8 +266,8 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
 def _slice_backward(local_call: LocalCall) -> LocalFunction:
     """Zeros, but for what the shard has of the slice, or for the selected index."""
     call, grad, target = local_call.call, local_call["grad_output"], local_call.outputs[0]
-    dim, shape, is_one = _grad_dim(call), target.local_shape, "index" in call.bound
-    selected, start = _selected(call, target.shape[dim]), target.offset(dim)
+    dim, shape, is_one = int(call["dim"]) % target.ndim, target.local_shape, "index" in call.bound
+    selected, start = selection(call, target.shape[dim]), target.offset(dim)
     count = selected.count(start, shape[dim]) if is_one else grad.local_shape[dim]
     bounds, has_gradient = local_bounds(selected, start, count), count and 0 not in grad.local_shape
 
@@ -306,13 +290,14 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self", "src")
 
 
-def _slice_scatter(local_call: LocalCall) -> LocalFunction | None:
+@along_dim
+def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Every rank replaces what its shard has of the slice."""
-    call, spec = local_call.call, local_call["self"]
-    dim, is_one = call.dim(), "index" in call.bound
-    if not spec.dim_shardings[dim].axes:
-        return None
-    selected, start = _selected(call, spec.shape[dim]), spec.offset(dim)
+    selected, start, is_one = (
+        selection(local_call.call, spec.shape[dim]),
+        spec.offset(dim),
+        "index" in local_call.call.bound,
+    )
     first, count = selected.before(start), selected.count(start, spec.local_shape[dim])
     bounds = local_bounds(selected, start, count)
 
@@ -320,7 +305,7 @@ def _slice_scatter(local_call: LocalCall) -> LocalFunction | None:
         src = src.unsqueeze(dim) if is_one else src
         return aten.slice_scatter.default(x, src.narrow(dim, first, count), dim, *bounds)
 
-    return in_every_form(call, run)
+    return run
 
 
 SLICING: Table = family(

@@ -14,6 +14,7 @@ the runs makes the sharding plain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product, takewhile
 from math import lcm, prod
 from typing import Any, NamedTuple
 
@@ -93,25 +94,20 @@ def _group_mappings(
 ) -> Iterator[DimMapping]:
     """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs.
 
-    Runs are those of a dim that has slower ones in the source, the target or both.
+    Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
+    2 and 4 dims before, so 4 runs, of which dim 1 of the source has 2 itself, each of 3 elements in steps of 1.
     """
     total = prod(source[i] for i in dims)
-    for i in dims:
-        for j in results:
-            before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
-            runs = max(before)
-            if (
-                (runs == 1 if in_runs else runs != 1)
-                or runs % before[0]
-                or runs % before[1]
-                or (in_runs and source[i] == 1)
-            ):
-                continue
-            own, other = runs // before[0], runs // before[1]
-            inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
-            both = _lcm(inside, steps)
-            if source[i] % own == 0 and target[j] % other == 0 and (both < total // runs or source[i] == 1):
-                yield DimMapping(i, both // inside, j, both // steps, own, other)
+    for i, j in product(dims, results):
+        before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
+        runs = max(before)
+        if (runs > 1) != in_runs or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
+            continue
+        own, other = runs // before[0], runs // before[1]
+        inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
+        both = _lcm(inside, steps)
+        if source[i] % own == 0 and target[j] % other == 0 and (both < total // runs or source[i] == 1):
+            yield DimMapping(i, both // inside, j, both // steps, own, other)
 
 
 def _lcm(one: int, other: int) -> int:
@@ -126,22 +122,16 @@ def _lcm(one: int, other: int) -> int:
 
 def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping]:
     """Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay."""
-    pairs: list[tuple[int, int]] = []
-    for i, (n, m) in enumerate(zip(source, target, strict=False)):
-        if n != m:
-            break
-        pairs.append((i, i))
-    shift = len(target) - len(source)
-    for i in reversed(range(len(source))):
-        if i + shift < 0 or source[i] != target[i + shift]:
-            break
-        if all(i != a and i + shift != b for a, b in pairs):
-            pairs.append((i, i + shift))
-    return [DimMapping(i, 1, j, 1) for i, j in pairs]
+    n, shift = len(source), len(target) - len(source)
+    left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]
+    right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
+    others = [(i, i + shift) for i in right if i not in left and i + shift not in left]
+    return [DimMapping(i, 1, j, 1) for i, j in [*((i, i) for i in left), *others]]
 
 
 aten: Any = torch.ops.aten
 Rows = Callable[[OpCall], Iterable[Row]]
+Local = Callable[[LocalCall], LocalFunction | None]
 
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self") -> Iterator[Row]:
@@ -149,18 +139,9 @@ def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self"
     yield from (call.row({name: S(d)}, out=S(target)) for d, target in pairs)
 
 
-def rearrangement(
-    rows: Rows,
-    local: Callable[[LocalCall], LocalFunction | None] | None,
-    sizes: tuple[str, ...] | None = None,
-) -> Rule:
+def rearrangement(rows: Rows, local: Local | None = None, sizes: tuple[str, ...] | None = None) -> Rule:
     """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
-
-    def with_partials(call: OpCall) -> Iterator[Row]:
-        yield from rows(call)
-        yield from call.keeping_partials("self")
-
-    return Rule(with_partials, local, unordered=True, sizes=sizes)
+    return Rule(lambda call: (*rows(call), *call.keeping_partials("self")), local, unordered=True, sizes=sizes)
 
 
 def view(call: OpCall) -> Iterator[Row]:
@@ -224,13 +205,10 @@ def permute(call: OpCall) -> Iterator[Row]:
 
 
 def transpose(call: OpCall) -> Iterator[Row]:
-    one, two = call.dim("dim0"), call.dim("dim1")
-    yield from same_dims(call, ((d, {one: two, two: one}.get(d, d)) for d in range(call["self"].ndim)))
-
-
-def t(call: OpCall) -> Iterator[Row]:
+    """And `t`, of at most two dims."""
     ndim = call["self"].ndim
-    yield from same_dims(call, ((d, ndim - 1 - d) for d in range(ndim)))
+    one, two = (call.dim("dim0"), call.dim("dim1")) if "dim0" in call.bound else (0, ndim - 1)
+    yield from same_dims(call, ((d, {one: two, two: one}.get(d, d)) for d in range(ndim)))
 
 
 def expand(call: OpCall) -> Iterator[Row]:
@@ -288,12 +266,11 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
 VIEWS: Table = family(
     {
         "view.default _unsafe_view.default _reshape_alias.default": rearrangement(view, _view),
-        "unsqueeze.default": rearrangement(unsqueeze, None, sizes=()),
+        "unsqueeze.default": rearrangement(unsqueeze, sizes=()),
         "squeeze.default squeeze.dim squeeze.dims": rearrangement(squeeze, _squeeze),
         "view.dtype": Rule(view_dtype),
-        "permute.default": rearrangement(permute, None, sizes=()),
-        "transpose.int": rearrangement(transpose, None, sizes=()),
-        "t.default": rearrangement(t, None, sizes=()),
+        "permute.default": rearrangement(permute, sizes=()),
+        "transpose.int t.default": rearrangement(transpose, sizes=()),
         "expand.default": rearrangement(expand, _expand),
         "unfold.default": rearrangement(unfold, _unfold),
         "view_as_real.default view_as_complex.default": Rule(view_as_real),
