@@ -22,24 +22,19 @@ import torch
 __all__ = ["Migrated", "main", "migrate"]
 
 _TENSORS = ("shoal_dtensor", "shoal_mesh", "shoal_context_parallel", "shoal_tp_styles")
-# Modules of torch, the longest prefix first, and the layers that may have their names.
-_LAYERS = {
-    "torch.distributed.tensor.parallel": ("shoal_tp_styles",),
-    "torch.distributed.tensor._shards_wrapper": (),
-    "torch.distributed.tensor": _TENSORS,
-    "torch.distributed._tensor": _TENSORS,
-    "torch.distributed.device_mesh": ("shoal_mesh",),
-    "torch.distributed._shard": ("shoal_shard_api",),
-    "torch.distributed._composable": ("shoal_data_parallel",),
-    "torch.distributed.fsdp": ("shoal_data_parallel",),
-    "torch.distributed.checkpoint.state_dict": ("shoal_dtensor",),
-    "torch.utils._debug_mode": ("shoal_dtensor",),
-}
-# Of these a name that the layers lack stays torch's; of the others it is for a person.
-_TORCH_HAS_OTHERS = {
-    "torch.distributed.tensor._shards_wrapper",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.utils._debug_mode",
+# Modules of torch, the longest prefix first, the layers that may have their names, and whether a name that these lack
+# stays torch's; of other modules it is for a person.
+_LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "torch.distributed.tensor.parallel": (("shoal_tp_styles",), False),
+    "torch.distributed.tensor._shards_wrapper": ((), True),
+    "torch.distributed.tensor": (_TENSORS, False),
+    "torch.distributed._tensor": (_TENSORS, False),
+    "torch.distributed.device_mesh": (("shoal_mesh",), False),
+    "torch.distributed._shard": (("shoal_shard_api",), False),
+    "torch.distributed._composable": (("shoal_data_parallel",), False),
+    "torch.distributed.fsdp": (("shoal_data_parallel",), False),
+    "torch.distributed.checkpoint.state_dict": (("shoal_dtensor",), True),
+    "torch.utils._debug_mode": (("shoal_dtensor",), True),
 }
 _OF_MESHES = {"DeviceMesh", "init_device_mesh"}  # the other names of torch.distributed are those of c10d
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
@@ -76,8 +71,8 @@ def _find(module: str, name: str) -> tuple[str, str]:
     root = next((root for root in _LAYERS if f"{module}.".startswith(f"{root}.")), "")
     if not root or _is_module(f"{module}.{name}"):
         return ("shoal_mesh" if module == "torch.distributed" and name in _OF_MESHES else ""), ""
-    hints, absent = [], []
-    for layer in _LAYERS[root]:
+    (layers, stays), hints, absent = _LAYERS[root], [], []
+    for layer in layers:
         try:
             package = __import__(layer, fromlist=[name])  # as `from layer import name` does, whose error has the hint
         except ModuleNotFoundError:
@@ -87,44 +82,34 @@ def _find(module: str, name: str) -> tuple[str, str]:
         else:
             if name in package.__all__ or f"{layer}.{name}" in _UNLISTED:
                 return layer, ""
-    if absent and not hints:
-        hints = [f"{', '.join(absent)} is not installed, which may have it"]
-    reason = [*hints, "no layer of shoal has it"][0]
-    return "", "" if root in _TORCH_HAS_OTHERS else f"{module}.{name}: {reason}"
+    missing = f"{', '.join(absent)} is not installed, which may have it" if absent else "no layer of shoal has it"
+    return "", "" if stays else f"{module}.{name}: {[*hints, missing][0]}"
 
 
 Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]  # what to rewrite, as what, or what a person has to decide
 
 
-def _imports(tree: ast.AST, text: str) -> Iterator[Finding]:
-    """What becomes of `from torch... import ...`: statements that take its place, with the comments in it."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node.level:
-            continue
-        module, moved = str(node.module), dict[str, list[str]]()
-        for alias in node.names:
-            layer, what = _find(module, alias.name)
-            moved.setdefault(layer or module, []).append(ast.unparse(alias))
-            yield node, "", what
-        if set(moved) == {module}:
-            continue
-        in_order = sorted(moved.items(), key=lambda item: item[0] != module)  # what stays torch's comes first
-        statements = (f"from {home} import {', '.join(names)}" for home, names in in_order)
-        comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")
-        yield node, "  ".join([f"\n{' ' * node.col_offset}".join(statements), *comments]), ""
-
-
-def _dotted_names(tree: ast.AST) -> Iterator[Finding]:
-    """What becomes of every `a.b.c` that begins with a module of torch."""
-    modules: dict[str, str] = {}  # by their names in this file: `import torch.distributed as dist`
-    for node in ast.walk(tree):
+def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
+    """What becomes of `from torch... import ...`, comments included, and of every `a.b.c` that begins with a module."""
+    nodes, modules = [*ast.walk(tree)], dict[str, str]()  # by their names here: `import torch.distributed as dist`
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
                 modules[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and not node.level:
             modules |= {a.asname or a.name: name for a in node.names if _is_module(name := f"{node.module}.{a.name}")}
-    for node in ast.walk(tree):
+            module, homes = str(node.module), dict[str, list[str]]()
+            for alias in node.names:
+                layer, what = _find(module, alias.name)
+                homes.setdefault(layer or module, []).append(ast.unparse(alias))
+                yield node, "", what
+            if set(homes) != {module}:
+                in_order = [home for home in dict.fromkeys((module, *homes)) if home in homes]  # torch's first
+                statements = (f"from {home} import {', '.join(homes[home])}" for home in in_order)
+                comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")
+                yield node, "  ".join([f"\n{' ' * node.col_offset}".join(statements), *comments]), ""
+    for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
         first, _, rest = ast.unparse(node).partition(".")
@@ -156,7 +141,7 @@ def migrate(text: str) -> Migrated:
     edits: list[tuple[int, int, str]] = []
     left: list[tuple[int, str]] = []
     layers: set[str] = set()
-    for node, new, what in (*_imports(tree, text), *_dotted_names(tree)):
+    for node, new, what in _findings(tree, text):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before, behind = source[starts[node.lineno - 1] : begin], source[end:].partition(b"\n")[0]

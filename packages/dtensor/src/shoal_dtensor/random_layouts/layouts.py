@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -92,30 +93,35 @@ def _results_of(
     if name in _RESIZING:
         function, args, kwargs = torch.reshape, _resized(name, args, kwargs, outs[0]), {}
     elif name == "expand":
-        args, kwargs = (args[0], *_expanded(args[0], outs[0])), {}
+        spec, shape = args[0], outs[0].shape
+        if not isinstance(spec, Spec):
+            raise UnknownLayoutError("a tensor that is not sharded is expanded by the size of a shard")
+        new = len(shape) - spec.ndim
+        kept = [n if n != 1 else shape[new + d] for d, n in enumerate(spec.shape)]
+        args, kwargs = (spec, *shape[:new], *kept), {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         raise UnknownLayoutError("it was made with sizes of its own, which may be those of a shard")
     try:
-        return _checked(args, kwargs, _run(function, args, kwargs), outs)
+        return _run(function, args, kwargs, outs)
     except UnknownLayoutError:
-        adopted = pytree.tree_map(partial(_adopted, _specs_in(args, kwargs)), (args, kwargs))
+        adopted: Any = pytree.tree_map(partial(_adopted, _specs_in(args, kwargs)), (args, kwargs))
         if adopted == (args, kwargs):
             raise
-        return _checked(args, kwargs, _run(function, *adopted), outs)
+        return _run(function, adopted[0], adopted[1], outs)
 
 
 def _specs_in(*values: Any) -> list[Spec]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, Spec)]
 
 
-def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The DTensors without memory that the function returns for such DTensors."""
-    mesh = _specs_in(args, kwargs)[0].mesh
-    every = (Replicate(),) * mesh.ndim
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+) -> list[Spec]:
+    """The specs of what the function returns for DTensors without memory, if `outs` are this rank's shards of it."""
+    inputs, mesh = _specs_in(args, kwargs), _specs_in(args, kwargs)[0].mesh
 
     def shadow(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = Spec(mesh, every, value.shape, value.stride(), value.dtype)
+        value = replicated(mesh, value) if isinstance(value, Tensor) else value
         if isinstance(value, Spec):
             order = sorted(range(value.ndim), key=lambda dim: -value.stride[dim])
             local = torch.empty_permuted(value.local_shape, order, dtype=value.dtype, device="meta")
@@ -127,51 +133,39 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
             given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
-            return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
+            results: list[Any] = [
+                out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)
+            ]
     except Exception as error:  # of any type: what the function says of DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
-
-
-def _checked(args: Any, kwargs: Any, results: Sequence[Any], outs: Sequence[Tensor]) -> list[Spec]:
-    """The results' specs, where every rank's shards are what its own call returned."""
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
         raise UnknownLayoutError("it returns something else for DTensors")
-    inputs, specs = _specs_in(args, kwargs), []
-    for result, out in zip(results, outs, strict=True):
-        spec = result.spec
+    specs: list[Spec] = [result.spec for result in results]
+    for spec, out in zip(specs, outs, strict=True):
         if spec.partials:
             raise UnknownLayoutError("ranks hold summands of it")
         if any(p.is_shard() and not _like_some(spec, axis, inputs) for axis, p in enumerate(spec.placements)):
             raise UnknownLayoutError("it takes a part of a sharded dim")
         if spec.local_shape != out.shape:
             raise UnknownLayoutError(f"its shape {tuple(out.shape)} is not that of a shard of {spec}")
-        specs.append(spec.with_(dtype=out.dtype, stride=spec.stride))
-    return specs
+    return [spec.with_(dtype=out.dtype, stride=spec.stride) for spec, out in zip(specs, outs, strict=True)]
 
 
 def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
     """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
     sizes = extents(spec, axis)
-    return any(
-        all(a * sum(others) == b * sum(sizes) for a, b in zip(sizes, others, strict=True))
-        for others in (extents(each, axis) for each in inputs if each.placements[axis].is_shard())
-    )
+    of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
+    return any(all(a * sum(b) == c * sum(sizes) for a, c in zip(sizes, b, strict=True)) for b in of_inputs)
 
 
 @lru_cache(maxsize=1024)
 def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     """Elements of the dim that an axis shards, on each rank of the axis."""
-    placement = spec.placements[axis]
-    dim = getattr(placement, "dim", None)
+    dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
-    ranks = spec.mesh.size(axis)
-    where = list(spec.coordinate or (0,) * spec.mesh.ndim)
-    extents = []
-    for rank in range(ranks):
-        where[axis] = rank
-        start, stop = spec.box(tuple(where))[dim] if not spec.is_strided else (0, 1)
-        extents.append(stop - start)
-    return tuple(extents)
+    here = spec.coordinate or (0,) * spec.mesh.ndim
+    along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
+    return tuple(1 if spec.is_strided else spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
 
 # --- sizes that are given as arguments -------------------------------------------------------------------------------
@@ -185,7 +179,9 @@ def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Ten
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
         raise UnknownLayoutError("it reinterprets memory")
-    inferred = _inferred_dim(name, given, spec.ndim)
+    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)
+    asked = list(asked[0]) if isinstance(asked[0], tuple | list) else asked
+    inferred = start + asked.index(-1) if -1 in asked else None  # the dim of the result whose size was given as -1
     sizes = list(out.shape)
     for dim in {p.dim for p in spec.placements if isinstance(p, Shard)}:
         target, size = _scaled(spec, dim, tuple(out.shape), inferred)
@@ -193,15 +189,6 @@ def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Ten
     if -1 in sizes or prod(sizes) != spec.shape.numel():
         raise UnknownLayoutError("its sizes do not say which dims are sharded; write -1 for a sharded dim")
     return spec, sizes
-
-
-def _inferred_dim(name: str, given: Sequence[Any], ndim: int) -> int | None:
-    """The dim of the result whose size was given as -1."""
-    start = 0
-    if name == "unflatten":
-        start, given = given[0] % ndim, given[1:]
-    sizes = list(given[0]) if isinstance(given[0], tuple | list) else list(given)
-    return start + sizes.index(-1) if -1 in sizes else None
 
 
 def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
@@ -243,15 +230,6 @@ def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> N
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if not inferred and (size == 1) != (size * unit // total == 1) and size:
             raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
-
-
-def _expanded(spec: Any, out: Tensor) -> list[int]:
-    """Arguments of `expand` on the global tensor."""
-    if not isinstance(spec, Spec):
-        raise UnknownLayoutError("a tensor that is not sharded is expanded by the size of a shard")
-    before = out.ndim - spec.ndim
-    kept = [spec.shape[d] if spec.shape[d] != 1 else out.shape[before + d] for d in range(spec.ndim)]
-    return [*out.shape[:before], *kept]
 
 
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
@@ -298,17 +276,14 @@ def _describe(value: Any, key: list[Any]) -> None:
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:
     """The blocks that views of a fused output are, each; none if some view is another part of it."""
     taken: list[LocalLayout] = []
-    starts, start = {}, 0
-    for spec in layout.blocks:
-        size = spec.local_shape[-1]
-        starts[start, size] = spec
-        start += size
+    sizes = [spec.local_shape[-1] for spec in layout.blocks]
+    blocks = dict(zip(zip(accumulate(sizes, initial=0), sizes, strict=False), layout.blocks, strict=True))
     at = 0
     for out in outs:
         if out.ndim != source.ndim or out.stride() != source.stride() or out.shape[:-1] != source.shape[:-1]:
             return []
         at = at if len(outs) > 1 else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
-        block = starts.get((at, out.shape[-1]))
+        block = blocks.get((at, out.shape[-1]))
         if block is None:
             return []
         taken.append(LocalLayout(block))

@@ -180,15 +180,13 @@ def _batch_axes(root: nn.Module) -> DeviceMesh | None:
 def _axes_of(root: nn.Module) -> list[DeviceMesh]:
     """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
     batch = _batch_axes(root)
-    data = [] if batch is None else _single_axes(batch)
-    styles = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
-    return [*dict.fromkeys((*data, *styles))]
-
-
-def _meshes(lowered: ModuleForward) -> Iterator[DeviceMesh]:
-    if lowered.inner is not None:
-        yield from _meshes(lowered.inner)
-    yield from _single_axes(lowered.mesh)
+    meshes = [] if batch is None else [batch]
+    for lowered in _lowered(root).values():
+        chain = [lowered]
+        while (inner := chain[-1].inner) is not None:
+            chain.append(inner)
+        meshes += [forward.mesh for forward in reversed(chain)]
+    return [*dict.fromkeys(axis for mesh in meshes for axis in _single_axes(mesh))]
 
 
 def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:

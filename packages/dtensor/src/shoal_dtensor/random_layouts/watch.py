@@ -21,7 +21,6 @@ from shoal_mesh import DeviceMesh, all_gather
 
 from .._torch import FunctionMode, saving_state, unwatched_functions
 from ..errors import LayoutError
-from ..layout.dim_sharding import shard_sizes
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..modules.forwards import ModuleForward
@@ -93,20 +92,19 @@ class Watch(FunctionMode):
         of_ranks = [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
         of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]
         sizes = next(column for column, n in zip(of_tensors, rows, strict=True) if n >= 0)
-        for tensor, n, column in zip(tensors, rows, of_tensors, strict=True):
-            if n >= 0 and column == sizes:
-                self._note_rows(tensor, axes, sizes)
-
-    def _note_rows(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
-        layout = layout_of(tensor)
-        if layout is not None and (layout.spec is None or layout.spec.mesh != self.mesh):
-            note_layout(tensor, PLAIN)  # of another watch
         even = len({*sizes}) == 1
-        for axis, mesh in ((self.axes[mesh], mesh) for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}):
-            if not even and mesh.size() != axes.size():
+        along = [mesh for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}]
+        for tensor, n, column in zip(tensors, rows, of_tensors, strict=True):
+            if n < 0 or column != sizes:
+                continue
+            layout = layout_of(tensor)
+            if layout is not None and (layout.spec is None or layout.spec.mesh != self.mesh):
+                note_layout(tensor, PLAIN)  # of another watch
+            if not even and any(mesh.size() != axes.size() for mesh in along):
                 note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
-                return
-            note_layout(tensor, self.placed(tensor, axis, (0, None if even else sizes), tensor))
+                continue
+            for mesh in along:
+                note_layout(tensor, self.placed(tensor, self.axes[mesh], (0, None if even else sizes), tensor))
 
     # --- layouts of results ------------------------------------------------------------------------------------------
 
@@ -140,9 +138,7 @@ class Watch(FunctionMode):
         """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
         source = next(tensors_in((*args, *kwargs.values())), None)
         with unwatched_functions():
-            for value, layout in zip(args, forward.input_layouts(), strict=False):
-                self._refuse_drawn(value, layout, forward)
-            self._refuse_drawing(forward, source)
+            self._check(forward, args, source)
         with nullcontext() if forward.sampling == "watched" else unwatched_functions():
             out = forward(*args, **kwargs)
         with unwatched_functions():
@@ -154,28 +150,27 @@ class Watch(FunctionMode):
                     self._place(forward, result, index, layout, source)
         return out
 
-    def _refuse_drawn(self, value: Any, arrives: Placement | None, forward: ModuleForward) -> None:
-        layout = layout_of(value) if type(value) is Tensor else None
-        if layout is None or not layout.drawn or not isinstance(arrives, Shard):
-            return
-        if layout.spec is not None and layout.spec.placements[self.axes[forward.mesh]].is_shard():
-            return
-        raise LayoutError(
-            f"{forward.title}: an input that is {arrives} on every rank holds random numbers that were "
-            f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
-        )
-
-    def _refuse_drawing(self, forward: ModuleForward, source: Tensor | None) -> None:
-        """Refuse a forward that draws by itself, on its own axis, where another axis shards its input."""
+    def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
+        """Refuse inputs that were drawn as replicated and are shards, and a forward that draws on one axis alone."""
+        for value, arrives in zip(args, forward.input_layouts(), strict=False):
+            layout = layout_of(value) if type(value) is Tensor else None
+            if layout is None or not layout.drawn or not isinstance(arrives, Shard):
+                continue
+            if layout.spec is None or not layout.spec.placements[self.axes[forward.mesh]].is_shard():
+                raise LayoutError(
+                    f"{forward.title}: an input that is {arrives} on every rank holds random numbers that were "
+                    f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
+                )
         if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
             raise LayoutError(
                 f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by themselves, "
                 "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
             )
-        spec = spec_of(source)
-        if not forward.one_axis or spec is None or not active(forward.module):
-            return
-        if any(p.is_shard() for axis, p in enumerate(spec.placements) if axis != self.axes[forward.mesh]):
+        spec = spec_of(source) if forward.one_axis and active(forward.module) else None
+        others = (
+            [] if spec is None else [p for axis, p in enumerate(spec.placements) if axis != self.axes[forward.mesh]]
+        )
+        if any(placement.is_shard() for placement in others):
             raise LayoutError(
                 f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; its input "
                 "is sharded over other axes too. A Dropout needs no style; attention does without dropout. "
@@ -188,10 +183,9 @@ class Watch(FunctionMode):
             return
         (placement,) = spec.placements
         shard = (placement.dim, spec.sizes(placement.dim)) if isinstance(placement, Shard) else None
-        if not isinstance(local, DTensor):
-            note_layout(local, self.placed(local, self.axes[spec.mesh], shard, source))
-        elif self.mesh.ndim > 1:  # on its own mesh it draws by itself
-            note_layout(local, self.placed(local_shard(local), self.axes[spec.mesh], shard, source))
+        if self.mesh.ndim > 1 or not isinstance(local, DTensor):  # a DTensor on its own mesh draws by itself
+            held = local_shard(local) if isinstance(local, DTensor) else local
+            note_layout(local, self.placed(held, self.axes[spec.mesh], shard, source))
 
     def _place(
         self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
@@ -261,8 +255,7 @@ class Watch(FunctionMode):
             if not alone and not even:
                 return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
             shape[dim] = shape[dim] * ranks if even else sum(sizes or ())
-            regular = even or shard_sizes(shape[dim], Shard(dim), ranks) == [*(sizes or ())]
-            placements[axis] = Shard(dim) if regular else Shard(dim, sizes=tuple(sizes or ()))
+            placements[axis] = Shard(dim) if even else Shard(dim, sizes=sizes)
         spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
         if spec.local_shape != local.shape:
             return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
