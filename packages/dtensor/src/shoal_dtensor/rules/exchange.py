@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,14 +58,8 @@ class Run:
     back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """`length` elements from local position `source` of the sender, to local position `target` of the receiver."""
-
-    source: int
-    target: int
-    length: int
-    back: bool
+Block = Run
+"""From local positions of the sender to those of the receiver; of one backwards, `source` is the lowest position."""
 
 
 def intervals(sharding: DimSharding) -> list[Interval]:
@@ -93,16 +88,19 @@ class Relocation:
         dim: its sharded dim.
         wanted: for every shard the range of output positions that its rank wants; ranges may overlap.
         runs: where every output position comes from; positions that no run names stay undefined.
+        moves: False if every rank has what it wants, at its place: then there is no collective.
     """
 
-    __slots__ = ("axes", "dim", "held", "index", "mesh", "receives", "sends", "wanted")
+    __slots__ = ("axes", "dim", "held", "index", "mesh", "moves", "receives", "sends", "wanted")
 
-    def __init__(self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run]) -> None:
+    def __init__(
+        self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run], *, moves: bool = True
+    ) -> None:
         sharding = spec.dim_sharding(dim)
         held = intervals(sharding)
         self.mesh: DeviceMesh = spec.mesh
         self.axes: tuple[int, ...] = sharding.axes
-        self.dim = dim
+        self.dim, self.moves = dim, moves
         self.index: int = shard_index(spec, dim)
         self.held: Interval = held[self.index]
         self.wanted: Interval = wanted[self.index]
@@ -111,6 +109,8 @@ class Relocation:
 
     def forwards(self, x: Tensor) -> Tensor:
         """What this rank wants, out of the shards."""
+        if not self.moves:
+            return x.narrow(self.dim, self.wanted[0] - self.held[0], self.wanted[1] - self.wanted[0])
         result = self._resized(x, self.wanted[1] - self.wanted[0])
         blocks = [[self._block(x, block) for block in to_rank] for to_rank in self.sends]
         out = [[result.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
@@ -119,6 +119,9 @@ class Relocation:
 
     def backwards(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard: what all ranks' gradients say of it, added up.  For runs forwards."""
+        if not self.moves:
+            around = self.wanted[0] - self.held[0], self.held[1] - self.wanted[1]
+            return _padded(gradient, {self.dim: around}).contiguous()
         total = self._resized(gradient, self.held[1] - self.held[0]).zero_()
         blocks = [[gradient.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
         out = [[self._resized(gradient, block.length) for block in to_rank] for to_rank in self.sends]
@@ -279,41 +282,24 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
 
 
-class Halo:
+class Halo(NamedTuple):
     """One sharded dim of an input along which windows run, as this rank sees it.
 
     Attributes:
-        dim: the dim.
-        reads: what this rank's windows read; it may reach over both ends of the input.
-        margins: how far it does, at the start and at the end.
+        exchange: fetches what this rank's windows read of the input along the dim, and returns the gradient of it.
+        margins: how far they reach over the start and the end of the input.
         widths: how many outputs the operator, which knows nothing of the others, makes too few at the start and at the
             end; negative where it makes too many.
     """
 
-    def __init__(self, spec: Spec, dim: int, windows: Windows) -> None:
-        sharding = spec.dim_sharding(dim)
-        self.dim = dim
-        self._relocation = Relocation(spec, dim, _wanted(windows, sharding), [Run(0, 0, windows.length)])
-        self._moves = _reads_others(windows, sharding)
-        begin, end = windows(sharding).interval_of(self._relocation.index)
-        first, last = self.reads = windows.reads((begin, end))
-        self.margins = max(0, min(last, 0) - first), max(0, last - max(first, windows.length))
-        start, stop = windows.reached(self.reads) if windows.transposed else (begin, end)
-        self.widths = start - begin, end - stop
+    exchange: Relocation
+    margins: tuple[int, int]
+    widths: tuple[int, int]
 
-    def fetch(self, x: Tensor) -> Tensor:
-        """What this rank's windows read of the input, `x` being its shard."""
-        if self._moves:
-            return self._relocation.forwards(x)
-        (start, stop), (held, _) = self._relocation.wanted, self._relocation.held
-        return x.narrow(self.dim, start - held, stop - start)
-
-    def return_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's shard out of the gradients of what every rank fetched."""
-        if self._moves:
-            return self._relocation.backwards(gradient)
-        (start, stop), (held, end) = self._relocation.wanted, self._relocation.held
-        return _padded(gradient, {self.dim: (start - held, end - stop)}).contiguous()
+    @property
+    def dim(self) -> int:
+        """The dim."""
+        return self.exchange.dim
 
 
 class Halos:
@@ -325,31 +311,35 @@ class Halos:
     """
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
-        self.halos = [Halo(spec, dim, each) for dim, each in windows.items() if spec.dim_shardings[dim].axes]
+        self.halos: list[Halo] = []
         self.first, self.shape = [0] * spec.ndim, [*spec.local_shape]
-        for halo in self.halos:
-            first, last = halo.reads
-            self.first[halo.dim], self.shape[halo.dim] = first, last - first
+        for dim, along in windows.items():
+            if not spec.dim_shardings[dim].axes:
+                continue
+            sharding, runs = spec.dim_sharding(dim), [Run(0, 0, along.length)]
+            moves = _reads_others(along, sharding)
+            exchange = Relocation(spec, dim, _wanted(along, sharding), runs, moves=moves)
+            begin, end = along(sharding).interval_of(exchange.index)
+            first, last = along.reads((begin, end))
+            start, stop = along.reached((first, last)) if along.transposed else (begin, end)
+            margins = max(0, min(last, 0) - first), max(0, last - max(first, along.length))
+            self.halos.append(Halo(exchange, margins, (start - begin, end - stop)))
+            self.first[dim], self.shape[dim] = first, last - first
 
     def __bool__(self) -> bool:
         return bool(self.halos)
 
-    @property
-    def dims(self) -> list[int]:
-        """The dims that have halos."""
-        return [halo.dim for halo in self.halos]
-
     def unpadded(self, call: OpCall, name: str, count: int) -> list[int]:
         """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""
         value = per_dim(call, name, count)
-        for dim in self.dims:
-            value[dim - (len(self.shape) - count)] = 0
+        for halo in self.halos:
+            value[halo.dim - (len(self.shape) - count)] = 0
         return value
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
         for halo in self.halos:
-            x = halo.fetch(x)
+            x = halo.exchange.forwards(x)
         return _padded(x, {halo.dim: halo.margins for halo in self.halos}, fill)
 
     def return_gradient(self, gradient: Tensor) -> Tensor:
@@ -357,7 +347,7 @@ class Halos:
         for halo in reversed(self.halos):
             before, after = halo.margins
             gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
-            gradient = halo.return_gradient(gradient)
+            gradient = halo.exchange.backwards(gradient)
         return gradient
 
     def cropped(self, outputs: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 May import: _torch, dispatch, layout, redistribute, rng, rules.
 """
 
-from .partials import deal, gather
-from .simulate import coordinates, global_value, local_shards, part_of, simulate
+from .simulate import coordinates, deal, gather, global_value, local_shards, part_of, simulate
 from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
 from .validate import Report, validate
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
 
-from .partials import COMBINE, reduce_all
+from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
 

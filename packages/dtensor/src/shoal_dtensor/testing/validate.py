@@ -32,8 +32,7 @@ from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
 from ..rules.language.local_ops import local_function
 from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
-from .partials import Coordinate, deal, gather
-from .simulate import coordinates, part_of
+from .simulate import Coordinate, coordinates, deal, gather, part_of
 from .thread_ranks import axes_used, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
