@@ -171,13 +171,11 @@ def normalize_placements(
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < ndim:
                 raise PlacementIndexError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+            placement = placement.on_dim(dim)
             if isinstance(placement, StridedShard) and placement.sizes is None:
-                placement = _in_runs(placement.on_dim(dim), axis, placements, mesh_shape, shape)
+                placement = _in_runs(placement, axis, placements, mesh_shape, shape)
             if isinstance(placement, StridedShard) and placement.sizes is None:
-                strided[axis] = placement.split_factor
-                placement = Shard(dim)
-            else:
-                placement = placement.on_dim(dim)
+                strided[axis], placement = placement.split_factor, Shard(dim)
         resolved.append(placement)
     order = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
     if strided:

@@ -229,8 +229,8 @@ class Spec(SpecNames):
         """
         by_dim: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
         for sharding in self.dim_shardings:
-            held = sharding.intervals(coordinate)
-            by_dim.append(list(zip(held, spans(stop - start for start, stop in held), strict=True)))
+            runs = sharding.intervals(coordinate)
+            by_dim.append(list(zip(runs, spans(stop - start for start, stop in runs), strict=True)))
         return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*by_dim)]
 
     def dim_sharding(self, dim: int) -> DimSharding:
@@ -302,21 +302,20 @@ class Spec(SpecNames):
 
         The shard order is kept for dims that the same axes still shard; a new shape without a stride is contiguous.
         """
+        order = shard_order or self.shard_order
         if placements is None:
             placements = self.placements
-            order = shard_order or self.shard_order
-        else:
-            order = shard_order or _surviving_order(self.shard_order, placements, len(shape or self.shape))
-        if shape is not None and stride is None:
-            stride = contiguous_stride(shape)
-        return Spec(
-            self.mesh,
-            placements,
-            self.shape if shape is None else shape,
-            self.stride if stride is None else stride,
-            dtype or self.dtype,
-            order,
-        )
+        elif not shard_order:
+            ndim = len(shape or self.shape)
+            resolved = [*placements]
+            for axis, placement in enumerate(resolved):
+                if isinstance(placement, Shard | StridedShard) and placement.dim < 0:
+                    resolved[axis] = placement.on_dim(placement.dim % ndim)
+            axes_of = dict(order_of(resolved))
+            order = tuple((dim, axes) for dim, axes in order if sorted(axes) == list(axes_of.get(dim, ())))
+        if shape is None:
+            shape, stride = self.shape, self.stride if stride is None else stride
+        return Spec(self.mesh, placements, shape, stride, dtype or self.dtype, order)
 
     def with_dim_shardings(
         self, dim_shardings: Sequence[AnyDimSharding | None], shape: Sequence[int], stride: Sequence[int]
@@ -363,10 +362,3 @@ class Spec(SpecNames):
 
     def _repr_html_(self) -> str:
         return spec_html(self)
-
-
-def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:
-    """The entries of a shard order that still hold for new placements."""
-    resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard | StridedShard) and p.dim < 0 else p for p in placements]
-    now = dict(order_of(resolved))
-    return tuple((dim, axes) for dim, axes in order if sorted(axes) == list(now.get(dim, ())))

@@ -13,7 +13,7 @@ import torch
 from shoal_mesh import DeviceMesh
 
 from ..errors import PlacementError
-from .boxes import Box
+from .boxes import Box, volume
 from .placements import Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -148,12 +148,12 @@ class RankTable(NamedTuple):
 
 def holders(spec: Any) -> dict[Box, list[int]]:
     """The ranks that hold each box of the tensor, boxes in order; empty ones are left out."""
-    found: dict[Box, list[int]] = {}
+    ranks: dict[Box, list[int]] = {}
     for coordinate in product(*map(range, spec.mesh.shape)):
         for box, _ in spec.boxes(coordinate):
-            if all(stop > start for start, stop in box):
-                found.setdefault(box, []).append(spec.mesh.rank_at(coordinate))
-    return dict(sorted(found.items()))
+            if volume(box):
+                ranks.setdefault(box, []).append(spec.mesh.rank_at(coordinate))
+    return dict(sorted(ranks.items()))
 
 
 def rank_table(spec: Any) -> RankTable:
@@ -164,10 +164,9 @@ def rank_table(spec: Any) -> RankTable:
     """
     if spec.ndim > 2:
         raise PlacementError(f"visualize_sharding: expected a tensor of one or two dims, got shape {tuple(spec.shape)}")
-    found = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}
-    rows = sorted({row for row, _ in found})
-    columns = sorted({column for _, column in found})
-    cells = [[",".join(map(str, found.get((row, column), []))) for column in columns] for row in rows]
+    ranks_of = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}
+    rows, columns = (sorted({box[dim] for box in ranks_of}) for dim in (0, 1))
+    cells = [[",".join(map(str, ranks_of.get((row, column), []))) for column in columns] for row in rows]
     return RankTable([f"{a}:{b}" for a, b in rows], [f"{a}:{b}" for a, b in columns], cells)
 
 

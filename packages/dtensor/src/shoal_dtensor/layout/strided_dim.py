@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 from ..errors import PlacementError
 from .dim_sharding import DimSharding, ShardOrder, shard_dim
@@ -59,18 +60,19 @@ class StridedDimSharding:
         starts = runs if runs[0] == 1 else [1, *runs]
         return tuple(b // a for a, b in pairwise([*starts, self.length]))
 
-    def unfolded(self) -> tuple[DimSharding | None, ...]:
-        """How each of the dims in `shape` is sharded; None for replicated ones."""
+    @cached_property
+    def _folded(self) -> list[tuple[int, DimSharding | None]]:
+        """Size and sharding of each of the dims in `shape`; None for replicated ones.
+
+        12 elements, 2 runs sharded as 3 + 3: a replicated dim of 2 and one of 6, sharded as 3 + 3.
+        """
         inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
-        shardings = tuple(sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True))
-        return shardings if self.levels[0][0] == 1 else (None, *shardings)
+        shardings = [sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)]
+        return [*zip(self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True)]
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Number of elements that the rank at a mesh coordinate holds."""
-        held = 1
-        for n, sharding in zip(self.shape, self.unfolded(), strict=True):
-            held *= n if sharding is None else sharding.size(coordinate)
-        return held
+        return prod(n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded)
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
@@ -83,14 +85,14 @@ class StridedDimSharding:
             >>> StridedDimSharding(((2, DimSharding((0,), (2,), (3, 3))),), 12).intervals((1,))
             [(3, 6), (9, 12)]
         """
-        found = [(0, 1)]
-        for n, sharding in zip(self.shape, self.unfolded(), strict=True):
+        runs = [(0, 1)]  # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
+        for n, sharding in self._folded:
             start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
             if (start, stop) == (0, n):
-                found = [(first * n, last * n) for first, last in found]
+                runs = [(first * n, last * n) for first, last in runs]
             else:
-                found = [(i * n + start, i * n + stop) for first, last in found for i in range(first, last)]
-        return [(start, stop) for start, stop in found if start < stop]
+                runs = [(i * n + start, i * n + stop) for first, last in runs for i in range(first, last)]
+        return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
         """The sharding of one run, where the dim is taken as so many runs; None if no axis shards it so."""

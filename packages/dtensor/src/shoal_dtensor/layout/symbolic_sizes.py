@@ -58,11 +58,11 @@ def remembered(count: int) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        kept = lru_cache(maxsize=count)(function)
+        cached = lru_cache(maxsize=count)(function)
 
         @wraps(function)
         def call(of: Any, *rest: Any) -> Any:
-            return kept(of, *rest) if of.example is None else function(of, *rest)
+            return cached(of, *rest) if of.example is None else function(of, *rest)
 
         return cast(Function, call)
 

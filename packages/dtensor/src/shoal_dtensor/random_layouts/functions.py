@@ -149,37 +149,31 @@ def _of_user(module: str) -> bool:
 
 @lru_cache(maxsize=1024)  # the layers of a model share their code
 def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
-    return any(name in _CALLED or "drop" in name.lower() for name in _names(code, children))
+    """Whether a function's code uses the name of a draw, or calls attention with so many arguments that it may drop.
 
-
-def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
-    """The names that a function's code uses, but for those of child modules: these are asked themselves."""
-    for names in code.co_consts:  # names of keyword arguments are constants
-        yield from (name for name in names if isinstance(name, str)) if isinstance(names, tuple) else ()
-    if _passes_dropout(code):
-        yield "dropout_p"
+    Names of child modules do not count: these are asked themselves.
+    """
+    names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}  # of keyword arguments
+    attends, before_dropout = (
+        "scaled_dot_product_attention" in code.co_names,
+        _BY_ARGUMENT["scaled_dot_product_attention"],
+    )
     of_local = False  # whether the attribute is one of a local variable, such as `self`
+    keywords = 0  # of the next call
     for instruction in get_instructions(code):
-        name = instruction.argval
-        if instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-            if not (of_local and name in children):
-                yield name
+        kind, value, count = instruction.opname, instruction.argval, instruction.arg or 0
+        if kind.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            names |= set() if of_local and value in children else {value}
             continue
-        of_local = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
-        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
-            yield name
-
-
-def _passes_dropout(code: CodeType) -> bool:
-    """Whether code names attention and makes some call with as many positional arguments as reach its dropout."""
-    at, named = _BY_ARGUMENT["scaled_dot_product_attention"], 0
-    for instruction in get_instructions(code) if "scaled_dot_product_attention" in code.co_names else ():
-        if instruction.opname == "KW_NAMES" and instruction.arg is not None:
-            named = len(code.co_consts[instruction.arg])
-        elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, tuple):
-            named = len(instruction.argval)
-        elif instruction.opname in ("CALL", "CALL_KW") and instruction.arg is not None:
-            if instruction.arg - named > at:
+        of_local = kind.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        if kind.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
+            names.add(value)
+        elif kind == "KW_NAMES":
+            keywords = len(code.co_consts[count])
+        elif kind == "LOAD_CONST" and isinstance(value, tuple):
+            keywords = len(value)
+        elif kind in ("CALL", "CALL_KW"):
+            if attends and count - keywords > before_dropout:
                 return True
-            named = 0
-    return False
+            keywords = 0
+    return any(isinstance(name, str) and (name in _CALLED or "drop" in name.lower()) for name in names)

@@ -105,9 +105,9 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
             if _is_checked(mesh, about) and not always:
                 return  # another thread was faster
-            own = generator.initial_seed() >> 1 if about == _SHARED else fingerprint(generator)
+            mine = generator.initial_seed() >> 1 if about == _SHARED else fingerprint(generator)
             with out_of_sight():
-                sent = upload([own], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
+                sent = upload([mine], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
             prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, sent)]
             if len(set(prints)) > 1:
                 raise RandomStateError(_describe(mesh, prints, generator))

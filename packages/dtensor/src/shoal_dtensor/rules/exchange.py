@@ -67,17 +67,17 @@ def intervals(sharding: DimSharding) -> list[Interval]:
     return [sharding.interval_of(shard) for shard in range(sharding.shards)]
 
 
-def _blocks(runs: Sequence[Run], held: Interval, wanted: Interval) -> Iterator[Block]:
+def _blocks(runs: Sequence[Run], local: Interval, wanted: Interval) -> Iterator[Block]:
     for run in runs:
-        # Elements `i` of the run whose output position is wanted, and whose input position is held.
+        # Elements `i` of the run whose output position is wanted, and whose input position is local.
         start, stop = wanted[0] - run.target, wanted[1] - run.target
-        low, high = held[0] - run.source, held[1] - run.source
+        low, high = local[0] - run.source, local[1] - run.source
         if run.back:
             low, high = 1 - high, 1 - low
         first, last = max(0, start, low), min(run.length, stop, high)
         if last > first:
             source = run.source - last + 1 if run.back else run.source + first
-            yield Block(source - held[0], run.target + first - wanted[0], last - first, run.back)
+            yield Block(source - local[0], run.target + first - wanted[0], last - first, run.back)
 
 
 class Relocation:
@@ -91,26 +91,26 @@ class Relocation:
         moves: False if every rank has what it wants, at its place: then there is no collective.
     """
 
-    __slots__ = ("axes", "dim", "held", "index", "mesh", "moves", "receives", "sends", "wanted")
+    __slots__ = ("axes", "dim", "index", "local", "mesh", "moves", "receives", "sends", "wanted")
 
     def __init__(
         self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run], *, moves: bool = True
     ) -> None:
         sharding = spec.dim_sharding(dim)
-        held = intervals(sharding)
+        shards = intervals(sharding)
         self.mesh: DeviceMesh = spec.mesh
         self.axes: tuple[int, ...] = sharding.axes
         self.dim, self.moves = dim, moves
         self.index: int = shard_index(spec, dim)
-        self.held: Interval = held[self.index]
+        self.local: Interval = shards[self.index]
         self.wanted: Interval = wanted[self.index]
-        self.sends: list[list[Block]] = [[*_blocks(runs, self.held, there)] for there in wanted]
-        self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in held]
+        self.sends: list[list[Block]] = [[*_blocks(runs, self.local, there)] for there in wanted]
+        self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in shards]
 
     def forwards(self, x: Tensor) -> Tensor:
         """What this rank wants, out of the shards."""
         if not self.moves:
-            return x.narrow(self.dim, self.wanted[0] - self.held[0], self.wanted[1] - self.wanted[0])
+            return x.narrow(self.dim, self.wanted[0] - self.local[0], self.wanted[1] - self.wanted[0])
         result = self._resized(x, self.wanted[1] - self.wanted[0])
         blocks = [[self._block(x, block) for block in to_rank] for to_rank in self.sends]
         out = [[result.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
@@ -120,9 +120,9 @@ class Relocation:
     def backwards(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard: what all ranks' gradients say of it, added up.  For runs forwards."""
         if not self.moves:
-            around = self.wanted[0] - self.held[0], self.held[1] - self.wanted[1]
+            around = self.wanted[0] - self.local[0], self.local[1] - self.wanted[1]
             return _padded(gradient, {self.dim: around}).contiguous()
-        total = self._resized(gradient, self.held[1] - self.held[0]).zero_()
+        total = self._resized(gradient, self.local[1] - self.local[0]).zero_()
         blocks = [[gradient.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
         out = [[self._resized(gradient, block.length) for block in to_rank] for to_rank in self.sends]
         self._exchange(blocks, out, gradient, total)
@@ -272,13 +272,13 @@ def _needs_halo(windows: Windows) -> bool:
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Whether any shard reads what it does not hold."""
     pairs = zip(intervals(sharding), _wanted(windows, sharding), strict=True)
-    return any(start < held[0] or held[1] < stop for held, (start, stop) in pairs)
+    return any(start < shard[0] or shard[1] < stop for shard, (start, stop) in pairs)
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """What each shard's windows read of the input; an empty range of the shard where they read nothing."""
     pairs = zip(intervals(sharding), intervals(windows(sharding)), strict=True)
-    reads = [(held[0], windows.clipped(windows.reads(outputs))) for held, outputs in pairs]
+    reads = [(shard[0], windows.clipped(windows.reads(outputs))) for shard, outputs in pairs]
     return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
 
 

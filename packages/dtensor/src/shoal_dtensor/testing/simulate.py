@@ -53,12 +53,12 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
         >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
         [tensor([0., 1., 2.]), tensor([0., 1., 2.])]
     """
-    held = dict(zip(_ranks(plan.src), shards, strict=True))
+    tensors = dict(zip(_ranks(plan.src), shards, strict=True))
     for step in plan.steps:
-        held |= _run(step, held)
+        tensors |= _run(step, tensors)
     if plan.steps and plan.slices:
-        held = {rank: tensor.clone() for rank, tensor in held.items()}
-    return [held[rank] for rank in _ranks(plan.dst)]
+        tensors = {rank: tensor.clone() for rank, tensor in tensors.items()}
+    return [tensors[rank] for rank in _ranks(plan.dst)]
 
 
 def _ranks(spec: Spec) -> list[int]:
@@ -66,15 +66,15 @@ def _ranks(spec: Spec) -> list[int]:
     return [spec.mesh.rank_at(c) for c in coordinates(spec)]
 
 
-def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
+def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """One step on all ranks of its mesh (of both meshes, for a transfer)."""
     mesh = step.src.mesh
     if isinstance(step, Transfer):
         kernels = {rank: transfer_kernel(step, rank) for rank in step.ranks}
-        held = {rank: torch.empty(0, dtype=step.src.dtype) for rank in step.ranks} | held
+        tensors = {rank: torch.empty(0, dtype=step.src.dtype) for rank in step.ranks} | tensors
     else:
         kernels = {mesh.rank_at(c): kernel(step, c) for c in coordinates(step.src)}
-    buffers = {rank: work.prepare(held[rank]) for rank, work in kernels.items()}
+    buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
     after: dict[int, Tensor] = {}
     for rank, work in kernels.items():
         got, call = buffers[rank], work.collective
@@ -86,7 +86,7 @@ def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
                 group = [mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)]
             calls = [other for m in group if (other := kernels[m].collective) is not None]
             got = _received([buffers[m] for m in group], group.index(rank), calls)
-        after[rank] = work.finish(got, held[rank])
+        after[rank] = work.finish(got, tensors[rank])
     return after
 
 
@@ -147,8 +147,8 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
-    held = [torch.tensor(sharding.indices(coordinate), dtype=torch.int64) for sharding in spec.dim_shardings]
-    return torch.meshgrid(held, indexing="ij") if held else ()
+    indices = [torch.tensor(sharding.indices(coordinate), dtype=torch.int64) for sharding in spec.dim_shardings]
+    return torch.meshgrid(indices, indexing="ij") if indices else ()
 
 
 def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:

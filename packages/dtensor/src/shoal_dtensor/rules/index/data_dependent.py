@@ -42,8 +42,8 @@ def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *resul
 
 def selected_by(mask: Tensor, spec: Spec, axes: tuple[int, ...], x: Tensor) -> Tensor:
     """What a sharded mask selects of `x`, on every rank; `spec` is that of the mask, or sharded like it."""
-    found = mask.nonzero()
-    return in_global_order(spec, axes, found, x[found.unbind(1)])[1]
+    positions = mask.nonzero()
+    return in_global_order(spec, axes, positions, x[positions.unbind(1)])[1]
 
 
 def assumed_result_bytes(call: OpCall) -> Traffic:
@@ -118,8 +118,8 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(spec.shape)
         taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
-        for d, (start, held) in enumerate(zip(spec.local_offset, spec.local_shape, strict=True)):
-            mask, taken = mask.narrow(d, start, held), taken.narrow(d, start, held)
+        for d, (start, length) in enumerate(zip(spec.local_offset, spec.local_shape, strict=True)):
+            mask, taken = mask.narrow(d, start, length), taken.narrow(d, start, length)
         result = x if is_written else x.expand(spec.local_shape).clone()
         result[mask] = source.reshape(-1)[taken[mask]]
         return result

@@ -111,14 +111,14 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     # The functional form of an in-place or `out=` operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
     functional = getattr(getattr(aten, name.removesuffix("_")), overload.removesuffix("out").rstrip("_") or "default")
-    held = spec.local_shape[dim]
+    size = spec.local_shape[dim]  # positions 0..size - 1 are of the shard, `size` is of all others
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim)
         spare = x.new_ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-        positions = positions.masked_fill(~is_local, held)
+        positions = positions.masked_fill(~is_local, size)
         result: Tensor = functional(torch.cat([x, spare], dim), dim, positions, *args, **kwargs)
-        return result.narrow(dim, 0, held).contiguous()
+        return result.narrow(dim, 0, size).contiguous()
 
     return run
 

@@ -130,10 +130,10 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
                 positions[i], is_in_dim = local_positions(index, spec, sharded[n])
                 is_local = is_local & is_in_dim
         if 0 in x.shape:
-            found = bound(x.new_zeros(shape), *(index for index in indices if index is not None))
+            elements = bound(x.new_zeros(shape), *(index for index in indices if index is not None))
         else:
-            found = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
-        return all_reduced(found, spec, indexed_axes, reduction)
+            elements = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
+        return all_reduced(elements, spec, indexed_axes, reduction)
 
     return run
 
@@ -175,12 +175,12 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     place = next(i for i, index in enumerate(local_call.call["indices"]) if index is not None)
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
-        own = indices[place]
-        assert own is not None, "the mask is where the call had it"
+        mask_here = indices[place]
+        assert mask_here is not None, "the mask is where the call had it"
         for j, d in sharded:  # the mask has at least what x has, but for a rank without elements of x
             size = spec.local_shape[d]
-            own = own.narrow(j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size)
-        return op(x, [*indices[:place], own, *indices[place + 1 :]], values, *args)
+            mask_here = mask_here.narrow(j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size)
+        return op(x, [*indices[:place], mask_here, *indices[place + 1 :]], values, *args)
 
     return run
 
@@ -254,8 +254,8 @@ def _in_shard(  # noqa: PLR0913  # all that is written
         return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
     last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
     there = [p.index_select(0, last) for p in positions]
-    held = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
-    row = torch.where(is_local.any(), rows.index_select(0, last), held)
+    present = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
+    row = torch.where(is_local.any(), rows.index_select(0, last), present)
     return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
 
 

@@ -144,16 +144,16 @@ def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence
     for operand, tensor in zip(dims, tensors, strict=True):
         for dim, n in zip(operand, tensor.shape, strict=True):
             if len(dim) == 1:
-                known = sizes.get(dim[0], 1)
-                if known not in (1, n) and n != 1:
-                    raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {known} and {n}")
-                sizes[dim[0]] = n if known == 1 else known
+                size = sizes.get(dim[0], 1)
+                if size not in (1, n) and n != 1:
+                    raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}")
+                sizes[dim[0]] = n if size == 1 else size
     for operand, tensor in zip(dims, tensors, strict=True):
         for dim, n in zip(operand, tensor.shape, strict=True):
             unknown = [name for name in dim if name not in sizes]
             if len(unknown) == 1:
-                known = prod(sizes[name] for name in dim if name in sizes)
-                sizes[unknown[0]] = n // known if known else 0
+                others = prod(sizes[name] for name in dim if name in sizes)  # (h d) of 12 with d = 4: h = 3
+                sizes[unknown[0]] = n // others if others else 0
             elif unknown:
                 raise NotationError(f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow")
     return sizes

@@ -91,12 +91,10 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
     for row in rows:
         if ANY_NORM not in (*row.inputs, *row.outputs):
             result.append(row)
-        for norm in norms if ANY_NORM in (*row.inputs, *row.outputs) else ():
-            inputs, outputs = (
-                tuple(norm if entry is ANY_NORM else entry for entry in entries)
-                for entries in (row.inputs, row.outputs)
-            )
-            result.append(replace(row, inputs=inputs, outputs=outputs))
+            continue
+        for norm in norms:
+            inputs, outputs = ([norm if e is ANY_NORM else e for e in entries] for entries in (row.inputs, row.outputs))
+            result.append(replace(row, inputs=tuple(inputs), outputs=tuple(outputs)))
     return result
 
 

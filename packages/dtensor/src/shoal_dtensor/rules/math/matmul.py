@@ -16,7 +16,6 @@ from torch import Tensor
 from shoal_mesh.internal import bound
 
 from ..._torch import with_conjugates
-from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import in_every_form, sharding_axes
 from ..language.notation import Pattern, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
@@ -33,18 +32,14 @@ def _added(text: str, name: str = "self") -> Rule:
         for row in factor_rows(Pattern(text, inputs, pattern.outputs), call.tensors, call.outputs):
             added = (P("sum"),) if row.outputs[0] == P("sum") else row.inputs[index : index + 1]
             yield replace(row, inputs=(*row.inputs[:index], *added, *row.inputs[index + 1 :]))
-        yield from _added_partials(call, name)
+        # Linear in the added operand together with any one factor; an average may also meet a fixed added operand.
+        for factor in (operand for operand, place in call.places.items() if place and operand != name):
+            for op in ("sum", "avg"):
+                yield call.row({name: P(op), factor: P(op), "out": P(op)})
+            yield call.row({factor: P("avg"), "out": P("avg")})
+        yield call.row({name: P("avg"), "out": P("avg")})
 
     return Rule(rows, _added_alone, sizes=())
-
-
-def _added_partials(call: OpCall, added: str) -> Iterator[Row]:
-    """Linear in the added operand together with any one factor; an average may also meet a fixed added operand."""
-    for factor in (name for name, place in call.places.items() if place and name != added):
-        for op in ("sum", "avg"):
-            yield call.row({added: P(op), factor: P(op), "out": P(op)})
-        yield call.row({factor: P("avg"), "out": P("avg")})
-    yield call.row({added: P("avg"), "out": P("avg")})
 
 
 def _added_alone(local_call: LocalCall) -> LocalFunction | None:
@@ -102,15 +97,12 @@ def batched(call: OpCall) -> Iterator[Row]:
     An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots) is replicated.
     """
     main = max(call.tensors, key=lambda t: t.ndim)
-    for d in range(main.ndim - 2):
-        inputs = [_batch(t, d, main.shape[d]) or (R if t.ndim <= 1 else None) for t in call.tensors]
-        outputs = [_batch(t, d, main.shape[d]) for t in call.outputs]
-        if None not in inputs and None not in outputs:
-            yield Row(tuple(e for e in inputs if e), tuple(e for e in outputs if e))
-
-
-def _batch(tensor: TensorMeta, dim: int, size: int) -> S | None:
-    return S(dim) if tensor.ndim > dim and tensor.shape[dim] == size else None
+    for d, n in enumerate(main.shape[:-2]):
+        batches = [t.ndim > d and t.shape[d] == n for t in (*call.tensors, *call.outputs)]
+        pivots = [t.ndim <= 1 for t in call.tensors] + [False] * len(call.outputs)
+        if all(batch or pivot for batch, pivot in zip(batches, pivots, strict=True)):
+            entries = [S(d) if batch else R for batch in batches]
+            yield Row(tuple(entries[: len(call.tensors)]), tuple(entries[len(call.tensors) :]))
 
 
 def trace(call: OpCall) -> Iterator[Row]:
@@ -137,10 +129,8 @@ def _trace(local_call: LocalCall) -> LocalFunction | None:
 def linalg_cross(call: OpCall) -> Iterator[Row]:
     """Elementwise but for its dim of three."""
     dim = call.dim("dim", 0 if call["self"].ndim >= call["other"].ndim else 1)
-    yield from (row for row in _elementwise_product.rows(call) if row.outputs[0] != S(dim))
-
-
-_elementwise_product = product("..., ... -> ...", linear=(0, 1))
+    elementwise = product("..., ... -> ...", linear=(0, 1))
+    yield from (row for row in elementwise.rows(call) if row.outputs[0] != S(dim))
 
 
 def trilinear(call: OpCall) -> Iterator[Row]:

@@ -96,13 +96,13 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
     dim = query.ndim - 2
     if not call["is_causal"] or not sharding_axes(query, (dim,)):
         return None
-    start, held, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
+    start, queries, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
     attend, place = with_arguments(call, is_causal=False), call.schema.inputs.index("query")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         like = args[place]
-        behind = torch.ones((held, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
-        mask = torch.zeros((held, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
+        behind = torch.ones((queries, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
+        mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
         return attend(*args, **kwargs | {"attn_mask": mask})
 
     return run

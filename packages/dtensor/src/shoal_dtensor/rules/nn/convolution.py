@@ -33,17 +33,14 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         yield {"input": S(channel), "weight": S(of_input), "bias": P("sum"), "out": P("sum")}, None
     else:
         # 4 groups of 2 input and 3 output channels are sharded as 4 steps: input channels by 2, output channels by 3.
-        taken, given = _channels_per_group(call)
+        # The weight is (12, 2, ...), transposed (8, 3, ...): it has 4 steps of 3 or 2 along its first dim.
+        first, second, *_ = call["weight"].shape
+        unit = first // groups
+        taken, given = (unit, second) if call["transposed"] else (second, unit)
         case: Case = {"input": S(channel, taken), "bias": S(0, given), "out": S(channel, given)}
-        yield case | {"weight": S(0, taken if call["transposed"] else given)}, None
+        yield case | {"weight": S(0, unit)}, None
     for dim, windows in _windows(call).items():
         yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, source, dim)
-
-
-def _channels_per_group(call: OpCall) -> tuple[int, int]:
-    """Input and output channels per group."""
-    weight, groups = call["weight"].shape, call["groups"]
-    return (weight[0] // groups, weight[1]) if call["transposed"] else (weight[1], weight[0] // groups)
 
 
 def _windows(call: OpCall) -> dict[int, Windows]:
@@ -83,8 +80,8 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
 
 def _local_groups(call: OpCall, weight: Spec) -> int:
     """How many groups this rank has."""
-    per_group = _channels_per_group(call)[0 if call["transposed"] else 1]
-    return int(call["groups"]) if call["groups"] == 1 else weight.local_shape[0] // max(per_group, 1)
+    groups = int(call["groups"])
+    return groups if groups == 1 else weight.local_shape[0] // max(weight.shape[0] // groups, 1)
 
 
 def _on_halos(call: OpCall, halos: Halos, **changes: Any) -> LocalFunction:

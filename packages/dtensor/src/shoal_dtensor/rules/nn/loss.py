@@ -130,12 +130,12 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
         return None
     reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
-    ignored, held, count = call["ignore_index"], spec.local_shape[classes], spec.shape[classes]
+    ignored, classes_here, count = call["ignore_index"], spec.local_shape[classes], spec.shape[classes]
 
     def pick(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """The loss and the weight of every target, zero where another rank has the class."""
         check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
-        if not held:
+        if not classes_here:
             zero = bound(x.new_zeros(target.shape), target, *(() if weight is None else (weight,)))
             return zero, zero
         local, is_local = in_shard(target, spec, classes)

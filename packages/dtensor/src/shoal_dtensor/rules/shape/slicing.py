@@ -121,8 +121,8 @@ class PadMap:
     exclusive: ClassVar[bool] = True
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        kept = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))
-        sizes = list(kept(sharding).sizes)
+        inner = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))
+        sizes = list(inner(sharding).sizes)
         sizes[0] += max(0, self.before)
         sizes[-1] += max(0, self.after)
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(sizes))
@@ -236,12 +236,12 @@ def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 @along_dim
 def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    first, held = spec.offset(dim), spec.local_shape[dim]
+    first, count = spec.offset(dim), spec.local_shape[dim]
     shapes = [output.local_shape for output in local_call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
         mine = aten.unbind.int(x, dim)
-        return [mine[i - first] if 0 <= i - first < held else _nothing(x, s) for i, s in enumerate(shapes)]
+        return [mine[i - first] if 0 <= i - first < count else _nothing(x, s) for i, s in enumerate(shapes)]
 
     return run
 

@@ -170,8 +170,8 @@ def _squeezed(call: OpCall) -> list[int]:
 def squeeze(call: OpCall) -> Iterator[Row]:
     """A sharded dim that goes is held by one coordinate, which then holds everything: any other dim can say so."""
     gone, ndim = _squeezed(call), call["self"].ndim
-    kept = [d for d in range(ndim) if d not in gone]
-    yield from same_dims(call, ((d, i) for i, d in enumerate(kept)))
+    others = [d for d in range(ndim) if d not in gone]
+    yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
         yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
 
