@@ -127,12 +127,6 @@ class ThreadGroup:
         output.copy_(torch.cat([value.reshape(-1) for value in values]).view(output.shape))
         return _DONE
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        for parts, tensor in zip(outputs, tensors, strict=True):
-            for part, value in zip(parts, self.rendezvous.exchange(self.index, tensor.clone()), strict=True):
-                part.copy_(value.view(part.shape))
-        return _DONE
-
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         total = tensor.clone()
         self.allreduce([total], opts)

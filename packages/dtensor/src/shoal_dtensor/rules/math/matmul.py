@@ -105,11 +105,6 @@ def batched(call: OpCall) -> Iterator[Row]:
             yield Row(tuple(entries[: len(call.tensors)]), tuple(entries[len(call.tensors) :]))
 
 
-def trace(call: OpCall) -> Iterator[Row]:
-    yield from (call.row(self=S(d), out=P("sum")) for d in (0, 1))
-    yield from call.linear("self")
-
-
 def _trace(local_call: LocalCall) -> LocalFunction | None:
     """The trace is the sum over shards of the part of the diagonal that crosses them."""
     spec = local_call.inputs[0]
@@ -185,7 +180,7 @@ MATMUL: Table = family(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
         ),
         "linalg_cross": Rule(linalg_cross),
-        "trace": Rule(trace, _trace),
+        "trace": product("m n -> ", linear=(0,), local=_trace),
         "_trilinear": Rule(trilinear),
         "_fft_c2c _fft_r2c _fft_c2r": Rule(fft, skip_empty=True),
     }

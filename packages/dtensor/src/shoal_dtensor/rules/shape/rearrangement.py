@@ -20,6 +20,7 @@ from torch import Tensor
 from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation, Run, intervals
 from ..language.local_ops import bytes_of, in_every_form, shard_index, with_arguments
+from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import PadMap, SliceMap, chunk_sharding
 from .views import rearrangement, same_dims, with_input_sizes
@@ -288,11 +289,6 @@ def diag_embed(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def tril(call: OpCall) -> Iterator[Row]:
-    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim)))
-    yield from call.linear("self")
-
-
 def _tril(local_call: LocalCall) -> LocalFunction | None:
     """The global diagonal, as the shard that starts at (row, column) counts it."""
     row, column = local_call["self"].local_offset[-2:]
@@ -319,6 +315,6 @@ REARRANGEMENT: Table = family(
         "diagonal_backward.default": Rule(diagonal_backward, with_input_sizes, skip_empty=True),
         "diagonal_scatter": Rule(diagonal_scatter),
         "diag_embed": Rule(diag_embed),
-        "tril triu": Rule(tril, _tril),
+        "tril triu": product("... -> ...", linear=(0,), local=_tril),
     }
 )
