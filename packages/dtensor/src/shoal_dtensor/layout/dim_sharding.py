@@ -46,7 +46,7 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
     """
     if isinstance(placement, StridedShard):
         assert placement.sizes is not None, "styles say the sizes of strided shards"
-        return [placement.split_factor * each for each in placement.sizes]
+        return [placement.split_factor * size for size in placement.sizes]  # 3 runs, each as 2 + 1: 6 + 3
     return list(placement.sizes or chunk_sizes(size, ranks, placement.multiple_of))
 
 
@@ -214,7 +214,7 @@ class DimSharding:
         axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
         if self.ragged is None:
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
-        starts = range(0, self.shards, inner)
+        starts = range(0, self.shards, inner)  # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
         return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
 
     def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:

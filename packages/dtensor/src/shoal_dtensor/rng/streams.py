@@ -116,6 +116,7 @@ def fill_cpu(
     first, last = memory.span
     skipped, start = 0, 0
     while start < memory.numel:
+        # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16 are two chunks.
         stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
         if law.words and stop < memory.numel and not (first < stop and start < last):
             skipped += (stop - start) * law.words
@@ -218,6 +219,7 @@ def fill_cuda(
     # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many elements takes.
     flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
     first, last = memory.span
+    # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
     for k in range(first // rounds.size, -(-last // rounds.size)):
         begin = k * rounds.size
         mine = list(stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel)))

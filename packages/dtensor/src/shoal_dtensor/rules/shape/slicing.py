@@ -88,6 +88,7 @@ class SliceGradMap:
         def end(n: int) -> int:  # of the shard that ends with the first `n` elements of the slice
             return 0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
 
+        # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
         bounds = [0, *map(end, sharding.offsets[1:]), self.length]
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
@@ -104,7 +105,7 @@ class SelectGradMap:
         start, stop = sharding.interval_of(default.shard_with(self.index))
         if start < stop:
             return default
-        sizes = tuple(self.length if size else 0 for size in sharding.sizes)
+        sizes = tuple(self.length if size else 0 for size in sharding.sizes)  # 0 + 3 + 0 of a row: 0 + length + 0
         return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
 
 
@@ -145,6 +146,7 @@ def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int
     """The slice as the shard sees it that starts at `offset` and keeps `length` elements: start, stop, step."""
     if not length:
         return 0, 0, 1
+    # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
     start = selected.start + selected.before(offset) * selected.step - offset
     return start, start + (length - 1) * selected.step + 1, selected.step
 

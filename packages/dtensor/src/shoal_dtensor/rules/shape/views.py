@@ -95,7 +95,7 @@ def _group_mappings(
     """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs.
 
     Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
-    2 and 4 dims before, so 4 runs, of which dim 1 of the source has 2 itself, each of 3 elements in steps of 1.
+    there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the source has 2 and one of the target 1.
     """
     total = prod(source[i] for i in dims)
     for i, j in product(dims, results):
@@ -103,11 +103,12 @@ def _group_mappings(
         runs = max(before)
         if (runs > 1) != in_runs or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
-        own, other = runs // before[0], runs // before[1]
+        in_source, in_target = runs // before[0], runs // before[1]
         inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
         both = _lcm(inside, steps)
-        if source[i] % own == 0 and target[j] % other == 0 and (both < total // runs or source[i] == 1):
-            yield DimMapping(i, both // inside, j, both // steps, own, other)
+        fits = source[i] % in_source == 0 and target[j] % in_target == 0
+        if fits and (both < total // runs or source[i] == 1):
+            yield DimMapping(i, both // inside, j, both // steps, in_source, in_target)
 
 
 def _lcm(one: int, other: int) -> int:
