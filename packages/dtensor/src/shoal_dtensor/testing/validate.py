@@ -32,7 +32,7 @@ from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
 from ..rules.language.local_ops import local_function
 from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
-from .simulate import Coordinate, coordinates, deal, gather, part_of
+from .simulate import coordinates, deal, gather, part_of
 from .thread_ranks import axes_used, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
@@ -169,13 +169,10 @@ class CallTrial:
         outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
         of_metas = pytree.tree_map(_meta, (args, self.kwargs))
         self.call: OpCall = OpCall(op, of_metas[0], of_metas[1], metas, outputs)
-        self.rows: list[Row] = self._rows()
-
-    def _rows(self) -> list[Row]:
-        listed = _rows_of_lists(self.rule, self.call) if self.rule.kind == "each" else self.rule.rows_of(self.call)
+        listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
         # Written inputs have the placement of the result already: the propagator refuses other rows.
         written = [*zip(self.call.written, self.call.rewritten, strict=False)]
-        return [
+        self.rows: list[Row] = [
             row
             for row in with_norms(listed, NORMS)
             if not row.outputs or all(row.inputs[i] == row.outputs[o] for i, o in written)
@@ -270,23 +267,17 @@ class CallTrial:
         ]
         for name, value, parts, entries in compared:
             spec = _spec(meshes[0], _meta(value), entries, rows, shardings)
-            yield from self._differences(name, value, dict(zip(coordinates(spec), parts, strict=True)), entries, spec)
-
-    def _differences(
-        self, name: str, value: Tensor, got: Mapping[Coordinate, Tensor], entries: Sequence[Entry], spec: Spec
-    ) -> Iterator[str]:
-        for c, part in got.items():
-            if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
-                yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
-                return
-        if not self.exact:
-            return
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        for c, total in gather(got, entries, spec.mesh.shape).items():
-            wanted = part_of(value, spec, c)
-            if not torch.allclose(total.to(wide), wanted.to(wide), rtol=1e-6, atol=1e-7, equal_nan=True):
-                yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
-                return
+            part_at = dict(zip(coordinates(spec), parts, strict=True))
+            misshapen = [c for c, t in part_at.items() if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)]
+            for c in misshapen:
+                shape, dtype = tuple(part_at[c].shape), part_at[c].dtype
+                yield f"{name} at {c}: {shape} {dtype}, should be {tuple(spec.local_shape_at(c))} {value.dtype}"
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            totals = gather(part_at, entries, spec.mesh.shape) if self.exact and not misshapen else {}
+            for c, total in totals.items():
+                wanted = part_of(value, spec, c)
+                if not torch.allclose(total.to(wide), wanted.to(wide), rtol=1e-6, atol=1e-7, equal_nan=True):
+                    yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
 
 
 def _meta(value: Any) -> Any:
@@ -355,11 +346,4 @@ def _format_call(call: OpCall) -> str:
 
 def _format_rows(rows: Sequence[Row]) -> str:
     """Rows in one line: entries of inputs, an arrow, entries of outputs."""
-    return " and ".join(f"{' '.join(map(_brief, row.inputs))} -> {' '.join(map(_brief, row.outputs))}" for row in rows)
-
-
-def _brief(entry: Entry) -> str:
-    if isinstance(entry, S):
-        runs = f",{entry.runs} runs" if entry.runs != 1 else ""
-        return f"S({entry.dim}{f',x{entry.unit}' if entry.unit != 1 else ''}{runs})"
-    return str(entry)
+    return " and ".join(f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}" for row in rows)

@@ -75,11 +75,11 @@ def _takes_maximum(call: OpCall) -> bool:
 
 def _windows(call: OpCall) -> dict[int, Windows]:
     """For every spatial dim its windows; averages only where every window counts alike."""
+    if call.schema.outs:  # the targets would be those of the shards with halos
+        return {}
     if "upsample" in call.op.__name__:
         return _enlarging(call)
     source, pooled, spatial = call["self"], call.get("grad_output") or call.outputs[0], spatial_dims(call)
-    if call.schema.outs:  # the targets would be those of the shards with halos
-        return {}
     if "kernel_size" not in call.bound:  # adaptive: where windows are equally long and do not overlap
         dims = range(source.ndim - spatial, source.ndim)
         sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
@@ -98,8 +98,6 @@ def _windows(call: OpCall) -> dict[int, Windows]:
 def _enlarging(call: OpCall) -> dict[int, Windows]:
     """For every spatial dim that becomes a multiple of itself its windows: each input makes as many outputs."""
     if call.get("align_corners") or "scale_factors" in call.bound:
-        return {}
-    if call.schema.outs:  # the targets would be those of the shards with halos
         return {}
     gradient, spatial = call.get("grad_output"), spatial_dims(call)
     small = call.tensors[0].shape if gradient is None else call["input_size"]
