@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..language.local_ops import with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 
 
@@ -247,12 +248,7 @@ def view_as_real(call: OpCall) -> Iterator[Row]:
 
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
     """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
-    op, shape = local_call.call.op, local_call.outputs[0].local_shape
-
-    def run(grad: Tensor, input_sizes: Sequence[int], *args: Any) -> Any:
-        return op(grad, shape, *args)
-
-    return run
+    return with_arguments(local_call.call, input_sizes=local_call.outputs[0].local_shape)
 
 
 def unfold_backward(call: OpCall) -> Iterator[Row]:
