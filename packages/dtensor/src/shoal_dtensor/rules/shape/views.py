@@ -19,7 +19,6 @@ from math import lcm, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..language.local_ops import with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
