@@ -85,8 +85,9 @@ def _resampled() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield f"_upsample_{kind}2d_aa.out", (x, [7, 7], False), {"out": real(3, 4, 7, 7)}
         yield f"_upsample_{kind}2d_aa.vec", (x, [7, 7], False, None), {}
     back = (real(3, 4, 7, 7), [7, 7], [3, 4, 5, 5], False)
-    yield "_upsample_bicubic2d_aa_backward.default", back, {}
-    yield "_upsample_bicubic2d_aa_backward.grad_input", back, {"grad_input": x}
+    for kind in ("bicubic", "lanczos"):
+        yield f"_upsample_{kind}2d_aa_backward.default", back, {}
+        yield f"_upsample_{kind}2d_aa_backward.grad_input", back, {"grad_input": x}
 
 
 # Calls that nothing leads to: (overload, arguments, keyword arguments).

@@ -164,6 +164,11 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     return table | exact
 
 
+def backward(names: str) -> str:
+    """The names of the gradients of operators, for `family`."""
+    return " ".join(f"{name}_backward" for name in names.split())
+
+
 def _tensor_overloads(name: str) -> Iterator[Any]:
     """The overloads that take tensors, fill no list and take no dim by its name."""
     packet = getattr(torch.ops.aten, name, None)

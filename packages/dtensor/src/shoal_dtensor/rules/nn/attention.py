@@ -14,7 +14,7 @@ import torch
 
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import sharding_axes, with_arguments
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, backward, family
 
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
 KEY_SIDE = ("key", "value")
@@ -108,17 +108,14 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-_FORWARD = Rule(attention, _attend, skip_empty=True)
-_BACKWARD = Rule(attention_backward, _attend, skip_empty=True)
-
+_KERNELS = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable"
+)
 ATTENTION: Table = family(
     {
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention": _FORWARD,
-        "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention": _FORWARD,
-        "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable": _FORWARD,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
-        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention_backward": _BACKWARD,
-        "_scaled_dot_product_cudnn_attention_backward": _BACKWARD,
-        "_scaled_dot_product_fused_attention_overrideable_backward": _BACKWARD,
+        _KERNELS: Rule(attention, _attend, skip_empty=True),
+        backward(_KERNELS): Rule(attention_backward, _attend, skip_empty=True),
     }
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
 from ..language.local_ops import contribution, moved_between_boxes, with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, backward, family
 
 
 def spatial_dims(call: OpCall) -> int:
@@ -212,8 +212,14 @@ def grid_sampler_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-_WINDOWED = Rule(windowed, _windowed, skip_empty=True)
-_BACKWARD = Rule(windowed, _windowed_backward, skip_empty=True)
+_WINDOWS = (
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d "
+    "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
+)
 
 POOLING: Table = family(
     {
@@ -222,27 +228,14 @@ POOLING: Table = family(
         "channel_shuffle native_channel_shuffle": Rule(  # channels are replicated
             lambda call: [call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1], skip_empty=True
         ),
-        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d": _WINDOWED,
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward": _BACKWARD,
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward": _BACKWARD,
-        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": _WINDOWED,
-        "avg_pool2d_backward avg_pool3d_backward": _BACKWARD,
-        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward": _BACKWARD,
+        _WINDOWS: Rule(windowed, _windowed, skip_empty=True),
+        backward(_WINDOWS): Rule(windowed, _windowed_backward, skip_empty=True),
         "avg_pool1d": Rule(partial(planes, linear="self"), skip_empty=True),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         "fractional_max_pool2d fractional_max_pool3d": Rule(fractional_max_pool, skip_empty=True),
         "fractional_max_pool2d_backward fractional_max_pool3d_backward": Rule(
             partial(planes, linear="grad_output"), skip_empty=True
         ),
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _WINDOWED,
-        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _WINDOWED,
-        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d": _WINDOWED,
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _WINDOWED,
-        "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward": _BACKWARD,
-        "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward": _BACKWARD,
-        "_upsample_nearest_exact3d_backward upsample_linear1d_backward": _BACKWARD,
-        "upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward": _BACKWARD,
-        "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": _BACKWARD,
         "grid_sampler_2d grid_sampler_3d": Rule(grid_sampler, skip_empty=True),
         "grid_sampler_2d_backward grid_sampler_3d_backward": Rule(grid_sampler_backward, skip_empty=True),
     }
