@@ -70,9 +70,7 @@ def draw(
             return local
         memory = memory_order_of(spec)
         if mode.mode == "per_axis":
-            known = (axis for axis in mode.axes if axis in (*spec.mesh.axis_names, *range(spec.mesh.ndim)))
-            asked = {spec.mesh.axis_index(axis) for axis in known}
-            axes = tuple(axis for axis, p in enumerate(spec.placements) if axis in asked and p.is_shard())
+            axes = _sharding_axes(spec, mode.axes)
             if axes and spec.coordinate is None:
                 key_of(generator)
                 return local
@@ -121,6 +119,13 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
         return torch.empty(0, dtype=spec.dtype, device=place)
     packed = torch.empty([stop - start for start, stop in memory.box], dtype=spec.dtype, device=place)
     return packed.permute(memory.restored())
+
+
+def _sharding_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
+    """Mesh axes among `asked` that shard the tensor."""
+    mesh = spec.mesh
+    chosen = {mesh.axis_index(axis) for axis in asked if axis in (*mesh.axis_names, *range(mesh.ndim))}
+    return tuple(axis for axis, placement in enumerate(spec.placements) if axis in chosen and placement.is_shard())
 
 
 def _own_stream(
