@@ -25,7 +25,6 @@ from .plain_tensors import is_candidate, keep_gradient_plain
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
-_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
 
 # (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
@@ -175,30 +174,6 @@ def _specs(tensors: Any) -> tuple[Spec, ...] | None:
         return None
 
 
-def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
-    given = (cls, args, kwargs)
-    return [_with_specs(arg, given) for arg in args], {name: _with_specs(arg, given) for name, arg in kwargs.items()}
-
-
-def _with_specs(value: Any, given: tuple[Any, Sequence[Any], Mapping[str, Any]]) -> Any:
-    """An argument with specs in place of tensors; a plain one is on the mesh of the arguments `given`."""
-    cls = given[0]
-    if type(value) is cls or isinstance(value, cls):
-        return value._spec
-    if isinstance(value, torch.Tensor):
-        mesh = mesh_of(*given)
-        return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
-    if not isinstance(value, _LISTS):
-        return value
-    return list(value) if _is_of_integers(value) else [_with_specs(item, given) for item in value]
-
-
-def _is_of_integers(value: Sequence[Any]) -> bool:
-    """Whether a list that is one argument holds integers, so no tensor; lists of schemas are of one type."""
-    return bool(value) and type(value[0]) is int
-
-
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of the first DTensor among the arguments."""
     mesh: DeviceMesh = next(item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls))
@@ -208,29 +183,46 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 # --- the structure of arguments whose tensors are specs or metas ------------------------------------------------------
 
 
-def metas_of(value: Any) -> Any:
-    """An argument with the `TensorMeta` of every spec in it."""
-    if isinstance(value, Spec):
-        return value.tensor_meta
+def is_list(value: Any) -> bool:
+    """Whether an argument is several values; what describes one tensor is a tuple too."""
+    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+
+
+def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """An argument or result with `function` of each instance of `kinds` in its place, in lists too, in order."""
+    if isinstance(value, kinds):
+        return function(value)
     if not is_list(value):
         return value
-    return tuple(value) if _is_of_integers(value) else tuple([metas_of(item) for item in value])
+    items = [mapped(item, kinds, function) for item in value]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
+    mesh = mesh_of(cls, args, kwargs)
+
+    def spec(tensor: Any) -> Spec:
+        if isinstance(tensor, cls):
+            return tensor._spec  # type: ignore[no-any-return]  # of a DTensor
+        return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+
+    return [*mapped(args, torch.Tensor, spec)], {n: mapped(arg, torch.Tensor, spec) for n, arg in kwargs.items()}
+
+
+def metas_of(value: Any) -> Any:
+    """An argument with the `TensorMeta` of every spec in it; lists become tuples."""
+    if is_list(value):
+        return tuple([metas_of(item) for item in value])
+    return value.tensor_meta if isinstance(value, Spec) else value
 
 
 def specs_in(values: Iterable[Any]) -> list[Spec]:
     """The specs in several arguments, in order."""
-    found: list[Spec] = []
+    specs: list[Spec] = []
     for value in values:
-        if isinstance(value, Spec):
-            found.append(value)
-        elif is_list(value) and not _is_of_integers(value):
-            found += specs_in(value)
-    return found
-
-
-def is_list(value: Any) -> bool:
-    """Whether an argument is several tensors; what describes one tensor is a tuple too."""
-    return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
+        mapped(value, Spec, specs.append)
+    return specs
 
 
 def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:

@@ -46,7 +46,7 @@ _UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wra
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
-    from .decision import MovingDecision
+    from .decision import Decision
 
 
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_str
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
-def must_run_sequentially(decision: MovingDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def must_run_sequentially(decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a `foreach` call must take its elements one by one: one writes what is redistributed for another."""
     targets = [tensor for place in decision.unreported_writes if isinstance(place, int) for tensor in args[place]]
     tensors = [container[at] for container, at in [move.within(args, kwargs) for move in decision.moves]]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from warnings import warn
 
 from shoal_mesh.internal import Event, observing
@@ -38,6 +38,8 @@ class ResultKind(IntEnum):
     LIST = 2  # a list or tuple of new tensors
     NONE = 3  # no tensor at all
     NESTED = 4  # anything else
+    DYNAMIC = 5  # replicated tensors whose shapes are known only afterwards
+    COMPOSITE = 6  # DTensors already
 
     @classmethod
     def of(cls, call: OpCall) -> ResultKind:
@@ -74,8 +76,8 @@ class InputMove(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class SimpleDecision:
-    """Call a function on the local tensors, and wrap what it returns.
+class Decision:
+    """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns.
 
     Attributes:
         call: the function.
@@ -83,21 +85,7 @@ class SimpleDecision:
         outputs: the spec of every tensor output, flattened.
         aliased: for each output the flat index of the input that it is (in-place and `out=` forms), or None.
         unreported_writes: the arguments that an operator without result writes to, which torch does not count.
-    """
-
-    slow_path: ClassVar[bool] = False
-    call: Callable[..., Any]
-    result_kind: ResultKind
-    outputs: tuple[Spec, ...] = ()
-    aliased: tuple[int | None, ...] = ()
-    unreported_writes: tuple[int | str, ...] = ()
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class MovingDecision(SimpleDecision):
-    """Redistribute inputs, call a function on the local tensors, redistribute written inputs back, wrap the result.
-
-    Attributes:
+        slow_path: whether there is more to do, which the following say.
         moves: the inputs that must be redistributed first.
         write_backs: the written ones among them, from where they were written to their own layout.
         view_copied: whether a view operator's output does not alias its input, because that was redistributed.
@@ -108,7 +96,12 @@ class MovingDecision(SimpleDecision):
         watched: the operator with its inputs, if the communication policy holds for its local function; else empty.
     """
 
-    slow_path: ClassVar[bool] = True
+    call: Callable[..., Any]
+    result_kind: ResultKind
+    outputs: tuple[Spec, ...] = ()
+    aliased: tuple[int | None, ...] = ()
+    unreported_writes: tuple[int | str, ...] = ()
+    slow_path: bool = False
     moves: tuple[InputMove, ...] = ()
     write_backs: tuple[InputMove, ...] = ()
     view_copied: bool = False
@@ -118,28 +111,10 @@ class MovingDecision(SimpleDecision):
     notice: str = ""
     watched: str = ""
 
-
-class DynamicDecision(MovingDecision):
-    """As `MovingDecision`, for replicated results whose shapes are known only afterwards."""
-
-    __slots__ = ()
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class CompositeDecision:
-    """Call a function on the DTensors themselves: it computes the operator by other operators.
-
-    Attributes:
-        call: the function.
-        verifies_plain: whether the ranks compare the plain tensors among the inputs, in every call.
-    """
-
-    slow_path: ClassVar[bool] = True
-    call: Callable[..., Any]
-    verifies_plain: bool = False
-
-
-Decision = SimpleDecision | CompositeDecision
+    @classmethod
+    def composite(cls, function: Callable[..., Any], *, verifies_plain: bool = False) -> Decision:
+        """Call a function on the DTensors themselves: it computes the operator by other operators."""
+        return cls(function, ResultKind.COMPOSITE, slow_path=True, verifies_plain=verifies_plain)
 
 
 def log_decision(op: object, args: Sequence[Any], kwargs: Mapping[str, Any], decision: Decision) -> None:
@@ -147,9 +122,9 @@ def log_decision(op: object, args: Sequence[Any], kwargs: Mapping[str, Any], dec
     if not _LOG.isEnabledFor(logging.DEBUG):
         return
     given = ", ".join(str(value) for value in (*args, *kwargs.values()))
-    moves = [f"argument {move.place}: {move.plan}" for move in getattr(decision, "moves", ())]
-    outputs = getattr(decision, "outputs", ()) or (type(decision).__name__,)
-    _LOG.debug("%s(%s) -> %s%s", op, given, ", ".join(map(str, outputs)), "".join(f"\n  {move}" for move in moves))
+    moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
+    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
+    _LOG.debug("%s(%s) -> %s%s", op, given, outputs, moves)
 
 
 # --- the communication policy -----------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from warnings import warn
 
+from torch import Tensor
+
 from shoal_mesh import purpose
 
 from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
@@ -23,28 +25,17 @@ from ..redistribute.execution.execute import run_cached, write_back
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
-from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
+from .arguments import Plain, Readers, mapped, mesh_of, readers_of, specs_of
 from .composites import BY_STRIDES, check_strided, must_run_sequentially, run_by_kind, run_sequentially
-from .decision import (
-    CompositeDecision,
-    Decision,
-    DynamicDecision,
-    MovingDecision,
-    ResultKind,
-    SimpleDecision,
-    log_decision,
-    watched,
-)
+from .decision import Decision, ResultKind, log_decision, watched
 from .global_outputs import run_on_few
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
-from .results import count_writes, follow, in_order, is_out_of_order, mapped, with_kernel_metadata, wrap_dynamic
+from .results import count_writes, follow, in_order, is_out_of_order, with_kernel_metadata, wrap_dynamic
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
 
-_NOTHING: frozenset[int] = frozenset()
-_SlowDecision = CompositeDecision | MovingDecision
 _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
 
 
@@ -120,7 +111,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             named = cache.readers.keywords(kwargs, key, types)
         key = tuple(key)
     if recorder():
-        _check_recorded(cls, op, [*args, *kwargs.values()])
+        tensors = flatten([*args, *kwargs.values()])
+        check_recorded(str(op), *(tensor._local_tensor for tensor in tensors if isinstance(tensor, cls)))
     try:
         decision = cache.decisions[key]
     except (KeyError, TypeError):  # symbols among the arguments have no hash
@@ -128,7 +120,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if decision is None:
         return _on_cache_miss(_Call(cls, op, args, kwargs, local, named), cache, key)
     if decision.slow_path:
-        return _run_slow_path(_Call(cls, op, args, kwargs, local, named), decision)
+        return _run(_Call(cls, op, args, kwargs, local, named), decision)
     result = decision.call(*local, **named) if kwargs else decision.call(*local)
     kind = decision.result_kind
     if kind is _ONE:
@@ -141,7 +133,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             wrapped.append(around(cls, shard, decision.outputs[len(wrapped)], False))
         return wrapped
     count_writes(decision.unreported_writes, args, kwargs)
-    return result if kind is _NONE else _wrapped(cls, result, decision, args, kwargs)
+    return _wrapped(cls, result, decision, args, kwargs)
 
 
 never_compiled(dispatch)
@@ -166,47 +158,33 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
 
 
-def _check_recorded(cls: Any, op: Any, values: Sequence[Any]) -> None:
-    """Refuse a call on shards that a recorder would take for constants."""
-    for tensor in flatten(values):
-        if isinstance(tensor, cls):
-            check_recorded(str(op), tensor._local_tensor)
-
-
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     """Decide a call, remember the decision, and run it.
 
     The decision is kept before the local call runs: if that raises, the next such call need not decide again.
     """
-    cls, op, args, kwargs, local, named = call
+    cls, op, args, kwargs, _, _ = call
     scope = current()
-    odd = [entry for entry in key if type(entry) is Plain or entry is cls.copied_view]
-    copies, mixed = _NOTHING, [entry for entry in odd if type(entry) is Plain] if odd else odd
-    if len(mixed) != len(odd):
-        tensors = enumerate(flatten([*args, *kwargs.values()]))
-        copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
     if op in BY_STRIDES:
         check_strided(op, args[0])
+    mixed = [entry for entry in key if type(entry) is Plain]
     by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
     if by_kind is not None:
-        cache.remember(key, CompositeDecision(by_kind))
+        cache.remember(key, Decision.composite(by_kind))
         return by_kind(*args, **kwargs)
     plain = [entry.candidate for entry in mixed if entry.shape]
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
         _verify_plain(call, candidates=scope.plain_is_replicated or all(plain))
+    tensors = flatten([*args, *kwargs.values()]) if cls.copied_view in key else ()
+    copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
     log_decision(op, specs, named_specs, decision)
     cache.remember(key, decision)
-    if not isinstance(decision, SimpleDecision) or decision.slow_path:
-        return _run_slow_path(call, decision, first=(cache, key))
-    result = decision.call(*local, **named)
-    count_writes(decision.unreported_writes, args, kwargs)
-    decision, result = _as_seen(call, decision, result, cache, key)
-    return _wrapped(cls, result, decision, args, kwargs)
+    return _run(call, decision, first=(cache, key))
 
 
 def _verify_plain(call: _Call, *, candidates: bool) -> None:
@@ -216,44 +194,12 @@ def _verify_plain(call: _Call, *, candidates: bool) -> None:
     verify_replicated(mesh_of(call.cls, call.args, call.kwargs), str(call.op), plain, candidates=candidates)
 
 
-def _as_seen(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The decision with what its first local call shows, remembered so, and the result by it."""
-    locals_ = [*flatten(result)]
-    outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, locals_)
-    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
-    fresh = zip(outputs, decision.aliased, locals_, strict=True)
-    if not schema_of(call.op).is_view and any(
-        alias is None and spec.coordinate is not None and is_out_of_order(local, spec) for spec, alias, local in fresh
-    ):
-        run, placed = decision.call, (outputs, decision.aliased)
-        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), *placed))
-        result = in_order(result, *placed)
-    if seen is not decision:
-        cache.remember(key, seen)
-    return seen, result
-
-
-def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """DTensors around the tensors of a result, wherever they are in it."""
-    if decision.result_kind is _ONE:
-        return around(cls, result, decision.outputs[0], False)
-    originals = [*flatten([*args, *kwargs.values()])]
-    placed = zip(decision.outputs, decision.aliased, strict=True)
-
-    def wrapped(local: Any) -> Any:  # an output that aliases a written input is that input itself
-        spec, index = next(placed)
-        return around(cls, local, spec, False) if index is None else originals[index]
-
-    return mapped(result, wrapped)
-
-
-def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
-    """Run a decision that is not simple; `first` is where it is kept, if its first result is still to be seen."""
+def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
+    """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
-    assert isinstance(decision, _SlowDecision), "simple decisions are run by dispatch itself"
     if decision.verifies_plain and first is None:
         _verify_plain(call, candidates=True)
-    if isinstance(decision, CompositeDecision):
+    if decision.result_kind is ResultKind.COMPOSITE:
         with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)
     if decision.notice:
@@ -268,16 +214,14 @@ def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple
         (results, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
         write_back(move.plan, results[at], owners[at])
     count_writes(decision.unreported_writes, args, kwargs)
-    if isinstance(decision, DynamicDecision):
-        tensors = flatten([*args, *kwargs.values()])
-        return wrap_dynamic(cls, result, next(item._spec for item in tensors if isinstance(item, cls)))
-    seen, result = (decision, result) if first is None else _as_seen(call, decision, result, *first)
-    if seen.view_copied:
-        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, seen, args, kwargs))
-    return _wrapped(cls, result, seen, args, kwargs)
+    if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
+        decision, result = _as_seen(op, decision, result, *first)
+    if decision.view_copied:
+        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
+    return _wrapped(cls, result, decision, args, kwargs)
 
 
-def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, Any]]:
+def _moved(call: _Call, decision: Decision) -> tuple[list[Any], dict[str, Any]]:
     """The local arguments after the redistributions that a decision asks for."""
     local, named = [*call.local], {**call.named}
     with purpose(decision.reason) if decision.reason else nullcontext():
@@ -285,6 +229,41 @@ def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, 
             (tensors, at), (owners, _) = move.within(local, named), move.within(call.args, call.kwargs)
             tensors[at] = run_cached(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
     return local, named
+
+
+def _as_seen(op: OpOverload, decision: Decision, result: Any, cache: _OpCache, key: Any) -> tuple[Decision, Any]:
+    """The decision with what its first local call shows, remembered so, and the result by it."""
+    locals_ = [*flatten(result)]
+    outputs = with_kernel_metadata(op, decision.outputs, decision.aliased, locals_)
+    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
+    fresh = zip(outputs, decision.aliased, locals_, strict=True)
+    if not schema_of(op).is_view and any(
+        alias is None and spec.coordinate is not None and is_out_of_order(local, spec) for spec, alias, local in fresh
+    ):
+        run, placed = decision.call, (outputs, decision.aliased)
+        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), *placed))
+        result = in_order(result, *placed)
+    if seen is not decision:
+        cache.remember(key, seen)
+    return seen, result
+
+
+def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """DTensors around the tensors of a result, wherever they are in it."""
+    if decision.result_kind is _NONE:
+        return result
+    if decision.result_kind is _ONE:
+        return around(cls, result, decision.outputs[0], False)
+    originals = [*flatten([*args, *kwargs.values()])]
+    if decision.result_kind is ResultKind.DYNAMIC:
+        return wrap_dynamic(cls, result, next(item._spec for item in originals if isinstance(item, cls)))
+    placed = zip(decision.outputs, decision.aliased, strict=True)
+
+    def wrapped(local: Any) -> Any:  # an output that aliases a written input is that input itself
+        spec, index = next(placed)
+        return around(cls, local, spec, False) if index is None else originals[index]
+
+    return mapped(result, Tensor, wrapped)
 
 
 def cache_info() -> dict[str, int]:

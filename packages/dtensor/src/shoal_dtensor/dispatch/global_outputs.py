@@ -22,7 +22,7 @@ from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
-from .arguments import is_list
+from .arguments import mapped
 
 FEW = 3  # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's size
 _NUMBERS = (int, float, bool, complex)
@@ -121,19 +121,18 @@ def _builder(
 ) -> Build:
     """A function that makes the arguments on a device, each tensor by `make` of its spec or meta."""
 
-    def made(value: Any, device: torch.device) -> Any:
-        if isinstance(value, Spec | TensorMeta):
+    def make_all(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        def made(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return device
+            if isinstance(value, torch.Generator):
+                return None  # shapes do not depend on it, and kernels without memory refuse one
             return make(value, device)
-        if isinstance(value, torch.device):
-            return device
-        if isinstance(value, torch.Generator):
-            return None  # shapes do not depend on it, and kernels without memory refuse one
-        return [made(item, device) for item in value] if is_list(value) else value
 
-    return lambda device: (
-        [made(value, device) for value in args],
-        {name: made(value, device) for name, value in kwargs.items()},
-    )
+        kinds = (Spec, TensorMeta, torch.device, torch.Generator)
+        return [mapped(arg, kinds, made) for arg in args], {n: mapped(arg, kinds, made) for n, arg in kwargs.items()}
+
+    return make_all
 
 
 def _empty(meta: Spec | TensorMeta, device: torch.device) -> Tensor:

@@ -300,13 +300,13 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def check_recorded(what: str, shard: torch.Tensor) -> None:
+def check_recorded(what: str, *shards: torch.Tensor) -> None:
     """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now.
 
     Raises:
         NoRuleError: if it would.
     """
-    if is_unrecorded(shard):
+    if any(map(is_unrecorded, shards)):
         raise NoRuleError(
             f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
             "hold the values of now. Pass make_fx local tensors and make DTensors of them inside, with "

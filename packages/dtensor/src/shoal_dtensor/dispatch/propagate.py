@@ -6,9 +6,8 @@ Nothing here touches values, and nothing here knows an operator by name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from shoal_mesh import DeviceMesh
@@ -28,16 +27,7 @@ from ..scopes import Scope
 from .arguments import NeedsConstantsError, constants_of, example_of, is_list, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
 from .composites import collective_on_shards
-from .decision import (
-    CompositeDecision,
-    Decision,
-    DynamicDecision,
-    InputMove,
-    MovingDecision,
-    ResultKind,
-    SimpleDecision,
-    notice_of,
-)
+from .decision import Decision, InputMove, ResultKind, notice_of
 from .global_outputs import by_few_elements, by_meta_kernel
 from .plain_tensors import instead
 from .results import check_outs, check_writes, in_place_view, with_overlap_fallback
@@ -59,18 +49,10 @@ class Circumstances(NamedTuple):
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
     """The rule of an operator: innermost overlay first, then the standing tables."""
-    for table in scope.overlays:
-        if op in table:
-            rule: Rule = table[op]
-            return rule
-    return _standing_rules()(op)
-
-
-@cache
-def _standing_rules() -> Callable[[OpOverload], Rule | None]:
     from ..rules.all_rules import standing_rule  # here: the first operator pays 0.15 s for the tables, not `import`
 
-    return standing_rule
+    overlaid: Iterator[Rule] = (table[op] for table in scope.overlays if op in table)
+    return next(overlaid, None) or standing_rule(op)
 
 
 def decide(
@@ -102,7 +84,7 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
     if rule is None:
         composite = collective_on_shards(op) if is_collective(op) else in_place_view(op) or decomposition_of(op)
         if composite is not None:
-            return CompositeDecision(composite, circumstances.verifies_plain)
+            return Decision.composite(composite, verifies_plain=circumstances.verifies_plain)
         rule = _without_rule(op, scope)
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
@@ -263,15 +245,14 @@ def _decision(  # what a decision is made of
     copied = call.schema.is_view and (
         bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.kind == "copy"
     )
-    watched = not allowed and not sharding.communicating
-    if not (plans or dynamic or copied or notice or watched or circumstances.verifies_plain):
-        return SimpleDecision(run, kind, sharding.outputs, aliased, unreported)
-    return (DynamicDecision if dynamic else MovingDecision)(
+    watched = what if not allowed and not sharding.communicating else ""
+    return Decision(
         run,
-        kind,
+        ResultKind.DYNAMIC if dynamic else kind,
         sharding.outputs,
         aliased,
         unreported,
+        slow_path=bool(plans or copied or notice or watched or circumstances.verifies_plain),
         moves=tuple(InputMove(*places[i], p) for i, p in plans),
         write_backs=tuple(InputMove(*places[i], p) for i, p in write_backs),
         view_copied=copied,
@@ -279,7 +260,7 @@ def _decision(  # what a decision is made of
         verifies_plain=circumstances.verifies_plain,
         reason=what if moving else "",
         notice=notice,
-        watched=what if watched else "",
+        watched=watched,
     )
 
 

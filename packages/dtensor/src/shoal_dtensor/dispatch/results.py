@@ -21,6 +21,7 @@ from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import TensorMeta, flatten
 from ..redistribute.execution.execute import in_memory_order, memory_order
+from .arguments import mapped
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
     """A DTensor around a local tensor with the layout of `spec`."""
     return around(cls, local, spec, False)
-
-
-def mapped(result: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A result with something else in place of each of its tensors, in order."""
-    if isinstance(result, torch.Tensor):
-        return function(result)
-    if isinstance(result, list | tuple):
-        items = [mapped(item, function) for item in result]
-        return items if isinstance(result, list) else tuple(items)
-    return result
 
 
 def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
@@ -50,7 +41,7 @@ def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
             return local
         return wrap(cls, local, everywhere.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype))
 
-    return mapped(result, wrapped)
+    return mapped(result, Tensor, wrapped)
 
 
 def with_kernel_metadata(
@@ -103,7 +94,7 @@ def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]
         spec, alias = next(placed)
         return local if alias is not None else in_memory_order(spec)(local)
 
-    return mapped(result, ordered)
+    return mapped(result, Tensor, ordered)
 
 
 # --- writes and views of one storage ----------------------------------------------------------------------------------
