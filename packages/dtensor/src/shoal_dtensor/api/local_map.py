@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import TRACED, is_tracing, never_compiled, out_of_sight, pytree
+from .._torch import is_tracing, never_compiled, pytree
 from ..argument_types import check_callable, check_mesh, check_type
-from ..dispatch.plain_tensors import digest_of
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
-from ..host_memory import device_of_numbers, upload
-from ..layout.placements import Placement, Replicate
+from ..layout.placements import Placement
 from ..layout.spec import Spec
-from ..rows_of_ranks import rows_of_ranks
 from ..tensor.dtensor import DTensor
-from ..tensor.spec_arguments import layout_of_rows, shape_row
+from ..tensor.spec_arguments import layout_of_ranks
 
 Placements = Sequence[Placement] | None
 
@@ -75,12 +71,16 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         if kinds and not any(kinds):
             return func(*args, **kwargs)
         local, specs = _local_inputs(flat, in_placements, in_grad_placements, redistribute_inputs)
-        if run_check and is_tracing():
-            _refuse_uneven(specs)
+        compares = run_check and not is_tracing()
+        if run_check and not compares and not all(spec.even for spec in specs):
+            raise PlacementError(
+                f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the "
+                "outputs; say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it "
+                "outside of compiled code"
+            )
         mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        call = None if not run_check or is_tracing() else functools.partial(_call_of, func, specs)
-        return _outputs(result, out_placements, mesh, call)
+        return _outputs(result, out_placements, mesh, functools.partial(_call_of, func, specs) if compares else None)
 
     if not is_tracing():
         never_compiled(mapped)
@@ -122,16 +122,6 @@ def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> An
     return item.redistribute(placements=wanted)
 
 
-def _refuse_uneven(specs: Sequence[Spec]) -> None:
-    """Refuse inputs in compiled code whose outputs may have other shapes on other ranks."""
-    if not all(spec.even for spec in specs):
-        raise PlacementError(
-            f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the outputs; "
-            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it outside of "
-            "compiled code"
-        )
-
-
 def _call_of(func: Any, specs: Sequence[Spec]) -> str:
     """Text that tells the outputs of a function from those of others, equal on all ranks."""
     name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
@@ -140,6 +130,7 @@ def _call_of(func: Any, specs: Sequence[Spec]) -> str:
 
 
 def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, call: Callable[[], str] | None) -> Any:
+    """What the function returned, with DTensors for its tensors; `call` says of which call, if ranks compare them."""
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
@@ -153,37 +144,10 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, call: Ca
             continue
         if mesh is None:
             raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
-        if call is None or mesh.get_coordinate() is None or mesh.size() == 1:
-            outputs.append(DTensor.from_local(item, mesh, placements))
-        else:
-            outputs.append(_compared(i, item, mesh, placements, call))
+        options: dict[str, Any] = {}
+        if call is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
+            about = functools.partial(lambda i, call: f"output {i} of {call()}", i, call)
+            spec = layout_of_ranks(item, mesh, placements, None, about=about, values=True)
+            placements, options = spec.placements, {"shape": spec.shape, "shard_order": spec.shard_order}
+        outputs.append(DTensor.from_local(item, mesh, placements, **options))
     return pytree.tree_unflatten(outputs, structure)
-
-
-def _compared(
-    index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], call: Callable[[], str]
-) -> DTensor:
-    """An output as a DTensor, of the shapes that all ranks have; refused on all of them if replicas differ."""
-    replicated = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1]
-    known = bool(replicated) and not isinstance(local, TRACED)
-    with out_of_sight():  # of modes that would make them fake tensors, or record them
-        comm = mesh.comm(tuple(range(mesh.ndim)))
-        own = upload(
-            [0, *shape_row(local)],
-            torch.device(mesh.device_type) if known else device_of_numbers(comm, mesh.device_type),
-        )
-        if known:
-            own[0] = digest_of([local], mesh.device_type)
-    rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", own)
-    digests: dict[tuple[int, ...], set[int]] = {}
-    for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):
-        where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
-        digests.setdefault(where, set()).add(row[0])
-    if any(len(of_replicas) > 1 for of_replicas in digests.values()):
-        axes = "x".join(mesh.axis_names[axis] for axis in replicated)
-        raise PlacementError(
-            f"output {index} of local_map, placed {list(placements)}, differs between ranks along {axes}; Partial() is "
-            "a tensor of which every rank has a summand"
-        )
-    spec = layout_of_rows([row[1:] for row in rows], local, mesh, placements, None)
-    return DTensor.from_local(local, mesh, spec.placements, shape=spec.shape, shard_order=spec.shard_order)

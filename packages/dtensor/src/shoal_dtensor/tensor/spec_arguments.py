@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
 
 import torch
 
-from shoal_mesh import DeviceMesh, LockstepError, all_gather, broadcast, check_replicas, current_mesh
+from shoal_mesh import DeviceMesh, broadcast, current_mesh
 from shoal_mesh.internal import in_lockstep
 
-from .._torch import is_tracing, out_of_sight
+from .._torch import TRACED, is_tracing, out_of_sight
 from ..argument_types import check_mesh, check_type
+from ..dispatch.plain_tensors import digest_of
 from ..errors import PlacementError, ShoalTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.dim_sharding import DimSharding, ShardOrder
@@ -23,6 +24,7 @@ from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 from ..layout.tensor_meta import contiguous_stride, dense_stride
 from ..rng.memory_order import is_contiguous
+from ..rows_of_ranks import rows_of_ranks
 from ..scopes import own_scope
 
 
@@ -108,7 +110,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
                 raise
             spec = _even_spec.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
         if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
-            check_shards("from_local", local, spec)
+            _check_shards(local, spec)
     else:
         if run_check and mesh.get_coordinate() is not None:
             local, held = _checked(local, mesh, placements, shape, shard_order)
@@ -184,57 +186,73 @@ def _dense_like(local_shape: Sequence[int], local_stride: Sequence[int], shape: 
     return dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
 
 
-def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
+def _check_shards(local: torch.Tensor, spec: Spec) -> None:
     """Refuse, on all ranks, shards of other shapes than a spec means, and replicas that differ.
 
     Raises:
         PlacementError: if there are any.
     """
-    actual = _compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
+    what = f"from_local of {spec!r}"
+    actual = layout_of_ranks(local, spec.mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
     if not actual.same_layout(spec):
         raise PlacementError(
-            f"{what}: {spec!r} takes every rank to hold a shard of the same size, but together they hold {actual!r}; "
-            f"give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
+            f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
+            f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
         )
-    axes = tuple(
-        axis for axis, p in enumerate(spec.placements) if isinstance(p, Replicate) and spec.mesh.shape[axis] > 1
-    )
-    try:
-        if axes:
-            check_replicas(local, spec.mesh.comm(axes), f"the tensor of {what}, placed {list(spec.placements)},")
-    except LockstepError as error:
-        raise PlacementError(f"{error}; Partial() is a tensor of which every rank has a summand") from error
 
 
-def _compared_shapes(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shard_order: ShardOrder | None
+def layout_of_ranks(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_order: ShardOrder | None,
+    *,
+    about: Callable[[], str],
+    values: bool,
 ) -> Spec:
-    """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes.
+    """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes, and of digests of values.
+
+    Args:
+        local: this rank's shard; mesh, placements, shard_order: how it is placed.
+        about: what the shards are, for messages and threads.
+        values: whether replicas are compared; not so while tracing.
 
     Raises:
-        PlacementError: if the shapes of the ranks fit no sharding by these placements.
+        PlacementError: on all ranks, if the shapes fit no sharding by these placements, or replicas differ.
     """
-    comm = mesh.comm(tuple(range(mesh.ndim)))
-    with out_of_sight():
-        mine = upload([shape_row(local)], device_of_numbers(comm, mesh.device_type))
-        rows = all_gather(mine, comm).tolist()
-    return layout_of_rows(rows, local, mesh, placements, shard_order)
+    sizes = zip(placements, mesh.shape, strict=False)
+    replicated = [axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1]
+    values = values and bool(replicated) and not isinstance(local, TRACED)
+    # (digest, ndim, sizes): of (3, 5) [digest, 2, 3, 5, 0, ...], as many numbers for any number of dims up to 16
+    numbers = [0, local.ndim, *local.shape, *([0] * (16 - local.ndim))]
+    with out_of_sight():  # of modes that would make them fake tensors, or record them
+        comm = mesh.comm(tuple(range(mesh.ndim)))
+        device = torch.device(mesh.device_type) if values else device_of_numbers(comm, mesh.device_type)
+        mine = upload(numbers, device)
+        if values:
+            mine[0] = digest_of([local], mesh.device_type)
+    rows = rows_of_ranks(mesh, about, mine)
+    digests: dict[tuple[int, ...], set[int]] = {}
+    for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):
+        shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
+        digests.setdefault(shard, set()).add(row[0])
+    if any(len(of_replicas) > 1 for of_replicas in digests.values()):
+        axes = "x".join(mesh.axis_names[axis] for axis in replicated)
+        raise PlacementError(
+            f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() is a tensor of which "
+            "every rank has a summand"
+        )
+    return _layout_of_shapes([tuple(row[1:]) for row in rows], local, mesh, placements, shard_order)
 
 
-def shape_row(local: torch.Tensor) -> list[int]:
-    """A shape as numbers, as many for any number of dims up to 16."""
-    return [local.ndim, *local.shape, *([0] * (16 - local.ndim))]
-
-
-def layout_of_rows(
-    rows: Sequence[Sequence[int]],
+def _layout_of_shapes(
+    shapes: Sequence[tuple[int, ...]],
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """What `_compared_shapes` gives, of the `shape_row`s of all ranks of the mesh. Raises as it does."""
-    shapes = [tuple(row) for row in rows]
+    """The layout of shards of these shapes, each (ndim, sizes), by the row-major index of their ranks in the mesh."""
     if len({row[0] for row in shapes}) != 1:
         raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
     even = _even_shape(local.shape, placements, mesh.shape) if len(set(shapes)) == 1 else None
@@ -279,7 +297,7 @@ def _checked(
     shard_order: ShardOrder | None,
 ) -> tuple[torch.Tensor, Spec]:
     """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
-    spec = _compared_shapes(local, mesh, placements, shard_order)
+    spec = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
     if shape is not None and tuple(shape) != spec.shape:
         raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {tuple(spec.shape)}")
     for axis, placement in enumerate(spec.placements):
