@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product, repeat
+from itertools import islice, product
 from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
@@ -68,14 +68,18 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
         return free
     rows, whole = _with_whole(rows, problem)
     choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
-    best: tuple[float, int] | None = None
+    lowest: tuple[float, int] | None = None
     cheapest: Sharding | None = None
-    for combination, inputs, outputs in _assignments(choices, problem, mesh):
-        changed = [i for i, (a, b) in enumerate(zip(problem.specs, inputs, strict=True)) if not a.same_layout(b)]
-        total = sum(price(problem.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
-        order = (round(total, 9), len(changed))
-        if best is None or order < best:
-            best, cheapest = order, Sharding(inputs, outputs, _communicating(combination))
+    for combination, sharding in _assignments(choices, problem, mesh):
+        moves = [(a, b) for a, b in zip(problem.specs, sharding.inputs, strict=True) if not a.same_layout(b)]
+        cost = sum(price(a, b) for a, b in moves) + sum(
+            seconds(mesh, (axis,), int(row.traffic(mesh.shape[axis])))  # reductions of the local function
+            for axis, row in enumerate(combination)
+            if row.traffic is not None
+        )
+        order = (round(cost, 9), len(moves))
+        if lowest is None or order < lowest:
+            lowest, cheapest = order, sharding
     return cheapest
 
 
@@ -94,27 +98,28 @@ def unmoved(
     for axis in range(mesh.ndim):
         staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
         choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
-    for combination, inputs, outputs in _assignments(choices, problem, mesh):
-        if all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True)):
-            return Sharding(inputs, outputs, _communicating(combination))
+    for _, sharding in _assignments(choices, problem, mesh):
+        if all(a.same_layout(b) for a, b in zip(problem.specs, sharding.inputs, strict=True)):
+            return sharding
     return None
 
 
 def _assignments(
     choices: Sequence[Sequence[Row]], problem: ShardingProblem, mesh: DeviceMesh
-) -> Iterator[tuple[Sequence[Row], tuple[Spec, ...], tuple[Spec, ...]]]:
-    """Every combination of a row per mesh axis, with specs of inputs and outputs that keep written tensors' layouts."""
+) -> Iterator[tuple[Sequence[Row], Sharding]]:
+    """Every combination of a row per mesh axis, with a sharding by it that keeps written tensors' layouts."""
     for combination in islice(product(*choices), MAX_COMBINATIONS):
+        communicating = tuple([axis for axis, row in enumerate(combination) if row.communicates])
         for inputs, outputs in _resolve(combination, problem, mesh):
             if _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
-                yield combination, inputs, outputs
+                yield combination, Sharding(inputs, outputs, communicating)
 
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
     """The rows for the norms that the problem has, and the one where everything is replicated."""
     partials = [p for spec in (*problem.specs, *problem.outs) for p in spec.placements if isinstance(p, Partial)]
     norms = dict.fromkeys(partial for partial in partials if norm_order(partial.reduce_op) is not None)
-    whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
+    whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
     return with_norms(rows, tuple(norms)) if norms else rows, whole
 
 
@@ -131,23 +136,28 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
     return True
 
 
-def _communicating(combination: Sequence[Row]) -> tuple[int, ...]:
-    """The mesh axes over which the local function of a combination communicates."""
-    return tuple([axis for axis, row in enumerate(combination) if row.communicates])
-
-
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
-    """The rows that some operand already follows on a mesh axis, where the others can."""
-    followed = [row for row in rows if _is_followed(row, problem, axis)]
-    return [row for row in followed if all(map(_reaches, row.inputs, problem.specs, repeat(axis)))]
+    """The rows that some operand already follows on a mesh axis, where the others can.
+
+    A partial entry is reached from the same partial or from a replicated value, not from shards.
+    """
+    return [
+        row
+        for row in rows
+        if _is_followed(row, problem, axis)
+        and all(
+            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
+            for entry, spec in zip(row.inputs, problem.specs, strict=False)
+        )
+    ]
 
 
 def _is_followed(row: Row, problem: ShardingProblem, axis: int) -> bool:
     """Whether some operand is placed as a row asks along a mesh axis."""
     entries = [*row.inputs, *row.outputs[: len(problem.outs)]] if problem.outs else row.inputs
-    whole = problem.unordered and is_plain(row)
+    unordered = problem.unordered and is_plain(row)
     layouts = zip(entries, (*problem.specs, *problem.outs), strict=False)
-    return any([_is_placed_so(entry, spec, axis, whole) for entry, spec in layouts])  # noqa: C419  # half the time
+    return any([_is_placed_so(entry, spec, axis, unordered) for entry, spec in layouts])  # noqa: C419  # half the time
 
 
 def is_plain(row: Row) -> bool:
@@ -156,39 +166,27 @@ def is_plain(row: Row) -> bool:
     return not row.ordered and all(entry.unit == entry.runs == 1 and entry.map is None for entry in entries)
 
 
-def _is_placed_so(entry: Entry, spec: Spec, axis: int, whole: bool) -> bool:
-    if isinstance(entry, S):
-        sharding = spec.dim_shardings[entry.dim]
-        if axis not in sharding.axes:
-            return False
-        return entry.runs == 1 if isinstance(sharding, DimSharding) else whole or sharding.runs_of(axis) == entry.runs
-    return isinstance(entry, Partial) and spec.placements[axis] is entry
-
-
-def _reaches(entry: Entry, spec: Spec, axis: int) -> bool:
-    """A partial entry is reached from the same partial or from a replicated value, not from shards."""
-    if isinstance(entry, Partial):
-        return spec.placements[axis] is entry or isinstance(spec.placements[axis], Replicate)
-    return True
+def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
+    if not isinstance(entry, S):
+        return isinstance(entry, Partial) and spec.placements[axis] is entry
+    sharding = spec.dim_shardings[entry.dim]
+    if axis not in sharding.axes:
+        return False
+    return entry.runs == 1 if isinstance(sharding, DimSharding) else unordered or sharding.runs_of(axis) == entry.runs
 
 
 def _resolve(
     combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
 ) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
     """The specs that a combination asks for: one result per way to shard its factors."""
-    axes_of: dict[int, list[int]] = {}
-    row_of: dict[int, Row] = {}
+    # Rows that shard, with the axes that take them: (m, k) @ (k, n) with m by axes 0 and 2 is {row of m: [0, 2]}.
+    axes_of: dict[int, tuple[Row, list[int]]] = {}
     for axis, row in enumerate(combination):
         if any(isinstance(entry, S) for entry in row.inputs):
-            axes_of.setdefault(id(row), []).append(axis)
-            row_of[id(row)] = row
-    ways = [_factor_shardings(row_of[key], tuple(axes), problem, mesh) for key, axes in axes_of.items()]
-    for chosen in product(*ways):
-        shardings = {
-            axis: (row_of[key], sharding)
-            for (key, axes), sharding in zip(axes_of.items(), chosen, strict=True)
-            for axis in axes
-        }
+            axes_of.setdefault(id(row), (row, []))[1].append(axis)
+    for chosen in product(*(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())):
+        pairs = zip(axes_of.values(), chosen, strict=True)
+        shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
         inputs = [_operand(i, spec, combination, shardings) for i, spec in enumerate(problem.specs)]
         outputs = [_output(i, meta, combination, shardings, mesh) for i, meta in enumerate(problem.outputs)]
         if None not in inputs and None not in outputs:
@@ -201,23 +199,25 @@ def _factor_shardings(
     """The shardings of a row's factor by `axes` that some operand already has, else the one of `torch.chunk`."""
     shardings: dict[AnyDimSharding, None] = {}
     length: int | None = None
-    whole = problem.unordered and is_plain(row)
+    unordered = problem.unordered and is_plain(row)
     for entry, spec in zip(row.inputs, problem.specs, strict=True):
         if not isinstance(entry, S) or entry.map is not None:
             continue
-        length = spec.shape[entry.dim] // (entry.unit * entry.runs)
-        steps = _factor_sharding(entry, spec.dim_shardings[entry.dim], axes, whole)
-        if steps is not None:
-            shardings[steps] = None
+        length = spec.shape[entry.dim] // (entry.unit * entry.runs)  # 24 in 2 runs of units of 3: 4
+        sharding = _factor_sharding(entry, spec.dim_shardings[entry.dim], axes, unordered)
+        if sharding is not None:
+            shardings[sharding] = None
     if not shardings and length is not None:
         default: list[Placement] = [Shard(0)] * mesh.ndim
         shardings[shard_dim(length, axes, default, mesh.shape)] = None
     return [sharding for sharding in shardings if sharding.even or not row.even]
 
 
-def _factor_sharding(entry: S, sharding: AnyDimSharding, axes: tuple[int, ...], whole: bool) -> AnyDimSharding | None:
+def _factor_sharding(
+    entry: S, sharding: AnyDimSharding, axes: tuple[int, ...], unordered: bool
+) -> AnyDimSharding | None:
     """How `axes` shard the factor behind an entry of an operand with this dim sharding; None if they do not."""
-    if isinstance(sharding, StridedDimSharding) and whole:
+    if isinstance(sharding, StridedDimSharding) and unordered:
         return sharding if set(sharding.axes) == set(axes) else None
     if isinstance(sharding, StridedDimSharding):
         level = sharding.level(entry.runs)
@@ -270,19 +270,18 @@ def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[in
         if not isinstance(entry, S):
             continue
         row, factor = shardings[axis]
-        known = rows.setdefault(entry.dim, [])
-        if any(row is other for other in known):
+        seen = rows.setdefault(entry.dim, [])
+        if any(row is other for other in seen):
             continue
         sharding = sharding_behind(entry, factor, shape[entry.dim])
-        both = sharding
-        if known and sharding is not None:
-            joined = _shared if getattr(entry.map, "intersects", False) else _joined
+        if seen and sharding is not None:
+            join = _shared if getattr(entry.map, "intersects", False) else _joined
             exclusive = getattr(entry.map, "exclusive", False)
-            both = None if exclusive else joined(by_dim[entry.dim], sharding, shape[entry.dim])
-        if both is None:
+            sharding = None if exclusive else join(by_dim[entry.dim], sharding, shape[entry.dim])
+        if sharding is None:
             return None
-        known.append(row)
-        by_dim[entry.dim] = both
+        seen.append(row)
+        by_dim[entry.dim] = sharding
     return by_dim
 
 
@@ -308,6 +307,7 @@ def _nested(one: DimSharding, other: DimSharding) -> DimSharding | None:
     """A dim sharded by two rows: possible where one of them gives all to one coordinate (a selected element)."""
     for outer, inner in ((one, other), (other, one)):
         if outer.step == outer.length:
+            # outer (0, 4), inner (3, 1): ranks have (0, 0, 3, 1)
             sizes = tuple(n if whole else 0 for whole in outer.sizes for n in inner.sizes)
             return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
     return None
@@ -317,6 +317,7 @@ def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSha
     """A dim sharded in two ways by one operator, where a rank has the intersection of its two shards."""
     if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
         return None
+    # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
     ends = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in (outer, inner)]
     sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in product(*ends))
     assert sum(sizes) == length, "shards of one dim by rows and by columns"
@@ -337,9 +338,3 @@ def _mixes(spec: Spec) -> bool:
     """Whether a spec has reductions whose order would matter: rows of two axes may each be right, but not together."""
     kinds = {op for _, op in spec.partials} if len(spec.partials) > 1 else ()
     return len(kinds) > 1 and not {"sum", "avg"}.issuperset(kinds)
-
-
-def _traffic(combination: Sequence[Row], mesh: DeviceMesh) -> float:
-    """Seconds that the local algorithms' own reductions take."""
-    traffics = [(axis, row.traffic) for axis, row in enumerate(combination) if row.traffic is not None]
-    return sum(seconds(mesh, (axis,), int(traffic(mesh.shape[axis]))) for axis, traffic in traffics)
