@@ -16,9 +16,7 @@ from shoal_mesh.internal import sums_are_in_tree
 
 # Decorator: the compiler does not look into the function, which runs between two graphs.
 eager_only = _disable_dynamo
-
 Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 # Whether torch.compile, or an exporter, reads or traces the program that is running.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
@@ -26,10 +24,8 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 # The same, False while autograd traces what was read.
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
-
 # What records operators as nodes of a graph, None for most of the time; asked for each operator, so without Python.
 recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
-
 
 # That of make_fx(pre_dispatch=True).
 _recorder_before_dispatch: Callable[[], object] = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
@@ -140,12 +136,8 @@ def recorded(sizes: Iterable[Any]) -> tuple[Any, ...]:
     tracer = recorder_of_sizes()
     if tracer is None:
         return tuple(sizes)
-    return tuple([_seen(size, tracer) if type(size) is torch.SymInt else size for size in sizes])
-
-
-def _seen(size: torch.SymInt, tracer: Any) -> Any:
-    computed = _computed(size.node.expr, tracer)
-    return size if computed is None else computed
+    computed = [(size, _computed(size.node.expr, tracer) if type(size) is torch.SymInt else None) for size in sizes]
+    return tuple([size if seen is None else seen for size, seen in computed])
 
 
 def _computed(expression: Any, tracer: Any) -> Any:
@@ -153,8 +145,7 @@ def _computed(expression: Any, tracer: Any) -> Any:
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
-        known = (node for node in tracer.symnode_tracker.sym_node_dict if node.expr == expression)
-        node = next(known, None)
+        node = next((node for node in tracer.symnode_tracker.sym_node_dict if node.expr == expression), None)
         return None if node is None else torch.SymInt(node)  # type: ignore[no-untyped-call]  # of torch
     compute = _OPERATIONS.get(expression.func.__name__)
     operands = [_computed(operand, tracer) for operand in expression.args]

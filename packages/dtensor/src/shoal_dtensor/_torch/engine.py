@@ -18,14 +18,11 @@ from torch.optim import Optimizer
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
-
 # The same of subclasses alone.
 unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 
-
 # Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
 
 # The autograd node whose backward, or whose hook, is running.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -109,21 +106,21 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     closure.
     """
     kind: Any = type(optimizer)
-    known = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
+    has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
     closure = signature(kind.step).parameters.get("closure")
-    if not known and (optimizer.state or (closure is not None and closure.default is closure.empty)):
+    if not has_init and (optimizer.state or (closure is not None and closure.default is closure.empty)):
         return {}
     stand_in, inside = object.__new__(kind), {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     for group in groups:
-        copies = [param.detach() if known else param.detach().clone() for param in group["params"]]
+        copies = [param.detach() if has_init else param.detach().clone() for param in group["params"]]
         for param, copied in zip(group["params"], copies, strict=True):
             copied.requires_grad_().grad = torch.zeros_like(copied)
             inside[param] = copied
-        rate = {"lr": group["lr"] * 0} if not known and "lr" in group else {}
+        rate = {"lr": group["lr"] * 0} if not has_init and "lr" in group else {}
         stand_in.param_groups.append({**group, "params": copies, **rate})
-    if known:
+    if has_init:
         for group in stand_in.param_groups:
             lists: list[list[Any]] = [[] for _ in range(len(signature(kind._init_group).parameters) - 2)]
             kind._init_group(stand_in, group, *lists)

@@ -21,10 +21,8 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
     imports `torch.distributed.tensor`, and sympy with that, half a second in the first operator of a process.
     The rules take 10 ms.  Operators with `out=`, a third of all, have none.
 
-    Args:
-        cls: the class; run: what is called.
-        names: of the operators, as in `aten::add_.Tensor`; all of aten by default, and those that take functions, by
-            their names, which some of these are called by before torch compiles the functions.
+    Operators are given by name, as in `aten::add_.Tensor`: all of aten by default, and those that take functions, which
+    `run` gets by their names, some of them before torch compiles the functions.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:
@@ -33,25 +31,18 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
     _LIBRARIES.append(library)
     if names is None:
         for name, operator in torch._ops._higher_order_ops.items():
-            operator.py_impl(cls)(_named(run, cls, name))
+            operator.py_impl(cls)(lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs))
         utils: Any = torch._higher_order_ops.utils
-        utils._hop_compile_and_call = _before_compiling(cls, run, utils._hop_compile_and_call)
+        compiled = utils._hop_compile_and_call
 
+        def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
+            """What `torch.cond` and its kin call outside of compiled functions."""
+            name = next((name for name in _COMPILED if name in fn.__name__), None)
+            if name and any(isinstance(leaf, cls) for leaf in torch.utils._pytree.tree_leaves(args)):
+                return run(cls, name, (cls,), args, kwargs)
+            return compiled(fn, args, kwargs)
 
-def _named(run: Callable[..., Any], cls: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run(cls, name, (cls,), args, kwargs)
-
-
-def _before_compiling(cls: type[torch.Tensor], run: Callable[..., Any], compiled: Callable[..., Any]) -> Any:
-    """What `torch.cond` and its kin call outside of compiled functions."""
-
-    def call(fn: Any, args: Any, kwargs: Any = None) -> Any:
-        name = next((name for name in _COMPILED if name in fn.__name__), None)
-        if name and any(isinstance(each, cls) for each in torch.utils._pytree.tree_leaves(args)):
-            return run(cls, name, (cls,), args, kwargs)
-        return compiled(fn, args, kwargs)
-
-    return call
+        utils._hop_compile_and_call = before_compiling
 
 
 # --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside --------------------------------
@@ -83,13 +74,12 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
 
 
 class _AfterImport:
-    """A finder of modules that finds one, with the loader that Python has for it, and calls a function on it."""
+    """A finder of one module, by the loader that Python has for it, which calls a function on it once it has run."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._function = function
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's spec, whose loader calls the function once the module is executed."""
         if name != _API:
             return None
         sys.meta_path.remove(self)

@@ -73,9 +73,9 @@ class FunctionMode(TorchFunctionMode):
         unseen = _BACKWARD.get(func)
         if unseen is None:
             return func(*args, **kwargs)
-        own = next((kind for kind in types if kind is not torch.Tensor), None)
+        subclass = next((kind for kind in types if kind is not torch.Tensor), None)
         with self:
-            return own.__torch_function__(func, types, args, kwargs) if own else unseen(*args, **kwargs)
+            return subclass.__torch_function__(func, types, args, kwargs) if subclass else unseen(*args, **kwargs)
 
 
 _active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
@@ -108,10 +108,7 @@ class ReplacedAttention(FunctionMode):
 
     def hold_in_recomputation(self) -> None:
         """Be active too where backward runs again what a checkpoint inside of the block runs now."""
-        recomputed_in(self, self._entered_again, self._outside[-1])
-
-    def _entered_again(self) -> AbstractContextManager[object]:
-        return nullcontext() if self in _active() else self
+        recomputed_in(self, lambda: nullcontext() if self in _active() else self, self._outside[-1])
 
     def _replaced(self, args: Any, kwargs: Any) -> Any:
         self.hold_in_recomputation()
@@ -122,9 +119,8 @@ class ReplacedAttention(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            replaced = (
-                ReplacedAttention._replaced_in_graphs if torch.compiler.is_compiling() else ReplacedAttention._replaced
-            )
+            compiling = torch.compiler.is_compiling()
+            replaced = ReplacedAttention._replaced_in_graphs if compiling else ReplacedAttention._replaced
             return replaced(self, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -153,16 +149,16 @@ def checkpoints() -> list[Any]:
     """The checkpoints that run a function for the first time now, the innermost first; none while compiling."""
     if torch.compiler.is_compiling():
         return []
-    found: list[Any] = []
+    running: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT:
-            found.append(frame.f_locals["ctx"])
+            running.append(frame.f_locals["ctx"])
         elif frame.f_code is _OTHER and "gen" in frame.f_locals:
-            kept = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
-            found += [] if kept is None else [kept]  # without gradients it keeps none
+            record = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
+            running += [] if record is None else [record]  # there is none without gradients
         frame = frame.f_back
-    return found
+    return running
 
 
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
@@ -173,12 +169,12 @@ def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) ->
         enter: enters it.
         outside: the checkpoints in which it was entered, which will enter it themselves.
     """
-    for kept in checkpoints():
-        if any(kept is other for other in outside):
+    for record in checkpoints():
+        if any(record is other for other in outside):
             continue
-        name = "run_function" if hasattr(kept, "run_function") else "recompute_fn"
-        function = getattr(kept, name)
+        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"
+        function = getattr(record, name)
         if not isinstance(function, _InScopes):
             function = _InScopes(function, {})
-            setattr(kept, name, function)
+            setattr(record, name, function)
         function.scopes.setdefault(scope, enter)

@@ -19,12 +19,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
-
-
 META = torch.device("meta")
+
+# Given a device, it makes the arguments of a call, with tensors on that device that have no memory.
+Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 @cache
@@ -33,12 +31,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
-    """What an operator returns for global tensors, without memory or values, and out of sight of the user's modes.
-
-    Args:
-        op: the overload.
-        build: given a device, the arguments with tensors on it that have no memory.
-        device_type: where the operator will run.
+    """What an operator returns on a type of device, without memory or values, and out of sight of the user's modes.
 
     Raises:
         DataDependentError: if the result's shape depends on values.
@@ -104,14 +97,9 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
 
     torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the overload object, and
     methods without arguments (`Tensor.relu`) 0.1 less than functions.  A binding is used where it takes the same
-    arguments and returns the same kind of tensors, or what the operator writes, which one call without memory shows.
-
-    Args:
-        op: the overload.
-        build: given a device, the arguments with tensors on it that have no memory.
-        expected: shape and dtype of what the overload returns.
+    arguments and returns what is expected (shapes and dtypes), or what the operator writes, as a call without memory
+    shows.
     """
-    plain: Callable[..., Any] = op._op
     for binding in _bindings(op):
         with out_of_sight():
             try:
@@ -122,9 +110,14 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
         if op._schema.is_mutable:
             same = result is (args[0] if op._schema.returns else None)
         else:
-            same = _are_like(result, expected)
+            results = result if isinstance(result, list | tuple) else [result]
+            same = len(results) == len(expected) and all(
+                isinstance(a, torch.Tensor) and a.shape == torch.Size(b.shape) and a.dtype == b.dtype
+                for a, b in zip(results, expected, strict=True)
+            )
         if same:
             return binding
+    plain: Callable[..., Any] = op._op
     return plain
 
 
@@ -144,14 +137,6 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     method = getattr(torch._C.TensorBase, name, None)
     short = len(op._schema.arguments) == 1 or op._schema.is_mutable
     return [binding for binding in ((method, function) if short else (function,)) if callable(binding)]
-
-
-def _are_like(result: Any, expected: Sequence[Any]) -> bool:
-    results = result if isinstance(result, list | tuple) else [result]
-    return len(results) == len(expected) and all(
-        isinstance(a, torch.Tensor) and a.shape == torch.Size(b.shape) and a.dtype == b.dtype
-        for a, b in zip(results, expected, strict=True)
-    )
 
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -245,47 +230,31 @@ def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
     """Arguments of an operator with masks of bytes, which the kernel takes, as the masks of bools they stand for."""
     if name not in ("aten::index", "aten::_unsafe_index"):
         return args
-    bytes_ = (isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in args[1])
-    return (args[0], [each.bool() if mask else each for each, mask in zip(args[1], bytes_, strict=True)])
+    indices = args[1]
+    return (args[0], [i.bool() if isinstance(i, torch.Tensor) and i.dtype == torch.uint8 else i for i in indices])
 
 
 def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
-    """A meta kernel's result with the dtypes and strides of the device's kernel.
-
-    Args:
-        name: of the operator.
-        args: its arguments, tensors without memory among them.
-        result: what the meta kernel returned.
-        device_type: where the operator will run.
-    """
-    if name == "aten::convolution":
-        return _as_convolved(args, result)
+    """A meta kernel's result with the dtypes and strides of the device's kernel."""
+    if name == "aten::convolution" and result.ndim == 4:
+        # Channels-last if an operand is; in three spatial dims the CPU's results are contiguous.
+        last = torch.channels_last
+        like_operands = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2])
+        return result.contiguous(memory_format=last) if like_operands else result
     if name in ("aten::native_batch_norm_backward", "aten::batch_norm_backward"):
         mask = args[9]  # the meta kernel returns the input's gradient whether it is wanted or not
         return tuple(t if wanted else None for t, wanted in zip(result, mask, strict=True))
     if name == "aten::_native_multi_head_attention" and not (args[10] if len(args) > 10 else True):
         return (result[0], None)  # the meta kernel returns weights without elements where the kernel returns none
-    return _as_on_cpu(name, args, result) if device_type == "cpu" else result
-
-
-def _as_on_cpu(name: str, args: Sequence[Any], result: Any) -> Any:
-    """The dtypes of the CPU's kernel: float32 statistics if a parameter is float32."""
+    if device_type != "cpu":
+        return result
     if name == "aten::native_group_norm_backward" and result[0] is not None:
         return (result[0].to(args[1].dtype), *result[1:])
     if name not in _WITH_STATISTICS or args[0].dtype not in (torch.bfloat16, torch.float16):
         return result
     mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
-    dtype = torch.float32 if mixed else args[0].dtype
+    dtype = torch.float32 if mixed else args[0].dtype  # of the CPU's statistics: float32 if a parameter is
     return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
-
-
-def _as_convolved(args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
-    """Channels-last if an operand is; in three spatial dims the CPU's results are contiguous."""
-    last = torch.channels_last
-    like_operands = result.ndim == 4 and any(
-        t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2]
-    )
-    return result.contiguous(memory_format=last) if like_operands else result
 
 
 # --- collective operators of torch.distributed ------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from torch.utils import _pytree
 from .compiling import is_tracing
 
 pytree = _pytree
-
-
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-
-
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them
 TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a tensor; the second is around the first
+
+# The binding below the method of the same name, which is in Python and takes 2 us to come to it.
+split: Callable[..., Any] = BASE.split
 
 
 def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> Any:
@@ -36,16 +37,6 @@ def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> An
 
 # torch has the same in C++, made for its own DTensor: 0.7 us where the above takes 1.1.
 around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
-
-
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them
-
-
-# The binding below the method of the same name, which is in Python and takes 2 us to come to it.
-split: Callable[..., Any] = torch._C.TensorBase.split
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

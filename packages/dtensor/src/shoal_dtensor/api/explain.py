@@ -22,7 +22,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from ..layout.spec_names import COLORS, RankTable, holders, rank_table
+from ..layout.spec_names import COLORS, holders, rank_table
 from ..redistribute.plan import alternatives
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
@@ -59,12 +59,9 @@ class Explanation:
     def __repr__(self) -> str:
         head = f"{self.chosen}\n  must move at least {format_bytes(self.least_bytes)} a rank"
         if 0 < self.chosen.floor < self.chosen.seconds * (1 - 1e-9):
-            head += (
-                f"; the search stopped early: an estimate, no plan takes less than {format_seconds(self.chosen.floor)}"
-            )
-        if not self.rejected:
-            return head
-        lines = [head, "rejected:"]
+            floor = format_seconds(self.chosen.floor)
+            head += f"; the search stopped early: an estimate, no plan takes less than {floor}"
+        lines = [head, *(["rejected:"] if self.rejected else [])]
         for plan in self.rejected:
             slower = plan.seconds / self.chosen.seconds if self.chosen.seconds else float("inf")
             lines.append(
@@ -91,7 +88,7 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        ax = _new_axes(ax, 5, 4)
+        ax = _figure(5, 4).add_subplot() if ax is None else ax
         ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():
@@ -167,17 +164,15 @@ def _as_data(plan: Plan) -> dict[str, Any]:
 _STEP = 2.6  # inches for the picture of one layout
 
 
-def _new_axes(ax: Any, width: float, height: float) -> Any:
-    """These matplotlib axes, or those of a new figure of so many inches; MissingExtraError without matplotlib."""
-    if ax is not None:
-        return ax
+def _figure(width: float, height: float) -> Any:
+    """A matplotlib figure of so many inches; MissingExtraError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError(
             "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
         ) from error
-    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool = False) -> None:
@@ -206,10 +201,18 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     table = rank_table(spec)
     if spec.coordinate is None or any(spec.coordinate):
         return
-    if use_rich:
-        _print_rich(table, header)
-    else:
+    if not use_rich:
         print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201  # what was asked for
+        return
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise MissingExtraError("use_rich=True prints with rich, which is not installed: pip install rich") from error
+    shown = Table("", *table.columns, title=header or None, show_lines=True)
+    for name, cells in zip(table.rows, table.cells, strict=True):
+        shown.add_row(name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells))
+    Console().print(shown)
 
 
 def draw_sharding(spec: Spec) -> str:
@@ -232,18 +235,6 @@ def draw_sharding(spec: Spec) -> str:
     return rank_table(spec).text()
 
 
-def _print_rich(table: RankTable, header: str) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise MissingExtraError("use_rich=True prints with rich, which is not installed: pip install rich") from error
-    shown = Table("", *table.columns, title=header or None, show_lines=True)
-    for name, cells in zip(table.rows, table.cells, strict=True):
-        shown.add_row(name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells))
-    Console().print(shown)
-
-
 def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     """The tensor as a rectangle, a colour for each part, with the ranks that hold it.
 
@@ -259,7 +250,7 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
         MissingExtraError: if matplotlib is not installed.
     """
     spec = tensor.spec if isinstance(tensor, DTensor) else tensor
-    ax = _new_axes(ax, 3, 3)
+    ax = _figure(3, 3).add_subplot() if ax is None else ax
     from matplotlib.patches import Rectangle
 
     rows, columns = prod(spec.shape[:-1]), spec.shape[-1] if spec.ndim else 1
@@ -281,20 +272,15 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
 
 def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """A box in the matrix whose rows are all dims but the last: (top, bottom, left, right) of each run of rows."""
-    if not box:
-        return [(0, 1, 0, 1)]
-    left, right = box[-1]
-    outer = box[:-1]
-    while len(outer) > 1 and outer[-1] == (0, shape[len(outer) - 1]):  # whole dims join the one before
-        inner = shape[len(outer) - 1]
-        outer = (*outer[:-2], (outer[-2][0] * inner, outer[-2][1] * inner))
-        shape = (*shape[: len(outer) - 1], shape[len(outer) - 1] * inner)
-    if not outer:
-        return [(0, 1, left, right)]
-    tops = [0]
-    for dim, (start, stop) in enumerate(outer[:-1]):
-        tops = [(top + index) * shape[dim + 1] for top in tops for index in range(start, stop)]
-    return [(top + outer[-1][0], top + outer[-1][1], left, right) for top in tops]
+    rows = [0]
+    for size, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
+        rows = [row * size + index for row in rows for index in range(start, stop)]
+    runs: list[tuple[int, int]] = []
+    for row in rows:  # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
+        top = runs.pop()[0] if runs and runs[-1][1] == row else row
+        runs.append((top, row + 1))
+    left, right = box[-1] if box else (0, 1)
+    return [(top, bottom, left, right) for top, bottom in runs]
 
 
 def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
@@ -319,8 +305,7 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
     if not names:
         raise PlacementError("draw_layouts draws DTensors or specs by name, got none")
     lines = ceil(len(names) / columns)
-    figure = _new_axes(None, _STEP * columns, (_STEP + 0.2) * lines).figure
-    figure.clear()
+    figure = _figure(_STEP * columns, (_STEP + 0.2) * lines)
     for number, (spec, same) in enumerate(names.items()):
         count = f" and {len(same) - 1} alike" if len(same) > 1 else ""
         shape = " x ".join(map(str, spec.shape))
@@ -343,8 +328,7 @@ def draw_plan(plan: Plan) -> Any:
         MissingExtraError: if matplotlib is not installed.
     """
     specs = [plan.src, *(step.dst for step in plan.steps)]
-    figure = _new_axes(None, _STEP * len(specs), _STEP + 0.4).figure
-    figure.clear()
+    figure = _figure(_STEP * len(specs), _STEP + 0.4)
     for number, spec in enumerate(specs):
         ax = figure.add_subplot(1, len(specs), number + 1)
         draw_layout(spec, ax)

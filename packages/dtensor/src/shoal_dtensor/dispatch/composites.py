@@ -59,9 +59,6 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
             f"for with redistribute or full_tensor"
         )
 
-    def unchanged(tensor: Any) -> Any:
-        return tensor  # nothing is in flight: `run` has waited
-
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = [first] if isinstance(first, Tensor) else list(first)
         group, reduction = (None if at is None else args[at - 1] for at in _ON_SHARDS[name])
@@ -73,13 +70,15 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
             count_write(tensors)
         if op.namespace == "c10d":
             return (first, *result[1:]) if isinstance(result, tuple) else result
-        waited = [torch.ops._c10d_functional.wait_tensor(t) for t in flatten(result)]
+        waited = [torch.ops._c10d_functional.wait_tensor(shard) for shard in flatten(result)]
         if name.endswith("_"):
             return first
         wrapped = [wrap(type(t), shard, t._spec) for t, shard in zip(tensors, waited, strict=True)]
         return wrapped[0] if isinstance(first, Tensor) else wrapped
 
-    return unchanged if name in _UNCHANGED else run if name in _ON_SHARDS else refuse
+    if name in _UNCHANGED:
+        return lambda tensor: tensor  # nothing is in flight: `run` has waited
+    return run if name in _ON_SHARDS else refuse
 
 
 def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
@@ -158,7 +157,7 @@ BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_str
 def must_run_sequentially(decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a `foreach` call must take its elements one by one: one writes what is redistributed for another."""
     targets = [tensor for place in decision.unreported_writes if isinstance(place, int) for tensor in args[place]]
-    tensors = [container[at] for container, at in [move.within(args, kwargs) for move in decision.moves]]
+    tensors = [container[at] for container, at in (move.within(args, kwargs) for move in decision.moves)]
     return len(args[0]) > 1 and (
         len({*map(id, targets)}) < len(targets)
         or any(one is not other and shares_memory(one, other) for one in tensors for other in targets)
@@ -178,26 +177,26 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     elements are of one kind, if an element is of two kinds, or if a tensor with dims is shared by all.
     """
     values = [*args, *kwargs.values()]
-    count = len(next(value for value in values if isinstance(value, list | tuple)))
-    lists = [value for value in values if _is_walked(value, count)]
-    shared = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-    # Of each element the meshes of its DTensors, and None for plain tensors with dims.
-    tensors = ([t for t in element if isinstance(t, torch.Tensor)] for element in zip(*lists, strict=True))
-    kinds = [
-        {t._spec.mesh if isinstance(t, cls) else None for t in each if t.ndim or isinstance(t, cls)} for each in tensors
-    ]
-    groups: dict[Any, list[int]] = {None: [], **{kind: [] for own in kinds for kind in own}}
-    if shared or any(len(own) > 1 for own in kinds) or len(set().union(*kinds)) < 2:
+    if any(isinstance(value, Tensor) and value.ndim for value in values):
         return None
-    first = next(kind for kind in groups if kind is not None)
-    for i, own in enumerate(kinds):
-        groups[next(iter(own), first)].append(i)
+    count = len(next(value for value in values if isinstance(value, list | tuple)))
+    groups: dict[Any, list[int]] = {None: []}  # elements by their mesh; None: of plain tensors
+    without_dims: list[int] = []
+    for i, element in enumerate(zip(*(value for value in values if _is_walked(value, count)), strict=True)):
+        tensors = [value for value in element if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)]
+        meshes = {tensor._spec.mesh if isinstance(tensor, cls) else None for tensor in tensors}
+        if len(meshes) > 1:
+            return None
+        (groups.setdefault(meshes.pop(), []) if meshes else without_dims).append(i)
+    if len([*filter(None, groups.values())]) < 2:
+        return None
+    groups[next(mesh for mesh in groups if mesh is not None)] += without_dims
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results: list[Any] = [None] * count
         for group in filter(None, groups.values()):
             result = _run_on(op, group, count, args, kwargs)
-            for i, item in zip(group, result or (), strict=bool(result)):
+            for i, item in zip(group, result or (), strict=bool(result)):  # [0, 2] of 3: results 0 and 2
                 results[i] = item
         return results if op._schema.returns else None
 

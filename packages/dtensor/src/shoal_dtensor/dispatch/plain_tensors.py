@@ -40,7 +40,7 @@ from .decision import notice_of
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
     """Elements from the first to the last of a tensor in its storage; of a DTensor, as on one device."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)  # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
@@ -77,68 +77,60 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     if alone:
         return
     need = f"  an all-reduce, in which the ranks compare a plain tensor of shape {shapes} that torch made"
-    notice = notice_of(what, [need], current())
-    if notice:
+    if notice := notice_of(what, [need], current()):
         warnings.warn(notice, stacklevel=2)
     digest = digest_of(tensors, mesh.device_type)
+    about, numbers = (
+        f"{what} with a plain tensor of shape {shapes}",
+        torch.stack([digest, digest.new_tensor(candidates)]),
+    )
     with purpose(f"{what}: comparison of plain tensors"):
-        about = f"{what} with a plain tensor of shape {shapes}"
-        numbers = torch.stack([digest, torch.full_like(digest, candidates)])
         (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
     if not accepted:
         raise MixedTensorError(_mixed(what, shapes))
     if lowest != highest:
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
-            f"of {mesh}, so it is not replicated. {_advice()}"
+            f"of {mesh}, so it is not replicated. {_OF_A_HOOK if in_backward() else _OF_A_FUNCTION}"
         )
 
 
-def _advice() -> str:
-    if in_backward():
-        return (
-            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
-            "DTensor.from_local and its placements"
-        )
-    return (
-        "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from random "
-        "numbers, for which the ranks' generators must be in step (check_random_state)"
-    )
-
-
-# Operators over the gradients of a model that has plain ones too, or some of other meshes: what takes all.
-_CLIP = "; for gradients of both kinds or of several meshes, shoal_dtensor.clip_grad_norm_"
-_LOAD = (
-    "; to load full tensors, shoal_dtensor.set_model_state_dict(model, state_dict, "
-    "options=StateDictOptions(full_state_dict=True))"
+_OF_A_HOOK = (
+    "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
+    "DTensor.from_local and its placements"
 )
+_OF_A_FUNCTION = (
+    "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from random numbers, "
+    "for which the ranks' generators must be in step (check_random_state)"
+)
+
+
+# What to say of operators that another function calls, which users are to replace.
+# Over the gradients of a model that has plain ones too, or some of other meshes: what takes all.
+_CLIP = "; for gradients of both kinds or of several meshes, shoal_dtensor.clip_grad_norm_"
 _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
-    "copy_": _LOAD,
+    "copy_": "; to load full tensors, shoal_dtensor.set_model_state_dict(model, state_dict, "
+    "options=StateDictOptions(full_state_dict=True))",
     "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
     "with a plan computes without the kernel that fuses it",
 }
 
 
 def instead(what: str) -> str:
-    """What to say of an operator that another function calls, which users are to replace; usually nothing."""
+    """What to call in place of the function that calls an operator; usually nothing."""
     return next((advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
 
 
 def _mixed(what: str, shapes: str) -> str:
+    replicated = ", or count plain tensors as replicated in implicit_replication()"
     # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
-    wrapped = what == "aten.cat.default" and not in_backward()
-    replicated = "" if instead(what) == _LOAD else ", or count plain tensors as replicated in implicit_replication()"
+    wrapped = "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
     return (
-        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with "
-        f"distribute_tensor or DTensor.from_local{replicated}; a parameter of fully_shard is gathered by a "
-        "call of its module, or by unshard()"
-        + (
-            "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
-            if wrapped
-            else ""
-        )
-        + instead(what)
+        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with distribute_tensor "
+        f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter of fully_shard is "
+        "gathered by a call of its module, or by unshard()"
+        f"{wrapped if what == 'aten.cat.default' and not in_backward() else ''}{instead(what)}"
     )
 
 
