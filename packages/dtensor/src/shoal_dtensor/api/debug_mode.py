@@ -62,7 +62,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
     Args:
-        options: of torch's. `record_realtensor`, `record_localtensor`, `record_output` and `record_profiler_context` say
+        options: torch's. `record_realtensor`, `record_localtensor`, `record_output` and `record_profiler_context` say
             how it prints a line, and change nothing. What is not recorded here is refused where it is asked for:
             `record_torchfunction`, `record_faketensor`, `record_tensor_attributes`, `record_nn_module`,
             `store_original_args`, `record_stack_trace`, `record_ids`, `run_compile_with_interpreter`.

@@ -8,6 +8,7 @@ The DTensor class is an argument here: this module is below it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
-from ..redistribute.execution.execute import run_cached
+from ..redistribute.execution.execute import in_memory_order, run_cached
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
-from ..rng.memory_order import dims_by_stride, is_contiguous
 from ..scopes import current
 
 
@@ -37,8 +37,7 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
 
     Args:
         cls: the DTensor class; its attribute `pending` is the subclass whose local tensor is still under way.
-        tensor: the DTensor; target: a spec of the same shape and dtype.
-        async_op: only start the last collective; the first use of the result waits.
+        tensor: the DTensor; target: a spec of the same shape and dtype; async_op: as of `DTensor.redistribute`.
     """
     source = tensor._spec
     if source is target:
@@ -73,7 +72,7 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
 
 
 def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
-    """A DTensor whose local tensor arrives with the others of a batch."""
+    """A DTensor of `source`, moved as planned, whose local tensor arrives with the others of a batch."""
     result = pending(cls, batch, plan.dst, local.device)
     batch.add(plan, local, source, result)
     return result
@@ -109,10 +108,6 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
 
     Formulas of torch make plain zeros, and hooks and autograd functions of users may return any plain tensor.
 
-    Args:
-        cls: the DTensor class.
-        grad: the gradient that autograd hands over; spec: of the tensor that it belongs to.
-
     Raises:
         MixedTensorError: on every rank, if a plain gradient differs between ranks.
     """
@@ -144,10 +139,8 @@ class FromLocal(Function):
             local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
         else:
             local = redistributed(type(grad), grad, target)._local_tensor
-        ways = 1
-        for axis, op in ctx.spec.partials:
-            ways *= ctx.spec.mesh.shape[axis] if op == "avg" else 1
-        return local if ways == 1 else local / ways, None, None, None
+        ranks = prod(ctx.spec.mesh.shape[axis] for axis, op in ctx.spec.partials if op == "avg")
+        return local if ranks == 1 else local / ranks, None, None, None
 
 
 class ToLocal(Function):
@@ -175,21 +168,13 @@ class ToLocal(Function):
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
         plain = grad.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
-        order = _order(spec)  # dims lie in memory as the spec says, by whose stride views are decided
-        if order is None:
-            plain = plain.contiguous()
-        elif not plain.permute(order).is_contiguous():
-            plain = plain.permute(order).contiguous().permute(sorted(range(plain.ndim), key=order.__getitem__))
+        plain = _in_memory_order(spec)(plain)  # dims lie in memory as the spec says, by whose stride views are decided
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
         return wrap(ctx.cls, plain, spec), None
 
 
-@remembered(1024)
-def _order(spec: Spec) -> tuple[int, ...] | None:
-    """The dims of a tensor, slowest first; None where they are in order."""
-    order = dims_by_stride(spec.shape, spec.stride)
-    return None if is_contiguous(spec.shape, spec.stride) else order
+_in_memory_order = remembered(1024)(in_memory_order)
 
 
 class Redistribute(Function):

@@ -75,8 +75,8 @@ class BackwardPass:
 
     def part(self, kind: type[Part]) -> Part:
         """The part of a class of which a pass has one, made when it is first asked for."""
-        found = next((part for part in self._parts if isinstance(part, kind)), None)
-        return self.join(kind()) if found is None else found
+        part = next((part for part in self._parts if isinstance(part, kind)), None)
+        return self.join(kind()) if part is None else part
 
     def finish(self) -> None:
         """Finish all parts; those that have not finished when one raises fail."""
@@ -253,7 +253,7 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     """The spec that a leaf's gradient must get; None if it has it. `multiple_of` may shard as `Shard` does."""
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
-    return gradient_spec(with_layout_of(leaf, grad))
+    return gradient_spec(_with_layout_of(leaf, grad))
 
 
 def install_gradient_hook(cls: Any, leaf: Any) -> None:
@@ -266,7 +266,7 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
     Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
 
 
-def with_layout_of(leaf: Spec, grad: Spec) -> Spec:
+def _with_layout_of(leaf: Spec, grad: Spec) -> Spec:
     """The spec of a leaf's gradient: the leaf's layout, its own stride and dtype."""
     return Spec(leaf.mesh, leaf.placements, grad.shape, grad.stride, grad.dtype, leaf.shard_order)
 
@@ -343,7 +343,7 @@ class _DeferredGradients:
             return False
         present = leaf.grad
         if present is not None and not present._spec.same_layout(grad._spec):
-            target = with_layout_of(grad._spec, present._spec)
+            target = _with_layout_of(grad._spec, present._spec)
             if find_plan(present._spec, target).collectives:
                 return False
             leaf.grad = redistributed(cls, present, target)
@@ -356,7 +356,7 @@ class _DeferredGradients:
         for cls, leaf in self._leaves.values():
             if leaf.grad is not None:
                 spec = leaf.grad._spec
-                plan = find_plan(spec, gradient_spec(with_layout_of(leaf._spec, spec)))
+                plan = find_plan(spec, gradient_spec(_with_layout_of(leaf._spec, spec)))
                 leaf.grad = batch.moved(cls, leaf.grad, plan)
         batch.finish()
 
