@@ -54,9 +54,8 @@ from .redistribute.shards_in_flight import coalesce
 from .rng.modes import random_mode, set_random_mode
 from .rng.state import get_rng_state, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
-from .tensor.dtensor import DTensor, run_on_pending
+from .tensor.dtensor import DTensor, run_on_pending, safe_globals
 from .tensor.gradients import ACCUMULATION, deferred_gradients
-from .tensor.shard_access import safe_globals
 
 if TYPE_CHECKING:
     from .api.debug_mode import DebugMode, ExplicitRedistributionContext

@@ -20,22 +20,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Kinds = type | tuple[type, ...]
 
 _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
-# How to convert torch's own meshes and DTensors.
-_HINTS = {
-    "DeviceMesh": "; shoal_dtensor.interop.mesh_from_torch converts it",
-    "DTensor": "; shoal_dtensor.interop.from_torch converts it",
-}
 
 
 def check_mesh(where: str, mesh: object) -> None:
-    """Refuse what is no mesh of shoal.
-
-    Args:
-        where: the function that was called.
-        mesh: what it got.
+    """Refuse what is not a mesh of shoal.
 
     Raises:
-        ArgumentTypeError: if it is another type; for torch's own meshes and tensors with the way to convert them.
+        ArgumentTypeError: for torch's own meshes and tensors with the way to convert them.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(f"{where}: expected a DeviceMesh of shoal_mesh, got {_described(mesh)}")
@@ -62,16 +53,10 @@ def check_type(
     expected: str,
     error: type[ArgumentTypeError] | type[StyleTypeError] = ArgumentTypeError,
 ) -> None:
-    """Refuse a value of a wrong type.
-
-    Args:
-        where: the function that was called.
-        name: of the argument; value: what it got.
-        kinds: the types allowed; expected: the same in words.
-        error: what is raised.
+    """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words.
 
     Raises:
-        ArgumentTypeError: if the value is of another type.
+        ArgumentTypeError: or the given error.
     """
     if not isinstance(value, kinds):
         raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
@@ -81,11 +66,7 @@ def check_type(
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
-    """Refuse what is neither callable nor None.
-
-    Raises:
-        ArgumentTypeError: if it is something else.
-    """
+    """Raise ArgumentTypeError for what is neither callable nor None."""
     if value is not None and not callable(value):
         raise ArgumentTypeError(f"{where}: expected {name} to be a function, got {_described(value)}")
 
@@ -123,10 +104,10 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
 
 def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    of_lists = tuple(kind for kind in kinds if kind is not list)
-    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_lists)
-    for each in value if isinstance(value, list) and list in kinds and value else [value]:
-        check_type(where, name, each, of_lists, words, StyleTypeError)
+    of_items = tuple(kind for kind in kinds if kind is not list)
+    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_items)
+    for item in value if isinstance(value, list) and list in kinds and value else [value]:
+        check_type(where, name, item, of_items, words, StyleTypeError)
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:
@@ -144,5 +125,7 @@ def _described(value: object) -> str:
     """Class and value, and how to convert what is torch's own."""
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    hint = _HINTS.get(kind.__name__, "") if kind.__module__.startswith("torch.distributed") else ""
+    converters = {"DeviceMesh": "mesh_from_torch", "DTensor": "from_torch"}
+    own = kind.__module__.startswith("torch.distributed") and kind.__name__ in converters
+    hint = f"; shoal_dtensor.interop.{converters[kind.__name__]} converts it" if own else ""
     return f"{name} {value!r:.80}{hint}"

@@ -86,6 +86,7 @@ from .redistribute.blocks import (
     move_blocks as move_blocks,
 )
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
+from .tensor.dtensor import local_shard as local_shard
 from .tensor.gradients import (
     GradRoute as GradRoute,
     first_order_only as first_order_only,
@@ -96,4 +97,3 @@ from .tensor.gradients import (
     running_pass as running_pass,
 )
 from .tensor.serialization import chunks_of as chunks_of, write_items as write_items
-from .tensor.shard_access import local_shard as local_shard

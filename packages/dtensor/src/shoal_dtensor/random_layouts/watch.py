@@ -25,8 +25,7 @@ from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
-from ..tensor.dtensor import DTensor
-from ..tensor.shard_access import local_shard
+from ..tensor.dtensor import DTensor, local_shard
 from .functions import active, drawers_of, draws, name_of
 from .layouts import WAY_OUT, extents, followed, replicated
 from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of, tensors_in

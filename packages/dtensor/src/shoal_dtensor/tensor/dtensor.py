@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
 from .._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
 from ..argument_types import check_type
 from ..dispatch.decision import obey
 from ..dispatch.dispatch import dispatch
 from ..dispatch.plain_tensors import check_recorded
-from ..dispatch.results import following_base, wrap
+from ..dispatch.results import following_base
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
-from ..layout.placements import Placement, Replicate, norm_order
+from ..layout.placements import PICKLED, Placement, Replicate, norm_order
 from ..layout.spec import Spec
 from ..redistribute.plan import plan
 from . import serialization
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
-from .getitem import has_lists, with_lists, without_numbers
+from .getitem import with_lists, without_numbers
 from .gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
 from .torch_requests import Absent, of_wrapper, placed_alike, refuse_fsdp, refuse_graph_cache, without_memory
@@ -126,13 +125,11 @@ class DTensor(torch.Tensor):
             PlacementError: if the placements do not fit, or `shape` asks for another local shape.
         """
         mesh = mesh_or_current(device_mesh)
-        if type(local_tensor) is not torch.Tensor:
-            check_type("DTensor.from_local", "local_tensor", local_tensor, torch.Tensor, "a plain tensor")
-            if isinstance(local_tensor, DTensor):
-                raise ArgumentTypeError(
-                    f"DTensor.from_local: expected local_tensor to be a plain tensor, got a DTensor "
-                    f"{local_tensor._spec!r}; redistribute it, or pass its to_local()"
-                )
+        if isinstance(local_tensor, DTensor):
+            raise ArgumentTypeError(
+                f"DTensor.from_local: expected local_tensor to be a plain tensor, got {local_tensor._spec!r}; "
+                "redistribute it, or pass its to_local()"
+            )
         if is_tracing():
             return _from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, shard_order)
         spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
@@ -141,8 +138,7 @@ class DTensor(torch.Tensor):
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
             check_type("DTensor.from_local", "grad_placements", grad_placements, (tuple, list, type(None)), "a list")
-            dtensor: DTensor = apply(FromLocal, local, DTensor, spec, grad_placements)
-            return dtensor
+            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
         return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -156,8 +152,7 @@ class DTensor(torch.Tensor):
         if not is_tracing():
             check_recorded("to_local", self._local_tensor)
         if torch.is_grad_enabled() and self.requires_grad:
-            local: torch.Tensor = apply(ToLocal, self, grad_placements)
-            return local
+            return apply(ToLocal, self, grad_placements)  # type: ignore[no-any-return]  # of torch
         return self._local_tensor
 
     def redistribute(
@@ -188,8 +183,8 @@ class DTensor(torch.Tensor):
             for dtype in (forward_dtype, backward_dtype):
                 check_type("redistribute", "a dtype", dtype, (torch.dtype, type(None)), "a torch.dtype")
         if torch.is_grad_enabled() and self.requires_grad:
-            moved: DTensor = apply(Redistribute, self, DTensor, target, (forward_dtype, backward_dtype), async_op)
-            return moved
+            dtypes = (forward_dtype, backward_dtype)
+            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
         source = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
         return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
@@ -269,9 +264,7 @@ class DTensor(torch.Tensor):
             PlacementError: if the tensor is not replicated and `force` is not set.
         """
         if not self._spec.replicated and not force:
-            raise PlacementError(
-                f"numpy() of {self._spec!r}: only a replicated tensor is an array; use numpy(force=True)"
-            )
+            raise PlacementError(f"numpy() of {self._spec!r}: only replicated ones are arrays; use numpy(force=True)")
         return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -279,21 +272,16 @@ class DTensor(torch.Tensor):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(self._with_lists(index) if has_lists(index) else index)
+        return super().__getitem__(with_lists(DTensor, self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if has_lists(index):
-            index = self._with_lists(index)
+        index = with_lists(DTensor, self, index)
         slices, value = without_numbers(index, value, self.shape)
         if slices is not index and isinstance(value, DTensor) and shares_memory(value, self):
             value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
         if torch.is_grad_enabled():
             _ = self.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
         super().__setitem__(slices, value)
-
-    def _with_lists(self, index: Any) -> Any:
-        make = partial(wrap, DTensor)
-        return with_lists(index, self._local_tensor.device, self._spec.mesh, make)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:
@@ -334,8 +322,7 @@ class DTensor(torch.Tensor):
 
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
         """This gradient in the layout that the compiled code expects."""
-        expected_spec: Spec = context[0]
-        target = expected_spec.with_(shape=self._spec.shape, stride=self._spec.stride)
+        target: Spec = context[0].with_(shape=self._spec.shape, stride=self._spec.stride)
         return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
 
     # What torch.distributed.checkpoint and torch.compile's cache call.
@@ -390,3 +377,24 @@ def _from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Placements | 
     """`DTensor.from_local` as a function, for the compiler."""
     names = ("run_check", "shape", "stride", "grad_placements", "shard_order")
     return DTensor.from_local(local, mesh, placements, **dict(zip(names, options, strict=True)))
+
+
+def local_shard(tensor: DTensor) -> torch.Tensor:
+    """`placements -> V`: this rank's shard itself, of the local shape, outside of autograd.
+
+    For modules that compute on local tensors and deliver gradients themselves; everyone else calls `to_local()`, which
+    is differentiable. It waits for a collective that is still in flight.
+    """
+    if type(tensor) is not DTensor:  # hot loops of lowered modules ask for every parameter
+        check_type("local_shard", "tensor", tensor, DTensor, "a DTensor")
+    return tensor._local_tensor
+
+
+def safe_globals() -> list[Any]:
+    """What a pickled DTensor is made of, for `torch.load(..., weights_only=True)`; importing shoal registers nothing.
+
+    Example:
+        >>> with torch.serialization.safe_globals(safe_globals()):
+        ...     pass  # torch.load("model.pt"); add_safe_globals(safe_globals()) is for good
+    """
+    return [serialization.rebuild, DTensor, Spec, *PICKLED, *mesh_globals()]

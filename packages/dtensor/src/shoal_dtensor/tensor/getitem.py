@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from shoal_mesh import DeviceMesh
 
 from ..host_memory import upload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 
 
-def has_lists(index: Any) -> bool:
-    """Whether there is a list of numbers in an index."""
-    return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
+def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
+    """An index of a DTensor with every list made a DTensor, of class `cls`.
 
-
-def with_lists(index: Any, device: torch.device, mesh: DeviceMesh, make: Callable[[Tensor, Spec], Any]) -> Any:
-    """The index with every list made a DTensor; lists are written in the program, so every rank has the same ones.
-
-    Args:
-        index: with lists in it.
-        device: of the tensor that is indexed.
-        mesh: its mesh.
-        make: makes a DTensor of its shard and its spec.
+    Lists are written in the program, so every rank has the same ones.
     """
 
     def replicated(numbers: list[Any]) -> Any:
-        whole = upload(numbers, device)
+        whole = upload(numbers, tensor._local_tensor.device)
         if not whole.numel():  # `[]` means no index, though `torch.tensor([])` has a floating dtype
             whole = whole.long()
-        return make(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
+        mesh = tensor._spec.mesh
+        return cls(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
 
     if type(index) is tuple:
-        return tuple(replicated(entry) if type(entry) is list else entry for entry in index)
-    return replicated(index)
+        return tuple([replicated(entry) if type(entry) is list else entry for entry in index])
+    return replicated(index) if type(index) is list else index
 
 
 def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:
@@ -46,9 +35,6 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
 
     A slice of a sharded tensor is a view on every rank; one element would belong to one rank only. Indices that are
     not made of numbers, slices, None and Ellipsis stay as they are.
-
-    Args:
-        index: the index; value: what is assigned; shape: of x.
 
     Raises:
         IndexError: if a number is out of range.
@@ -65,8 +51,9 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
     rest = (slice(None),) * (len(shape) - used)
     at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     entries = (*entries[:at], *rest, *entries[at + 1 :])
+    # x[2, :, 1] = value, x of shape (3, 4, 5): slices (2:3, :, 1:2), and the value (4,) becomes (1, 4, 1)
     slices: list[Any] = []
-    numbers: list[int] = []  # where the new dims of size 1 stand, counted from the end of the result
+    numbers: list[int] = []  # where the new dims of size 1 stand, counted from the end of the result: [-3, -1]
     dim = 0
     for i, entry in enumerate(entries):
         if _is_number(entry):
