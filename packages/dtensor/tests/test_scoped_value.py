@@ -1,4 +1,4 @@
-"""Covers: scoped_value.py: blocks, threads, and the threads on which autograd runs a backward pass."""
+"""Covers: scopes.py: blocks, threads, and the threads on which autograd runs a backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import dedent
 
 from shoal_dtensor import random_mode
 from shoal_dtensor.rng.modes import current_mode, set_random_mode
-from shoal_dtensor.scoped_value import ScopedValue
+from shoal_dtensor.scopes import ScopedValue
 
 
 def test_blocks_nest_and_threads_do_not_see_them() -> None:

@@ -1,8 +1,7 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import no_such_name
@@ -11,7 +10,9 @@ from . import errors
 from .__about__ import __version__
 from ._torch import register_dispatch
 from .api.custom_rules import register_rule, register_sharding
+from .api.debug_mode import DebugMode, ExplicitRedistributionContext
 from .api.distribute import distribute_module, distribute_tensor
+from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
 from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
@@ -56,10 +57,6 @@ from .rng.state import get_rng_state, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending, safe_globals
 from .tensor.gradients import ACCUMULATION, deferred_gradients
-
-if TYPE_CHECKING:
-    from .api.debug_mode import DebugMode, ExplicitRedistributionContext
-    from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
 
 Spec.at_first += [
     install_in_torch,
@@ -137,18 +134,9 @@ __all__ = [
 ]
 
 
-# A tenth of the time of this import, for what is looked at while a program is written: imported when first asked for.
-_LATER = dict.fromkeys(("DebugMode", "ExplicitRedistributionContext"), ".api.debug_mode") | dict.fromkeys(
-    ("draw_layout", "draw_layouts", "draw_plan", "draw_sharding", "explain", "visualize_sharding"), ".api.explain"
-)
-
-
 def __dir__() -> list[str]:
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
-        return value
     raise no_such_name(__name__, name, INSTEAD)

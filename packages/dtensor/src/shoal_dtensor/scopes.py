@@ -1,25 +1,76 @@
-"""The scoped settings that dispatch obeys: one immutable `Scope` per context.
+"""Values for the length of a block; the settings that dispatch obeys: one immutable `Scope` per context.
 
 A scope is a scoped value: blocks nest, an inner block's end restores the outer one, and threads do not see each
 other's, but a backward pass has the scope in which it was started.  Decisions depend on the scope, so each has a
 decision cache of its own.  Under the same rules, the same settings are the same scope whenever they are entered: a
 decision of one block is known in the next.
 
-May import: errors, scoped_value.
+May import: _torch, errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
+from ._torch import set_thread_object, thread_object
 from .errors import ArgumentValueError
-from .scoped_value import ScopedValue
 
 Unknown = Literal["replicate", "error", "local"]
 Communication = Literal["allow", "warn", "forbid"]
+T = TypeVar("T")
+
+
+class ScopedValue(Generic[T]):
+    """A value that blocks set; blocks nest, and threads and tasks do not see each other's.
+
+    Autograd runs the backward of CUDA tensors, and deeply nested backwards, on threads of its own. Those have no
+    context variables of the caller, but the objects that its thread holds, so a value is kept in both.
+
+    Attributes:
+        default: the value outside of all blocks.
+        own: the value of this context alone, without a call in Python; `default` also on autograd's threads.
+        blocks: not empty while some thread is in a block.
+    """
+
+    __slots__ = ("_key", "_variable", "blocks", "default", "own")
+
+    def __init__(self, name: str, default: T) -> None:
+        self._key = name
+        self.default: T = default
+        self._variable = ContextVar(name, default=default)
+        self.own: Callable[[], T] = self._variable.get
+        self.blocks: list[None] = []
+
+    def get(self) -> T:
+        """The value that holds here."""
+        value = self.own()
+        if value is not self.default or not self.blocks:
+            return value
+        held: T | None = thread_object(self._key)
+        return value if held is None else held
+
+    def set(self, value: T) -> None:
+        """Let a value hold from here on, in this thread and the backward passes that it starts."""
+        self.blocks.append(None)
+        self._variable.set(value)
+        set_thread_object(self._key, value)
+
+    @contextmanager
+    def entered(self, value: T) -> Iterator[None]:
+        """Inside the block, `value` holds."""
+        token, held = self._variable.set(value), thread_object(self._key)
+        self.blocks.append(None)
+        set_thread_object(self._key, value)
+        try:
+            yield
+        finally:
+            set_thread_object(self._key, held)
+            self.blocks.pop()
+            self._variable.reset(token)
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,11 +133,7 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
 def _shards(values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any) -> list[Any]:
     """The shards of one list: those of parameters, of their gradients, or of one value of the state of each."""
     return [
-        value._local_tensor
-        if (kind := type(value)) is DTensor and value._spec is spec
-        else value
-        if kind is Tensor and not value.ndim  # the number of steps
-        else _shard(value, param, spec, state)
+        value._local_tensor if type(value) is DTensor and value._spec is spec else _shard(value, param, spec, state)
         for value, param, spec in zip(values, params, specs, strict=False)  # lists of unused options are empty
     ]
 
@@ -154,7 +150,7 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
         return value._local_tensor
     moved = value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
     entry = state.get(param, {})
-    entry.update({name: moved for name, held in entry.items() if held is value})
+    entry.update({name: moved for name, before in entry.items() if before is value})
     return moved._local_tensor
 
 
@@ -181,8 +177,8 @@ def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: l
     for tensor, entry in assigned.items():
         param = owners.get(tensor, tensor)
         for name, value in entry.items():
-            held = state[param].get(name)
-            if getattr(held, "_local_tensor", held) is not value:
+            before = state[param].get(name)
+            if getattr(before, "_local_tensor", before) is not value:
                 is_shard = param is not tensor
                 state[param][name] = wrap(DTensor, value, param._spec.with_(dtype=value.dtype)) if is_shard else value
 

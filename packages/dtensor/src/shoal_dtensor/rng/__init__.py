@@ -5,5 +5,5 @@ fill the global tensor, `streams` follows a device's generator, `counter` makes 
 (with Philox), and `state` holds what is around generators: seeds, save and restore, and the check that ranks agree.
 Nothing here knows operators or DTensors.
 
-May import: _torch, errors, host_memory, layout, rows_of_ranks, scoped_value.
+May import: _torch, errors, host_memory, layout, rows_of_ranks, scopes.
 """

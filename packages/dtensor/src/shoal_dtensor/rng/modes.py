@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from .._torch import checkpoints, recomputed_in
-from ..scoped_value import ScopedValue
+from ..scopes import ScopedValue
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
 

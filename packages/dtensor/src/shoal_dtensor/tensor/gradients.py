@@ -37,7 +37,7 @@ from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
-from ..scoped_value import ScopedValue
+from ..scopes import ScopedValue
 from .autograd import Redistribute, as_gradient, gradient_spec, pending, queued, redistributed
 
 Item = TypeVar("Item")
