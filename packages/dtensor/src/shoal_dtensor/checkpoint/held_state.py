@@ -26,28 +26,27 @@ Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldShards:
-    """What a rank has of a tensor, or wants of it: boxes of the global tensor, each with its place in the local one."""
+class _Part:
+    """What a rank has of a tensor, or wants of it: boxes of the global tensor."""
 
     shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[tuple[Box, Box], ...]
+    kind: str
+    boxes: tuple[Box, ...]
+
+
+Parts = Mapping[Name, tuple[_Part, Shards]]  # with the views of local tensors that hold the boxes
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What one rank tells the others; `step` is None if it holds no whole state.
-
-    Attributes:
-        values: those that are not tensors, by name.
-    """
+    """What one rank tells the others; `step` is None if it holds no whole state, `values` are those without tensors."""
 
     step: int | None
     lineage: str
     fresh: str
-    held: Mapping[Name, _HeldShards]
+    present: Mapping[Name, _Part]
     values: Mapping[Name, object]
-    wanted: Mapping[Name, _HeldShards]
+    wanted: Mapping[Name, _Part]
 
 
 class HeldState:
@@ -74,7 +73,7 @@ class HeldState:
     def __init__(self) -> None:
         self._step: int | None = None
         self._lineage = ""
-        self._tensors: dict[Name, tuple[_HeldShards, Tensor]] = {}
+        self._tensors: dict[Name, tuple[_Part, Shards]] = {}
         self._values: dict[Name, object] = {}
 
     def keep(self, step: int, state_dict: Mapping[str, Any]) -> None:
@@ -93,7 +92,7 @@ class HeldState:
         self.forget()
         for name, _, value in _leaves(state_dict):
             if isinstance(value, Tensor):
-                self._tensors[name] = _shards_of(name, value)
+                self._tensors[name] = _part_of(name, value)
             else:
                 self._values[name] = value
         self._step = step
@@ -117,99 +116,83 @@ class HeldState:
             CheckpointError: on all ranks: a tensor is held in another shape or dtype.
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
-        targets = {n: _shards_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
+        targets = {n: _part_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
         facts = agree(lambda: self._facts(targets), dist.group.WORLD, CheckpointError)
-        self._lineage, found = facts[0].fresh, _newest(facts)
-        if found is None:
+        self._lineage, newest = facts[0].fresh, _newest(facts)
+        if newest is None:
             return None
-        holders = [rank for rank, fact in enumerate(facts) if (fact.step, fact.lineage) == found]
-        with purpose(f"recover step {found[0]}"):
+        holders = [rank for rank, fact in enumerate(facts) if (fact.step, fact.lineage) == newest]
+        with purpose(f"recover step {newest[0]}"):
             self._exchange(facts, holders, targets)
         values = facts[holders[0]].values
         for name, container, value in [*_leaves(state_dict)]:
             if not isinstance(value, Tensor) and name in values:
                 container[name[-1]] = values[name]
-        return found[0]
+        return newest[0]
 
-    def _facts(self, targets: Mapping[Name, tuple[_HeldShards, Tensor]]) -> _Facts:
+    def _facts(self, targets: Parts) -> _Facts:
         return _Facts(
             self._step,
             self._lineage,
-            secrets.token_hex(8),  # what is kept from now on is never taken for what was kept before
-            {name: shards for name, (shards, _) in self._tensors.items()},
+            secrets.token_hex(8),  # what is kept after this recovery is never taken for what was kept before
+            {name: part for name, (part, _) in self._tensors.items()},
             self._values,
-            {name: shards for name, (shards, _) in targets.items()},
+            {name: part for name, (part, _) in targets.items()},
         )
 
-    def _exchange(
-        self, facts: list[_Facts], holders: list[int], targets: Mapping[Name, tuple[_HeldShards, Tensor]]
-    ) -> None:
+    def _exchange(self, facts: list[_Facts], holders: list[int], targets: Parts) -> None:
         """One all-to-all for each dtype and kind of device."""
         me, size = dist.get_rank(), dist.get_world_size()
         moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
-        for name in sorted({name for fact in facts for name in fact.wanted}, key=repr):
-            dtype = next(fact.wanted[name].dtype for fact in facts if name in fact.wanted)
-            before = [_boxes(fact.held, name) if rank in holders else [] for rank, fact in enumerate(facts)]
-            after = [_boxes(fact.wanted, name) for fact in facts]
+        wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
+        empty: tuple[_Part, Shards] = (_Part((), "", ()), [])
+        for name in sorted(wanted, key=repr):
+            before = [fact.present.get(name, empty[0]).boxes if i in holders else () for i, fact in enumerate(facts)]
+            after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
             blocks = exchange_blocks(me, before, after)
-            moves[dtype].append((blocks, _views(self._tensors, name), _views(targets, name)))
-        for each in moves.values():
-            move_blocks(each, comm_over(range(size)))
+            shards = self._tensors.get(name, empty)[1], targets.get(name, empty)[1]
+            moves[wanted[name].kind].append((blocks, *shards))
+        for of_kind in moves.values():
+            move_blocks(of_kind, comm_over(range(size)))
 
 
 def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
     """Every value with its name and what it is in."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, each in items:
-        if isinstance(each, Mapping | list):
-            yield from _leaves(each, (*name, key))
+    for key, item in items:
+        if isinstance(item, Mapping | list):
+            yield from _leaves(item, (*name, key))
         else:
-            yield (*name, key), value, each
+            yield (*name, key), value, item
 
 
-def _shards_of(name: Name, tensor: Tensor) -> tuple[_HeldShards, Tensor]:
-    """What this rank has of a tensor, and the local tensor that holds it."""
+def _part_of(name: Name, tensor: Tensor) -> tuple[_Part, Shards]:
+    """What this rank has of a tensor, and each box of it with the view of the local tensor that holds it."""
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
-        return _HeldShards(shape, kind, ((whole_box(shape), whole_box(shape)),)), tensor.detach()
+        return _Part(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
     if tensor.spec.partials:
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
-    spec = tensor.spec
-    boxes = [] if spec.coordinate is None else spec.boxes(spec.coordinate)
-    return _HeldShards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), tensor._local_tensor.detach()
+    spec, local = tensor.spec, tensor._local_tensor.detach()
+    boxes = [] if spec.coordinate is None else [pair for pair in spec.boxes(spec.coordinate) if volume(pair[0])]
+    return _Part(shape, kind, tuple(box for box, _ in boxes)), [(box, local[slices_of(at)]) for box, at in boxes]
 
 
 def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
     """The newest step, with its lineage, of which the ranks hold all that any of them wants."""
-    wanted = {name: shards for fact in facts for name, shards in fact.wanted.items()}
+    wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
     candidates = {(fact.step, fact.lineage) for fact in facts if fact.step is not None}
     for step, lineage in sorted(candidates, reverse=True):
-        held = defaultdict[Name, set[Box]](set)
+        boxes = defaultdict[Name, set[Box]](set)
         for fact in facts:
-            if (fact.step, fact.lineage) == (step, lineage):
-                for name, shards in fact.held.items():
-                    _check_same(name, shards, wanted.get(name, shards))
-                    held[name] |= {box for box, _ in shards.boxes}
-        if all(sum(map(volume, held[name])) == prod(shards.shape) for name, shards in wanted.items()):
+            for name, part in fact.present.items() if (fact.step, fact.lineage) == (step, lineage) else ():
+                target = wanted.get(name, part)
+                if (part.shape, part.kind) != (target.shape, target.kind):
+                    raise CheckpointError(
+                        f"{'.'.join(map(str, name))} is held as {part.shape} of {part.kind} and wanted as "
+                        f"{target.shape} of {target.kind}: recover into a state of the same shapes"
+                    )
+                boxes[name] |= {*part.boxes}
+        if all(sum(map(volume, boxes[name])) == prod(part.shape) for name, part in wanted.items()):
             return step, lineage
     return None
-
-
-def _check_same(name: Name, held: _HeldShards, wanted: _HeldShards) -> None:
-    if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
-        raise CheckpointError(
-            f"{'.'.join(map(str, name))} is held as {held.shape} of {held.dtype} and wanted as {wanted.shape} of "
-            f"{wanted.dtype}: recover into a state of the same shapes"
-        )
-
-
-def _boxes(tensors: Mapping[Name, _HeldShards], name: Name) -> list[Box]:
-    return [box for box, _ in tensors[name].boxes] if name in tensors else []
-
-
-def _views(tensors: Mapping[Name, tuple[_HeldShards, Tensor]], name: Name) -> Shards:
-    """This rank's boxes of a tensor, each with the view of the local tensor that holds it."""
-    if name not in tensors:
-        return []
-    shards, local = tensors[name]
-    return [(box, local[slices_of(place)]) for box, place in shards.boxes]
