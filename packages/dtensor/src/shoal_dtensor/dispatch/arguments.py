@@ -7,7 +7,6 @@ a list of tensors is not searched for numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -29,32 +28,8 @@ _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
 
 # (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
 Reader = Callable[[Any, list[Any], Any], Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Readers:
-    """How the arguments of one operator are read; None where the value itself is the key.
-
-    Attributes:
-        positional: by position.
-        named: by name.
-    """
-
-    positional: tuple[Reader | None, ...]
-    named: Mapping[str, Reader | None]
-
-    def keywords(self, kwargs: Mapping[str, Any], key: list[Any], types: Any) -> dict[str, Any]:
-        """The local keyword arguments; their names and what decides about them are added to `key`."""
-        local: dict[str, Any] = {}
-        for name, arg in kwargs.items():
-            key.append(name)
-            read = self.named[name]
-            if read is None or arg is None:
-                key.append(arg)
-                local[name] = arg
-            else:
-                local[name] = read(arg, key, types)
-        return local
+# None where the value itself is the key.
+Readers = Mapping[str, Reader | None]
 
 
 class Plain(NamedTuple):
@@ -72,9 +47,8 @@ class Plain(NamedTuple):
 
 def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     """How the arguments of an operator are read; numbers are part of the key `by_value`, or only by their types."""
-    arguments = op._schema.arguments
     if is_collective(op):  # one decision for all arguments, among which process groups are new objects in every call
-        return Readers((_unread,) * len(arguments), {argument.name: _unread for argument in arguments})
+        return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
     anything = _reader_of_anything(cls, by_value=by_value)
     tensors = _reader_of_tensors(cls, anything)
 
@@ -93,13 +67,21 @@ def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
             return None
         return _number if name in _NUMERIC and not by_value else anything
 
-    named = {argument.name: reader(argument.type) for argument in arguments}
-    return Readers(tuple(named[argument.name] for argument in arguments if not argument.kwarg_only), named)
+    return {argument.name: reader(argument.type) for argument in op._schema.arguments}
 
 
-def _unread(arg: Any, key: list[Any], types: Any) -> Any:
-    """An argument that nothing is decided by."""
-    return arg
+def read_keywords(readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any) -> dict[str, Any]:
+    """The local keyword arguments; their names and what decides about them are added to `key`."""
+    local: dict[str, Any] = {}
+    for name, arg in kwargs.items():
+        key.append(name)
+        read = readers[name]
+        if read is None or arg is None:
+            key.append(arg)
+            local[name] = arg
+        else:
+            local[name] = read(arg, key, types)
+    return local
 
 
 def _number(arg: Any, key: list[Any], types: Any) -> Any:

@@ -25,7 +25,7 @@ from ..redistribute.execution.execute import run_cached, write_back
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
-from .arguments import Plain, Readers, mapped, mesh_of, readers_of, specs_of
+from .arguments import Plain, Readers, mapped, mesh_of, read_keywords, readers_of, specs_of
 from .composites import BY_STRIDES, check_strided, must_run_sequentially, run_by_kind, run_sequentially
 from .decision import Decision, ResultKind, log_decision, watched
 from .global_outputs import run_on_few
@@ -42,13 +42,13 @@ _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, 
 class _OpCache:
     """What a scope knows of one operator: how its arguments are read, and its decisions by key."""
 
-    __slots__ = ("decisions", "foreach", "op", "readers", "tail_is_static")
+    __slots__ = ("decisions", "foreach", "keywords", "op", "positional", "tail_is_static")
 
     def __init__(self, op: OpOverload, readers: Readers, foreach: bool) -> None:
-        self.op, self.readers, self.foreach = op, readers, foreach
-        rest = readers.positional[1:]
+        self.op, self.keywords, self.foreach = op, readers, foreach
+        self.positional = tuple([readers[a.name] for a in op._schema.arguments if not a.kwarg_only])
         # Whether all arguments but the first are part of the key as they are.
-        self.tail_is_static = bool(rest) and not any(rest)
+        self.tail_is_static = len(self.positional) > 1 and not any(self.positional[1:])
         self.decisions: dict[Any, Decision] = {}
 
     def remember(self, key: Any, decision: Decision) -> None:
@@ -97,7 +97,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         one, rest = args[0], args[1:]
         key, local = (one._spec, rest), (one._local_tensor, *rest)
     else:
-        key, local, readers = [], [], cache.readers.positional
+        key, local, readers = [], [], cache.positional
         for arg in args:
             if type(arg) is cls:
                 key.append(arg._spec)
@@ -108,7 +108,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             else:
                 local.append(read(arg, key, types))
         if kwargs:
-            named = cache.readers.keywords(kwargs, key, types)
+            named = read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
     if recorder():
         tensors = flatten([*args, *kwargs.values()])
@@ -150,9 +150,8 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
         ) from None
     scope = current()
     rule = rule_of(op, scope)
-    cache = _OpCache(
-        op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.kind == "each"
-    )
+    readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
+    cache = _OpCache(op, readers, rule is not None and rule.kind == "each")
     if op in BY_STRIDES:  # what they do depends on what a tensor is a view of, which no key says
         return cache
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
