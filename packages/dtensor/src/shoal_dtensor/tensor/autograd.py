@@ -96,11 +96,11 @@ def _reduced(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 
-def _like(target: Spec, like: Spec) -> Spec:
-    """`target` with the stride and dtype that a gradient has."""
-    if like.stride == target.stride and like.dtype == target.dtype:
-        return target
-    return target.with_(stride=like.stride, dtype=like.dtype)
+def laid_out(layout: Spec, grad: Spec) -> Spec:
+    """The spec of a gradient in a layout, with its own shape, stride and dtype."""
+    if grad.stride == layout.stride and grad.dtype == layout.dtype and grad.shape == layout.shape:
+        return layout
+    return layout.with_(shape=grad.shape, stride=grad.stride, dtype=grad.dtype)
 
 
 def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
@@ -133,7 +133,7 @@ class FromLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.spec)
-        target = _like(ctx.gradient, grad._spec)
+        target = laid_out(ctx.gradient, grad._spec)
         obey("the gradient of from_local of", ctx.spec, find_plan(grad._spec, target))
         if torch.is_grad_enabled():
             local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
@@ -204,7 +204,7 @@ class Redistribute(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.source)
-        source = _like(gradient_spec(ctx.source), grad._spec)
+        source = laid_out(gradient_spec(ctx.source), grad._spec)
         backward_dtype, forward_dtype = ctx.dtypes
         if torch.is_grad_enabled() or backward_dtype is not None:
             moved = apply(Redistribute, grad, ctx.cls, source, (backward_dtype, forward_dtype), False)

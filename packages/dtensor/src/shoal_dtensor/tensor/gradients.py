@@ -38,7 +38,7 @@ from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
 from ..scopes import ScopedValue
-from .autograd import Redistribute, as_gradient, gradient_spec, pending, queued, redistributed
+from .autograd import Redistribute, as_gradient, gradient_spec, laid_out, pending, queued, redistributed
 
 Item = TypeVar("Item")
 
@@ -253,7 +253,7 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     """The spec that a leaf's gradient must get; None if it has it. `multiple_of` may shard as `Shard` does."""
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
-    return gradient_spec(_with_layout_of(leaf, grad))
+    return gradient_spec(laid_out(leaf, grad))
 
 
 def install_gradient_hook(cls: Any, leaf: Any) -> None:
@@ -264,11 +264,6 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)
             return
     Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
-
-
-def _with_layout_of(leaf: Spec, grad: Spec) -> Spec:
-    """The spec of a leaf's gradient: the leaf's layout, its own stride and dtype."""
-    return Spec(leaf.mesh, leaf.placements, grad.shape, grad.stride, grad.dtype, leaf.shard_order)
 
 
 class GradientBatch(CoalescedBatch):
@@ -343,7 +338,7 @@ class _DeferredGradients:
             return False
         present = leaf.grad
         if present is not None and not present._spec.same_layout(grad._spec):
-            target = _with_layout_of(grad._spec, present._spec)
+            target = laid_out(grad._spec, present._spec)
             if find_plan(present._spec, target).collectives:
                 return False
             leaf.grad = redistributed(cls, present, target)
@@ -354,10 +349,9 @@ class _DeferredGradients:
         """Redistribute every gradient to its leaf's layout, many in one collective."""
         batch = GradientBatch()
         for cls, leaf in self._leaves.values():
-            if leaf.grad is not None:
-                spec = leaf.grad._spec
-                plan = find_plan(spec, gradient_spec(_with_layout_of(leaf._spec, spec)))
-                leaf.grad = batch.moved(cls, leaf.grad, plan)
+            target = None if leaf.grad is None else _target(leaf._spec, leaf.grad._spec)
+            if target is not None:
+                leaf.grad = batch.moved(cls, leaf.grad, find_plan(leaf.grad._spec, target))
         batch.finish()
 
 

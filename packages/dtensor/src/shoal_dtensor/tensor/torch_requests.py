@@ -19,11 +19,7 @@ _MEMORY = ("data_ptr", "storage", "_typed_storage", "share_memory_", "apply_", "
 
 
 class Absent:
-    """A name of torch's class that is not here; reading it says what does its work.
-
-    Args:
-        instead: the public names.
-    """
+    """A name of torch's class that is not here; reading it says what does its work."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
