@@ -52,12 +52,9 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
 
 
 def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None) -> None:
-    """Where a mode is entered, give modules that no style shards the forwards that it needs.
+    """Where a mode is entered, give modules on a mesh that no style shards the forwards that it needs.
 
-    Args:
-        mesh: of the style, or of the data axes.
-        modules: the modules.
-        over_data: where gradients are to be summed over the mesh, their dtypes.
+    Where gradients are to be summed over the mesh, `over_data` are their dtypes.
 
     Raises:
         UnsupportedModuleError: if there is none for one of them.

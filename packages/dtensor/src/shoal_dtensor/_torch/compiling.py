@@ -76,13 +76,8 @@ _WHOLE: dict[str, Callable[..., Any]] = {}
 def whole_when_compiled(function: Function) -> Function:
     """Decorator: torch.compile records a call as one node of its graph, and traces what the call does afterwards.
 
-    So the function may look at meshes, specs and caches as it likes, and keep state on tensors.
-
-    Args:
-        function: of tensors and constants; one of a module, by whose name the graph calls it.
-
-    Returns:
-        The function; eager calls pass straight through.
+    So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and keep state on
+    tensors. It is one of a module, by whose name the graph calls it; eager calls pass straight through.
 
     Example:
         >>> @whole_when_compiled
@@ -106,9 +101,7 @@ def whole_when_compiled(function: Function) -> Function:
 def record_whole(name: str, *guarded: bool) -> None:
     """Tell the compiler, which runs this while it traces, about a function that it is about to meet.
 
-    Args:
-        name: of the function.
-        guarded: what the compiler has to guard; torch 2.15 guards no value that nothing takes.
+    It guards what else is given: torch 2.15 guards no value that nothing takes.
     """
     torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
 

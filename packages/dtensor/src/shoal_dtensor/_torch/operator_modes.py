@@ -162,12 +162,9 @@ def checkpoints() -> list[Any]:
 
 
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
-    """Have the functions that checkpoints run now run in a scope when backward runs them again.
+    """Have the functions that checkpoints run now `enter` a scope when backward runs them again.
 
-    Args:
-        scope: what is the same for the same scope.
-        enter: enters it.
-        outside: the checkpoints in which it was entered, which will enter it themselves.
+    Not those `outside`, in which it was entered: they will enter it themselves.
     """
     for record in checkpoints():
         if any(record is other for other in outside):

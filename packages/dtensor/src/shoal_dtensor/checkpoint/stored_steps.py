@@ -89,12 +89,7 @@ class StoredSteps:
         return files
 
     def check(self, step: int, index: int = 0, count: int = 1) -> None:
-        """See that the files of a step have the sizes and digests of its manifest.
-
-        Args:
-            step: the step.
-            index: which part of the files this rank reads.
-            count: the number of parts.
+        """See that part `index` of `count` of a step's files have the sizes and digests of its manifest.
 
         Raises:
             CheckpointError: one has not.

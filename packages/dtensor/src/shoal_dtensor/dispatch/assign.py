@@ -57,12 +57,9 @@ class ShardingProblem:
 
 
 def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
-    """The cheapest assignment of rows to mesh axes, or None if none keeps the written tensors' layouts.
+    """The cheapest assignment of a rule's rows to mesh axes, or None if none keeps the written tensors' layouts.
 
-    Args:
-        rows: the rule's rows for this call; the all-replicate row is implied.
-        problem: input specs, global outputs and the constraints of in-place and `out=` forms.
-        mesh: the mesh of all problem.
+    The row that replicates everything is implied.
     """
     if (free := unmoved(rows, problem, mesh)) is not None:
         return free
@@ -86,11 +83,7 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
 def unmoved(
     rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
 ) -> Sharding | None:
-    """The first assignment that leaves every input as it is; None if there is none. Arguments as of `assign`.
-
-    Args:
-        communicating: whether rows may be taken whose local functions communicate.
-    """
+    """The first assignment that leaves every input as it is, with `communicating` local functions too; None for none."""
     rows, whole = _with_whole(rows, problem)
     present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
     rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]

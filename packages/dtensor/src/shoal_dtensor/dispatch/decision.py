@@ -145,11 +145,7 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
 
 
 def obey(what: str, spec: Spec, plan: Plan) -> None:
-    """Apply the policy that holds to a plan that a gradient or a read is about to run.
-
-    Args:
-        what: what runs it; spec: that of the tensor it belongs to. Both are for the message: text costs 5 us.
-        plan: that is about to run.
+    """Apply the policy that holds to a plan that a gradient or a read is about to run: `what` of a tensor, its `spec`.
 
     Raises:
         CommunicationForbiddenError: if it communicates and must not.

@@ -58,10 +58,7 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
 
     Values that are not known yet (while tracing) are not compared; tensors on the meta device have none and pass.
-
-    Args:
-        mesh: of the DTensors beside them; what: the operator, for the error.
-        tensors: the plain tensors; candidates: whether this rank takes all of them for candidates.
+    `what` is the operator, `candidates` whether this rank takes all of them for candidates.
 
     Raises:
         MixedTensorError: on every rank, if one of them is not a candidate or differs, on any rank.

@@ -101,15 +101,11 @@ def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
-    """Refuse writes that would not do what they do on one device.
-
-    Args:
-        op: the overload.
-        specs: of all its tensors; writes: the indices of those that are written to.
-        copies: the indices of views whose storage is not their base's.
+    """Refuse writes to some of an operator's tensors that would not do what they do on one device.
 
     Raises:
-        InPlaceError: if one of them is such a view, or has elements that share memory.
+        InPlaceError: if one of them is a view whose storage is not its base's (`copies`), or has elements that share
+            memory.
     """
     if copies.intersection(writes):
         raise InPlaceError(

@@ -119,8 +119,7 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
     """The owners of a module's parameters; raises, before anything is changed, if they cannot give them back.
 
     Args:
-        module: what gets or loses a style.
-        mesh: the axes of the style; None where one is undone.
+        module: what gets or loses a style; mesh: the axes of the style, None where one is undone.
 
     Raises:
         LayoutError: if the style acts on a data axis, or a parameter has hooks or is one of `ignored_params`.
@@ -174,9 +173,7 @@ def in_turns(
 ) -> list[tuple[list[Item], list[Owner]]]:
     """Items that need the same owners together, those of other owners apart: so that few give back at a time.
 
-    Args:
-        items: with the owners that each needs.
-        in_order: keep the order, all together.
+    `in_order` keeps the order, all together.
 
     Example:
         >>> items = [("up 0", ["unit 0"]), ("up 1", ["unit 1"]), ("down 0", ["unit 0"])]
@@ -273,13 +270,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
-    """Give a parameter the dtype that is chosen for gradients of the one that it replaces, and its gradient.
-
-    Args:
-        old: the parameter that is replaced.
-        new: the one in its place.
-        grad: the gradient of `old`, placed as `new` is; None: it has none.
-    """
+    """Give a parameter the dtype that is chosen for gradients of the one that it replaces, and its gradient, if any."""
     if old.grad_dtype is not old.dtype:
         new.grad_dtype = old.grad_dtype
     if grad is not None:
@@ -287,12 +278,7 @@ def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
 
 
 def carry_over(old: Any, new: Any) -> None:
-    """Give a parameter the attributes and the gradient hooks of the one that it replaces.
-
-    Args:
-        old: plain, or a DTensor parameter that replaced a plain one.
-        new: the other way round.
-    """
+    """Give a DTensor parameter the attributes and gradient hooks of the plain one that it replaces, or back."""
     note_replaced(old)
     state: _CarriedState | None = getattr(old, _STATE, None)
     if state is None and isinstance(old, DTensor):

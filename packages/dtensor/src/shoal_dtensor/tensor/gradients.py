@@ -117,9 +117,7 @@ GradRoute = Literal["unused", "accumulate", "return"]
 def grad_route(node: Any, param: Any) -> GradRoute:
     """What a backward does with the gradient of a parameter: added to `.grad` only where nobody else would see it.
 
-    Args:
-        node: where the autograd function's edge of this parameter leads (`ctx.next_functions`); None: nowhere.
-        param: the parameter that the function was called with.
+    `node` is where the autograd function's edge of this parameter leads (`ctx.next_functions`); None: nowhere.
     """
     route: GradRoute = "return" if node is not None and is_compiling() else leaf_route(node)
     return "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route

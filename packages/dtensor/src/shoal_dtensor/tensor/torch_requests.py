@@ -80,15 +80,11 @@ def without_memory(cls: type[T]) -> type[T]:
 def of_wrapper(
     spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool
 ) -> Spec:
-    """The spec of a DTensor of another size, placed as `spec`.
+    """The spec of a DTensor of this shape and stride, placed as that was which the compiler took apart.
 
     Where sizes are symbols, the compiler has one for the whole and one for the shard.  That the whole is so many shards
-    is a guard, which torch solves for one of the two; so what is computed of both is computed of one.
-
-    Args:
-        spec: of the DTensor that was taken apart.
-        local: the shard; shape, stride: of the whole.
-        is_parameter: whether it is one: sizes of those are constants, as the compiler has them for plain parameters.
+    is a guard, which torch solves for one of the two; so what is computed of both is computed of one.  Sizes of
+    parameters are constants, as the compiler has them for plain ones.
     """
     if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
         if is_parameter:
