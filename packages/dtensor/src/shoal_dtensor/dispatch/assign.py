@@ -83,7 +83,7 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
 def unmoved(
     rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
 ) -> Sharding | None:
-    """The first assignment that leaves every input as it is, with `communicating` local functions too; None for none."""
+    """The first assignment that leaves every input as it is, if any; `communicating` local functions only if asked."""
     rows, whole = _with_whole(rows, problem)
     present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
     rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]

@@ -164,14 +164,8 @@ def must_run_sequentially(decision: Decision, args: Sequence[Any], kwargs: Mappi
     )
 
 
-def run_sequentially(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run a `foreach` operator on one element of its lists after the other."""
-    for i in range(count := len(args[0])):
-        _run_on(op, [i], count, args, kwargs)
-
-
-def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """A function that runs a `foreach` operator by itself on the elements of each mesh, and on the plain ones.
+def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]] | None:
+    """The elements of a `foreach` call, plain ones in a group and those of each mesh, as [[0, 2], [1]].
 
     An element is what the lists have at one position; plain tensors without dims go with any kind.  None if all
     elements are of one kind, if an element is of two kinds, or if a tensor with dims is shared by all.
@@ -180,7 +174,7 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     if any(isinstance(value, Tensor) and value.ndim for value in values):
         return None
     count = len(next(value for value in values if isinstance(value, list | tuple)))
-    groups: dict[Any, list[int]] = {None: []}  # elements by their mesh; None: of plain tensors
+    groups: dict[Any, list[int]] = {None: []}  # by mesh; None: of plain tensors
     without_dims: list[int] = []
     for i, element in enumerate(zip(*(value for value in values if _is_walked(value, count)), strict=True)):
         tensors = [value for value in element if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)]
@@ -188,30 +182,28 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
         if len(meshes) > 1:
             return None
         (groups.setdefault(meshes.pop(), []) if meshes else without_dims).append(i)
-    if len([*filter(None, groups.values())]) < 2:
+    if not groups[None]:
+        del groups[None]
+    if len(groups) < 2:
         return None
     groups[next(mesh for mesh in groups if mesh is not None)] += without_dims
+    return [*groups.values()]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        results: list[Any] = [None] * count
-        for group in filter(None, groups.values()):
-            result = _run_on(op, group, count, args, kwargs)
-            for i, item in zip(group, result or (), strict=bool(result)):  # [0, 2] of 3: results 0 and 2
-                results[i] = item
-        return results if op._schema.returns else None
 
-    return run
+def run_in_groups(op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[Any] | None:
+    """What a `foreach` operator returns, run on the elements of one group after the other."""
+    count = sum(map(len, groups))
+    results: list[Any] = [None] * count
+    for group in groups:
+        values = [
+            [value[i] for i in group] if _is_walked(value, count) else value for value in (*args, *kwargs.values())
+        ]
+        result = op(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        for i, item in zip(group, result or (), strict=bool(result)):
+            results[i] = item
+    return results if op._schema.returns else None
 
 
 def _is_walked(value: Any, count: int) -> bool:
     """Whether a list has something for every element."""
     return isinstance(value, list | tuple) and len(value) == count
-
-
-def _run_on(op: OpOverload, indices: Sequence[int], count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator returns for some of the `count` elements of its lists."""
-
-    def chosen(value: Any) -> Any:
-        return [value[i] for i in indices] if _is_walked(value, count) else value
-
-    return op(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})

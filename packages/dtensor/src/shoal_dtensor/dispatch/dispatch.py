@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -26,7 +27,7 @@ from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mapped, mesh_of, read_keywords, readers_of, specs_of
-from .composites import BY_STRIDES, check_strided, must_run_sequentially, run_by_kind, run_sequentially
+from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
 from .decision import Decision, ResultKind, log_decision, watched
 from .global_outputs import run_on_few
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
@@ -169,10 +170,10 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if op in BY_STRIDES:
         check_strided(op, args[0])
     mixed = [entry for entry in key if type(entry) is Plain]
-    by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
-    if by_kind is not None:
-        cache.remember(key, Decision.composite(by_kind))
-        return by_kind(*args, **kwargs)
+    groups = groups_by_mesh(cls, args, kwargs) if mixed and cache.foreach else None
+    if groups is not None:
+        cache.remember(key, Decision.composite(partial(run_in_groups, op, groups)))
+        return run_in_groups(op, groups, *args, **kwargs)
     plain = [entry.candidate for entry in mixed if entry.shape]
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
@@ -205,7 +206,7 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
         warn(decision.notice, stacklevel=2)
     if decision.moves:
         if decision.foreach and must_run_sequentially(decision, args, kwargs):
-            return run_sequentially(op, args, kwargs)
+            return run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         local, named = _moved(call, decision)
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
