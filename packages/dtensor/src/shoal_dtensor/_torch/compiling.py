@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial, reduce, wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -127,38 +127,20 @@ def recorder_of_sizes() -> Any:
 def recorded(sizes: Iterable[Any]) -> tuple[Any, ...]:
     """Sizes whose symbols the recorder sees computed from the first that it knew: the inputs of a forward pass."""
     tracer = recorder_of_sizes()
-    if tracer is None:
-        return tuple(sizes)
-    computed = [(size, _computed(size.node.expr, tracer) if type(size) is torch.SymInt else None) for size in sizes]
-    return tuple([size if seen is None else seen for size, seen in computed])
+    return tuple(sizes if tracer is None else [_recorded(size, tracer) for size in sizes])
 
 
-def _computed(expression: Any, tracer: Any) -> Any:
-    """An expression, computed from symbols that the recorder has; None if it lacks one."""
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Symbol:
-        node = next((node for node in tracer.symnode_tracker.sym_node_dict if node.expr == expression), None)
-        return None if node is None else torch.SymInt(node)  # type: ignore[no-untyped-call]  # of torch
-    compute = _OPERATIONS.get(expression.func.__name__)
-    operands = [_computed(operand, tracer) for operand in expression.args]
-    return None if compute is None or not operands or None in operands else compute(*operands)
+def _recorded(size: Any, tracer: Any) -> Any:
+    """A size, computed from symbols that the recorder has; the size itself if it lacks one, or that is no integer."""
+    if type(size) is not torch.SymInt:
+        return size
+    from torch.utils._sympy.interp import sympy_interp  # loaded where symbols are
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-
-def _power(base: Any, exponent: Any) -> Any:
-    """A whole power, as the recorder can see it."""
-    return reduce(lambda a, b: a * b, [base] * exponent) if type(exponent) is int and exponent > 0 else None
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "Mul": lambda *factors: reduce(lambda a, b: a * b, factors),
-    "Add": lambda *summands: reduce(lambda a, b: a + b, summands),
-    "Pow": _power,
-    "PowByNatural": _power,
-    "FloorDiv": lambda a, b: a // b,
-    "CleanDiv": lambda a, b: a // b,
-    "Mod": lambda a, b: a % b,
-    "PythonMod": lambda a, b: a % b,
-    "Max": lambda *values: reduce(torch.sym_max, values),
-    "Min": lambda *values: reduce(torch.sym_min, values),
-}
+    nodes, expression = tracer.symnode_tracker.sym_node_dict, size.node.expr
+    known = {symbol: next((node for node in nodes if node.expr == symbol), None) for symbol in expression.free_symbols}
+    if None in known.values():
+        return size
+    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]  # of torch
+    computed = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    return computed if isinstance(computed, int | torch.SymInt) else size

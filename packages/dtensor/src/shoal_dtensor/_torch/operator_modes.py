@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from inspect import unwrap
-from types import FrameType, FunctionType
+from traceback import walk_stack
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -150,14 +151,12 @@ def checkpoints() -> list[Any]:
     if torch.compiler.is_compiling():
         return []
     running: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is _REENTRANT:
             running.append(frame.f_locals["ctx"])
         elif frame.f_code is _OTHER and "gen" in frame.f_locals:
             record = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
             running += [] if record is None else [record]  # there is none without gradients
-        frame = frame.f_back
     return running
 
 

@@ -13,13 +13,13 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointError
 
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d+)")
-_BLOCK = 1 << 20
 Files = dict[str, tuple[int, str]]
 
 
@@ -37,8 +37,8 @@ class StoredSteps:
         """The steps that have been completed, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [_STEP.fullmatch(entry.name) for entry in self.folder.iterdir()]
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, step: int) -> Path:
         """The folder of a completed step."""
@@ -80,11 +80,11 @@ class StoredSteps:
             CheckpointError: there is no manifest, it is broken, or it names a file outside of its folder.
         """
         try:
-            said = json.loads((self.path(step) / _MANIFEST).read_text())
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
+            manifest = json.loads((self.path(step) / _MANIFEST).read_text())
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"step {step} has no manifest that can be read: {error!r}") from error
-        if said["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
+        if manifest["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
             raise CheckpointError(f"the manifest of step {step} is of another step, or names files elsewhere")
         return files
 
@@ -97,21 +97,18 @@ class StoredSteps:
         for name, (size, digest) in sorted(self.manifest(step).items())[index::count]:
             path = self.path(step) / name
             try:
-                found = digest_of(path)
+                actual = digest_of(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
-            if found != (size, digest):
-                raise CheckpointError(f"{path} is not what was written: {found[0]} bytes instead of {size}, or others")
+            if actual != (size, digest):
+                raise CheckpointError(f"{path} is not what was written: {actual[0]} bytes instead of {size}, or others")
 
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Size and digest of a file, as it can be read."""
-    digest, size = hashlib.blake2b(digest_size=16), 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
+        return file.tell(), digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:

@@ -13,6 +13,9 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from inspect import getargvalues
+from itertools import dropwhile, takewhile
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -268,21 +271,21 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
     Whatever plain tensor such a function (the outermost, where they call each other) hands to an operator, it has made
     itself.  With a plain tensor among its arguments, its result may follow from that.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (_module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__"):
-        frame = frame.f_back
-    if frame is None or _module(frame) not in _COMPOSING:
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    callers = dropwhile(
+        lambda frame: _module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__", frames
+    )
+    composing = [*takewhile(lambda frame: _module(frame) in _COMPOSING, callers)]
+    if not composing:
         return False
-    while frame.f_back is not None and _module(frame.f_back) in _COMPOSING:
-        frame = frame.f_back
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS) + bool(code.co_flags & _NAMED)
-    names = [name for name in code.co_varnames[:count] if (code.co_name, name) not in _SET_INSIDE]
-    leaves = pytree.tree_leaves([frame.f_locals.get(name) for name in names])
+    outermost = composing[-1]
+    names, varargs, keywords, values = getargvalues(outermost)
+    function = outermost.f_code.co_name
+    given = [
+        values[name] for name in (*names, varargs, keywords) if name in values and (function, name) not in _SET_INSIDE
+    ]
+    leaves = pytree.tree_leaves(given)
     return not any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim for leaf in leaves)
-
-
-_VARARGS, _NAMED = 4, 8  # flags of a code object: it takes *args, **kwargs
 
 
 def _module(frame: FrameType) -> str:
