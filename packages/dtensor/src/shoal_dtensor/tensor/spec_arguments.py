@@ -110,11 +110,24 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
                 raise
             spec = _even_spec.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
         if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
-            _check_shards(local, spec)
+            what = f"from_local of {spec!r}"
+            actual = layout_of_ranks(local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
+            if not actual.same_layout(spec):
+                raise PlacementError(
+                    f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
+                    f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
+                )
     else:
         if run_check and mesh.get_coordinate() is not None:
-            local, held = _checked(local, mesh, placements, shape, shard_order)
-            placements, shape, shard_order = held.placements, held.shape, held.shard_order
+            agreed = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
+            if shape is not None and tuple(shape) != agreed.shape:
+                raise PlacementError(
+                    f"from_local: shape {tuple(shape)} was given, the shards make {tuple(agreed.shape)}"
+                )
+            for axis, placement in enumerate(agreed.placements):
+                if isinstance(placement, Replicate):
+                    local = broadcast(local, (mesh, axis), src=0)
+            placements, shape, shard_order = agreed.placements, agreed.shape, agreed.shard_order
         assert shape is not None, "a rank outside the mesh needs the shape"
         check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
         stride = stride or _dense_like(local.shape, local.stride(), shape)
@@ -166,16 +179,15 @@ def _even_shape(
 ) -> list[int] | None:
     """The global shape of even shards, where torch's strided placements need it; None where they have no even one."""
     shape, ndim = list(local_shape), len(local_shape)
-    sharded = [
-        (p, ways) for p, ways in zip(placements, mesh_shape, strict=False) if isinstance(p, Shard | StridedShard)
-    ]
+    axes = zip(placements, mesh_shape, strict=False)
+    sharded = [(placement, size) for placement, size in axes if isinstance(placement, Shard | StridedShard)]
     strided = [p for p, _ in sharded if isinstance(p, StridedShard) and p.sizes is None]
     if not strided or not all(-ndim <= p.dim < ndim for p, _ in sharded):
         return None
     if any(local_shape[p.dim] % p.split_factor for p in strided):
         return None
-    for placement, ways in sharded:
-        shape[placement.dim] *= ways
+    for placement, size in sharded:  # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+        shape[placement.dim] *= size
     return shape
 
 
@@ -184,21 +196,6 @@ def _dense_like(local_shape: Sequence[int], local_stride: Sequence[int], shape: 
     if is_contiguous(local_shape, local_stride):
         return contiguous_stride(shape)
     return dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
-
-
-def _check_shards(local: torch.Tensor, spec: Spec) -> None:
-    """Refuse, on all ranks, shards of other shapes than a spec means, and replicas that differ.
-
-    Raises:
-        PlacementError: if there are any.
-    """
-    what = f"from_local of {spec!r}"
-    actual = layout_of_ranks(local, spec.mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
-    if not actual.same_layout(spec):
-        raise PlacementError(
-            f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
-            f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
-        )
 
 
 def layout_of_ranks(
@@ -287,20 +284,3 @@ def _layout_of_shapes(
                 f"{coordinate}, that rank passes {row[1 : 1 + len(expected)]}"
             )
     return spec
-
-
-def _checked(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    shard_order: ShardOrder | None,
-) -> tuple[torch.Tensor, Spec]:
-    """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
-    spec = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
-    if shape is not None and tuple(shape) != spec.shape:
-        raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {tuple(spec.shape)}")
-    for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, Replicate):
-            local = broadcast(local, (mesh, axis), src=0)
-    return local, spec
