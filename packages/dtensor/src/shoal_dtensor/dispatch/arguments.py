@@ -22,6 +22,7 @@ from ..layout.tensor_meta import TensorMeta, flatten
 from .plain_tensors import is_candidate, keep_gradient_plain
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
@@ -167,7 +168,7 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 
 def is_list(value: Any) -> bool:
     """Whether an argument is several values; what describes one tensor is a tuple too."""
-    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+    return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:

@@ -85,8 +85,6 @@ def unmoved(
 ) -> Sharding | None:
     """The first assignment that leaves every input as it is, if any; `communicating` local functions only if asked."""
     rows, whole = _with_whole(rows, problem)
-    present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
-    rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]
     choices = []
     for axis in range(mesh.ndim):
         staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)

@@ -178,7 +178,8 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
         _verify_plain(call, candidates=scope.plain_is_replicated or all(plain))
-    tensors = flatten([*args, *kwargs.values()]) if cls.copied_view in key else ()
+    has_copies = [entry for entry in key if entry is cls.copied_view]
+    tensors = flatten([*args, *kwargs.values()]) if has_copies else ()
     copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
