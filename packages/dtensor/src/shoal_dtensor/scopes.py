@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from ._torch import set_thread_object, thread_object
+from ._torch.engine import set_thread_object, thread_object
 from .errors import ArgumentValueError
 
 Unknown = Literal["replicate", "error", "local"]

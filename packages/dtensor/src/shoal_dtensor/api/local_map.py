@@ -71,16 +71,12 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         if kinds and not any(kinds):
             return func(*args, **kwargs)
         local, specs = _local_inputs(flat, in_placements, in_grad_placements, redistribute_inputs)
-        compares = run_check and not is_tracing()
-        if run_check and not compares and not all(spec.even for spec in specs):
-            raise PlacementError(
-                f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the "
-                "outputs; say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it "
-                "outside of compiled code"
-            )
+        if run_check and is_tracing():
+            _refuse_uneven(specs)
         mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        return _outputs(result, out_placements, mesh, functools.partial(_call_of, func, specs) if compares else None)
+        call = functools.partial(_call_of, func, specs) if run_check and not is_tracing() else None
+        return _outputs(result, out_placements, mesh, call)
 
     if not is_tracing():
         never_compiled(mapped)
@@ -120,6 +116,16 @@ def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> An
             f"redistribute it, or set redistribute_inputs=True"
         )
     return item.redistribute(placements=wanted)
+
+
+def _refuse_uneven(specs: Sequence[Spec]) -> None:
+    """Refuse inputs in compiled code whose outputs may have other shapes on other ranks."""
+    if not all(spec.even for spec in specs):
+        raise PlacementError(
+            f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the outputs; "
+            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it outside of "
+            "compiled code"
+        )
 
 
 def _call_of(func: Any, specs: Sequence[Spec]) -> str:

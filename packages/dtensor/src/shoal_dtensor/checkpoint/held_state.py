@@ -26,7 +26,7 @@ Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _HeldPart:
     """What a rank has of a tensor, or wants of it: boxes of the global tensor."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Part:
     boxes: tuple[Box, ...]
 
 
-Parts = Mapping[Name, tuple[_Part, Shards]]  # with the views of local tensors that hold the boxes
+Parts = Mapping[Name, tuple[_HeldPart, Shards]]  # with the views of local tensors that hold the boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class _Facts:
     step: int | None
     lineage: str
     fresh: str
-    present: Mapping[Name, _Part]
+    present: Mapping[Name, _HeldPart]
     values: Mapping[Name, object]
-    wanted: Mapping[Name, _Part]
+    wanted: Mapping[Name, _HeldPart]
 
 
 class HeldState:
@@ -73,7 +73,7 @@ class HeldState:
     def __init__(self) -> None:
         self._step: int | None = None
         self._lineage = ""
-        self._tensors: dict[Name, tuple[_Part, Shards]] = {}
+        self._tensors: dict[Name, tuple[_HeldPart, Shards]] = {}
         self._values: dict[Name, object] = {}
 
     def keep(self, step: int, state_dict: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class HeldState:
         me, size = dist.get_rank(), dist.get_world_size()
         moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
         wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
-        empty: tuple[_Part, Shards] = (_Part((), "", ()), [])
+        empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
         for name in sorted(wanted, key=repr):
             before = [fact.present.get(name, empty[0]).boxes if i in holders else () for i, fact in enumerate(facts)]
             after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
@@ -166,16 +166,16 @@ def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
             yield (*name, key), value, item
 
 
-def _part_of(name: Name, tensor: Tensor) -> tuple[_Part, Shards]:
+def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     """What this rank has of a tensor, and each box of it with the view of the local tensor that holds it."""
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
-        return _Part(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
+        return _HeldPart(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
     if tensor.spec.partials:
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
     spec, local = tensor.spec, tensor._local_tensor.detach()
     boxes = [] if spec.coordinate is None else [pair for pair in spec.boxes(spec.coordinate) if volume(pair[0])]
-    return _Part(shape, kind, tuple(box for box, _ in boxes)), [(box, local[slices_of(at)]) for box, at in boxes]
+    return _HeldPart(shape, kind, tuple(box for box, _ in boxes)), [(box, local[slices_of(at)]) for box, at in boxes]
 
 
 def _newest(facts: list[_Facts]) -> tuple[int, str] | None:

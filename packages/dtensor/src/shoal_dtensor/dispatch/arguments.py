@@ -18,11 +18,10 @@ from .._torch import OpOverload, is_collective
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import constant, traced_with
-from ..layout.tensor_meta import TensorMeta, flatten
+from ..layout.tensor_meta import TensorMeta, flatten, is_list, mapped
 from .plain_tensors import is_candidate, keep_gradient_plain
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
-_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
@@ -164,21 +163,6 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 
 
 # --- the structure of arguments whose tensors are specs or metas ------------------------------------------------------
-
-
-def is_list(value: Any) -> bool:
-    """Whether an argument is several values; what describes one tensor is a tuple too."""
-    return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
-
-
-def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """An argument or result with `function` of each instance of `kinds` in its place, in lists too, in order."""
-    if isinstance(value, kinds):
-        return function(value)
-    if not is_list(value):
-        return value
-    items = [mapped(item, kinds, function) for item in value]
-    return items if isinstance(value, list) else tuple(items)
 
 
 def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -22,11 +22,11 @@ from shoal_mesh import purpose
 from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
+from ..layout.tensor_meta import flatten, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
-from .arguments import Plain, Readers, mapped, mesh_of, read_keywords, readers_of, specs_of
+from .arguments import Plain, Readers, mesh_of, read_keywords, readers_of, specs_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
 from .decision import Decision, ResultKind, log_decision, watched
 from .global_outputs import run_on_few
@@ -112,8 +112,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             named = read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
     if recorder():
-        tensors = flatten([*args, *kwargs.values()])
-        check_recorded(str(op), *(tensor._local_tensor for tensor in tensors if isinstance(tensor, cls)))
+        check_recorded(str(op), *[t._local_tensor for t in flatten([*args, *kwargs.values()]) if isinstance(t, cls)])
     try:
         decision = cache.decisions[key]
     except (KeyError, TypeError):  # symbols among the arguments have no hash

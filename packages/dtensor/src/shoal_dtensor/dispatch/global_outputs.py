@@ -19,10 +19,9 @@ from .._torch import Build, DataDependentError, OpOverload, direct, recorded, re
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride
+from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride, mapped
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
-from .arguments import mapped
 
 FEW = 3  # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's size
 _NUMBERS = (int, float, bool, complex)

@@ -17,6 +17,7 @@ from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
+from ..layout.tensor_meta import is_list
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
@@ -24,7 +25,7 @@ from ..rules.language.local_ops import local_function, nothing_of
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S
 from ..scopes import Scope
-from .arguments import NeedsConstantsError, constants_of, example_of, is_list, metas_of, places_of, specs_in
+from .arguments import NeedsConstantsError, constants_of, example_of, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
 from .composites import collective_on_shards
 from .decision import Decision, InputMove, ResultKind, notice_of

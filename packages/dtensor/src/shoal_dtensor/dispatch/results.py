@@ -19,9 +19,8 @@ from .._torch import OpOverload, around, change_shape, count_write, has_views, i
 from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import TensorMeta, flatten
+from ..layout.tensor_meta import TensorMeta, flatten, mapped
 from ..redistribute.execution.execute import in_memory_order, memory_order
-from .arguments import mapped
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,3 +97,21 @@ def flatten(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from flatten(item)
+
+
+_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
+
+
+def is_list(value: Any) -> bool:
+    """Whether an argument is several values; what describes one tensor is a tuple too."""
+    return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
+
+
+def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """An argument or result with `function` of each instance of `kinds` in its place, in lists too, in order."""
+    if isinstance(value, kinds):
+        return function(value)
+    if not is_list(value):
+        return value
+    items = [mapped(item, kinds, function) for item in value]
+    return items if isinstance(value, list) else tuple(items)
