@@ -48,10 +48,10 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
 # --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside --------------------------------
 
 _API = "torch.distributed.checkpoint.state_dict"
-_KINDS = {
-    "model": ("_get_model_state_dict", "_load_model_state_dict"),
-    "optim": ("_get_optim_state_dict", "_load_optim_state_dict"),
-}
+_READERS_AND_LOADERS = (
+    ("_get_model_state_dict", "_load_model_state_dict"),
+    ("_get_optim_state_dict", "_load_optim_state_dict"),
+)
 
 
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
@@ -62,7 +62,7 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
     """
 
     def wrap(api: Any) -> None:
-        for reader, loader in _KINDS.values():
+        for reader, loader in _READERS_AND_LOADERS:
             original_get, original_load = getattr(api, reader), getattr(api, loader)
             setattr(api, reader, partial(get, original_get))
             setattr(api, loader, partial(load, original_load, original_get))

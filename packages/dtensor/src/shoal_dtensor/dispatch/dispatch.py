@@ -207,7 +207,11 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
     if decision.moves:
         if decision.foreach and must_run_sequentially(decision, args, kwargs):
             return run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
-        local, named = _moved(call, decision)
+        local, named = [*local], {**named}
+        with purpose(decision.reason) if decision.reason else nullcontext():
+            for move in decision.moves:
+                (tensors, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
+                tensors[at] = run_cached(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
     for move in decision.write_backs:
@@ -219,16 +223,6 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
     if decision.view_copied:
         return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
     return _wrapped(cls, result, decision, args, kwargs)
-
-
-def _moved(call: _Call, decision: Decision) -> tuple[list[Any], dict[str, Any]]:
-    """The local arguments after the redistributions that a decision asks for."""
-    local, named = [*call.local], {**call.named}
-    with purpose(decision.reason) if decision.reason else nullcontext():
-        for move in decision.moves:
-            (tensors, at), (owners, _) = move.within(local, named), move.within(call.args, call.kwargs)
-            tensors[at] = run_cached(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
-    return local, named
 
 
 def _as_seen(op: OpOverload, decision: Decision, result: Any, cache: _OpCache, key: Any) -> tuple[Decision, Any]:

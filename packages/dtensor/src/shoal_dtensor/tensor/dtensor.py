@@ -23,15 +23,13 @@ from ..layout.partition_spec import Placements
 from ..layout.placements import PICKLED, Placement, Replicate, norm_order
 from ..layout.spec import Spec
 from ..redistribute.plan import plan
-from . import serialization
+from . import serialization, torch_requests as requests
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .getitem import with_lists, without_numbers
 from .gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
-from .torch_requests import Absent, of_wrapper, placed_alike, refuse_fsdp, refuse_graph_cache, without_memory
 
 
-@without_memory
 class DTensor(torch.Tensor):
     """A global tensor spread over a device mesh.
 
@@ -62,8 +60,10 @@ class DTensor(torch.Tensor):
     __torch_function__: Any = disabled_torch_function
     split = split
     _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
-    fsdp_pre_all_gather: property = property(refuse_fsdp)
-    _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do its work")
+    data_ptr = storage = _typed_storage = share_memory_ = apply_ = map_ = map2_ = __dlpack__ = requests.refuse_memory
+    untyped_storage = requests.storage_for_compilers
+    fsdp_pre_all_gather: property = property(requests.refuse_fsdp)
+    _op_dispatcher = requests.Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do it")
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
@@ -292,8 +292,8 @@ class DTensor(torch.Tensor):
         return format(self.item(), wanted) if wanted and not self.ndim else object.__format__(self, wanted)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
-        local = self._local_tensor
-        return f"DTensor(local_tensor={local!r}, device_mesh={self._spec.mesh}, placements={self.placements})"
+        spec = self._spec
+        return f"DTensor(local_tensor={self._local_tensor!r}, device_mesh={spec.mesh}, placements={spec.placements})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
@@ -308,13 +308,13 @@ class DTensor(torch.Tensor):
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
         """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
-        return compiled[1:] == given[1:] and placed_alike(compiled[0], given[0])
+        return compiled[1:] == given[1:] and requests.placed_alike(compiled[0], given[0])
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
         spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
-        return DTensor(local, of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
+        return DTensor(local, requests.of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
@@ -330,7 +330,7 @@ class DTensor(torch.Tensor):
     __create_chunk_list__ = serialization.checkpoint_chunks
     __get_tensor_shard__ = serialization.checkpoint_shard
     _raise_if_contains_partial_placements = serialization.refuse_partial
-    _stable_hash_for_caching = refuse_graph_cache
+    _stable_hash_for_caching = requests.refuse_graph_cache
 
 
 class _CopiedView(DTensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,9 +13,6 @@ from .._torch import BASE, not_cached
 from ..errors import ArgumentTypeError, NoRuleError
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
-
-T = TypeVar("T")
-_MEMORY = ("data_ptr", "storage", "_typed_storage", "share_memory_", "apply_", "map_", "map2_", "__dlpack__")
 
 
 class Absent:
@@ -64,14 +61,6 @@ def storage_for_compilers(tensor: Any) -> Any:
     if sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):
         return BASE.untyped_storage(tensor)
     refuse_memory(tensor)
-
-
-def without_memory(cls: type[T]) -> type[T]:
-    """The class, whose tensors refuse what would read or hand out their memory."""
-    for name in _MEMORY:
-        setattr(cls, name, refuse_memory)
-    cls.untyped_storage = storage_for_compilers  # type: ignore[attr-defined]  # a class of tensors has it
-    return cls
 
 
 # --- DTensors that torch.compile takes apart and puts together again -------------------------------------------------
