@@ -97,11 +97,11 @@ class _Meeting:
     def of(cls, mesh: DeviceMesh) -> _Meeting | None:
         """The one of the ranks of a mesh; None in the main thread, and for simulated ranks."""
         in_main = threading.current_thread() is threading.main_thread()
-        own = None if in_main else comm_of_threads(mesh.comm(tuple(range(mesh.ndim))))
-        if own is None:
+        comm = None if in_main else comm_of_threads(mesh.comm(tuple(range(mesh.ndim))))
+        if comm is None:
             return None
         with cls._making:
-            return cls._of_group.setdefault(own.group, cls(own))
+            return cls._of_group.setdefault(comm.group, cls(comm))
 
     def lock(self, about: str) -> threading.Lock:
         """What one thread holds at a time."""

@@ -50,8 +50,8 @@ class ScopedValue(Generic[T]):
         value = self.own()
         if value is not self.default or not self.blocks:
             return value
-        held: T | None = thread_object(self._key)
-        return value if held is None else held
+        of_thread: T | None = thread_object(self._key)
+        return value if of_thread is None else of_thread
 
     def set(self, value: T) -> None:
         """Let a value hold from here on, in this thread and the backward passes that it starts."""
@@ -62,13 +62,13 @@ class ScopedValue(Generic[T]):
     @contextmanager
     def entered(self, value: T) -> Iterator[None]:
         """Inside the block, `value` holds."""
-        token, held = self._variable.set(value), thread_object(self._key)
+        token, before = self._variable.set(value), thread_object(self._key)
         self.blocks.append(None)
         set_thread_object(self._key, value)
         try:
             yield
         finally:
-            set_thread_object(self._key, held)
+            set_thread_object(self._key, before)
             self.blocks.pop()
             self._variable.reset(token)
 

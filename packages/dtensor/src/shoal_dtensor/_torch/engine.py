@@ -73,8 +73,8 @@ def _stash_takes_over() -> bool:
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(key, probe)
     uncounted = sys.getrefcount(probe) == before
-    for held in (probe, None) if uncounted else ():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    for item in (probe, None) if uncounted else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     torch._C._stash_obj_in_tls(key, None)
     return uncounted
 

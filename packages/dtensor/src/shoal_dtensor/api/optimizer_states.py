@@ -19,12 +19,12 @@ State = dict[Any, dict[str, Any]]
 
 def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """The optimizers, of this model."""
-    known = {id(parameter) for parameter in model.parameters()}
+    of_model = {id(parameter) for parameter in model.parameters()}
     checked = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in checked:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in of_model:
                     raise StateDictError(
                         f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a "
                         "parameter of the model: construct the optimizer after the model is parallelized"
@@ -46,17 +46,17 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
     After it the state is what it was, or what the block has loaded.
     """
-    held: list[tuple[Optimizer, Any, Any]] = []
+    completed_states: list[tuple[Optimizer, Any, Any]] = []
     try:
         for optimizer in optimizers:
             before = optimizer.state
             complete: Any = _Complete({param: entry for param, entry in before.items() if entry != {}})
             complete.update(_first_states(optimizer))
             optimizer.state = complete
-            held.append((optimizer, before, complete))
+            completed_states.append((optimizer, before, complete))
         yield
     finally:
-        for optimizer, before, complete in held:
+        for optimizer, before, complete in completed_states:
             if optimizer.state is complete:
                 optimizer.state = before
             else:
@@ -95,14 +95,14 @@ def _drop_unset(optimizer: Optimizer) -> None:
 @contextmanager
 def trained(parameters: Iterable[Tensor]) -> Iterator[None]:
     """In the block, some frozen parameters are not: torch loads no state of frozen ones."""
-    frozen = [each for each in parameters if not each.requires_grad and each.is_floating_point()]
+    frozen = [param for param in parameters if not param.requires_grad and param.is_floating_point()]
     try:
-        for each in frozen:
-            each.requires_grad_()
+        for param in frozen:
+            param.requires_grad_()
         yield
     finally:
-        for each in frozen:
-            each.requires_grad_(False)
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def names_of(optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -135,11 +135,11 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def completed(
-    state: Mapping[str, Any], target: Mapping[str, Any], held: Collection[str], *, strict: bool
+    state: Mapping[str, Any], target: Mapping[str, Any], stepped: Collection[str], *, strict: bool
 ) -> dict[str, Any]:
     """The state with what it lacks as the target has it; a StateDictError that names that, if strict.
 
-    Parameters that are not `held`, of which the target has first states only, keep none.
+    Parameters that are not `stepped`, of which the target has first states only, keep none.
     """
     given, groups = dict(state.get("state", {})), list(state.get("param_groups", ()))
     if given and all(isinstance(key, int) for key in given):
@@ -154,6 +154,6 @@ def completed(
             f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves these as they are"
         )
     for name, entry in target["state"].items():
-        if name in held or name in given:
+        if name in stepped or name in given:
             given[name] = {**entry, **given.get(name, {})}
     return {**state, "state": given, "param_groups": lacking + groups}

@@ -159,8 +159,8 @@ def set_optimizer_state_dict(
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)
     get = partial(api.get_optimizer_state_dict, model, optimizers)
-    with _loadable(lambda own: get(options=own), optimizers, optim_state_dict, options) as (state, own):
-        api.set_optimizer_state_dict(model, optimizers, state, options=own)
+    with _loadable(lambda given: get(options=given), optimizers, optim_state_dict, options) as (state, sharded):
+        api.set_optimizer_state_dict(model, optimizers, state, options=sharded)
 
 
 def set_state_dict(
@@ -214,8 +214,8 @@ def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args:
     if not _has_dtensors(owners[0]):
         return original(*args)
     if len(owners) == 2:
-        with _loadable(partial(original_get, *owners), owners[1], state, options) as (state, own):
-            return original(*owners, state, own)
+        with _loadable(partial(original_get, *owners), owners[1], state, options) as (state, sharded):
+            return original(*owners, state, sharded)
     if not options.full_state_dict:
         return original(*args)
     options_of_shards = _sharded_options(options)
@@ -253,19 +253,19 @@ def _loadable(
     get: Callable[[Any], Any], optimizers: Sequence[torch.optim.Optimizer], state: Any, options: Any
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """What torch is to load in the block, with which options: checked, complete, in the layouts of the optimizers."""
-    own = replace(_sharded_options(options), flatten_optimizer_state_dict=False, strict=False)
+    sharded = replace(_sharded_options(options), flatten_optimizer_state_dict=False, strict=False)
     with_state = {param for optimizer in optimizers for param, entry in optimizer.state.items() if entry != {}}
     with with_first_states(optimizers):
-        groups = get(own)["param_groups"]
+        groups = get(sharded)["param_groups"]
         state = nested(state, groups)
         structure = _structure(state, options)
         given, named = structure.get("state", {}), names_of(optimizers, groups)
-        held = {name for name, param in named.items() if param in with_state}
+        stepped = {name for name, param in named.items() if param in with_state}
         with trained(each for name, each in named.items() if given.get(name)), with_first_states(optimizers):
-            target = get(own)
+            target = get(sharded)
             _check(structure, target)
-            whole = completed(structure if options.full_state_dict else state, target, held, strict=options.strict)
-            yield _laid_out(whole, state, target, options) if options.full_state_dict else whole, own
+            whole = completed(structure if options.full_state_dict else state, target, stepped, strict=options.strict)
+            yield _laid_out(whole, state, target, options) if options.full_state_dict else whole, sharded
 
 
 # --- full state dicts -------------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ class Checkpointer:
         """
         group = dist.group.WORLD
         self.wait()
-        found = agree(self._steps.numbers, group, CheckpointError)[0]
-        for number in found if step is None else [step]:
+        numbers = agree(self._steps.numbers, group, CheckpointError)[0]
+        for number in numbers if step is None else [step]:
             try:
                 agree(partial(self._check, number), group, CheckpointError)
             except CheckpointError as error:
@@ -155,8 +155,8 @@ class Checkpointer:
                 continue
             self._fill(number, state_dict, group)
             return number
-        if found:
-            raise CheckpointError(f"none of the steps {found} in {self._steps.folder} is whole")
+        if numbers:
+            raise CheckpointError(f"none of the steps {numbers} in {self._steps.folder} is whole")
         return None
 
     def _check(self, step: int) -> None:

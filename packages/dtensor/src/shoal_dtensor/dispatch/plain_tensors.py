@@ -141,14 +141,15 @@ def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
         plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
         dense = plain.resolve_conj().resolve_neg().contiguous()
         text = hashlib.blake2b(f"{tuple(dense.shape)}{dense.dtype}".encode(), digest_size=7).digest()
-        own = torch.full((), int.from_bytes(text, "little"), device=dense.device)
+        digest = torch.full((), int.from_bytes(text, "little"), device=dense.device)
         flat = dense.as_strided((dense.numel(),), (1,))  # a dim of one element may have any stride
         for part in torch.split(flat.view(torch.uint8), _DIGESTED):
             padded = part.new_zeros(-(-len(part) // 8) * 8)
             padded[: len(part)] = part
             words = padded.view(torch.int64)
-            own = _scrambled(own + _scrambled(words + _scrambled(torch.arange(len(words), device=words.device))).sum())
-        total = _scrambled(total + (own if own.device.type == device else own.item()))
+            places = torch.arange(len(words), device=words.device)
+            digest = _scrambled(digest + _scrambled(words + _scrambled(places)).sum())
+        total = _scrambled(total + (digest if digest.device.type == device else digest.item()))
     return total >> 2
 
 

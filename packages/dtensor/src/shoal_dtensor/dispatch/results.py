@@ -184,8 +184,8 @@ def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mappi
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor is among several twice, or beside a view of it, and one of them has a gradient."""
-    known = {*map(id, tensors)}
-    twice = len(known) < len(tensors) or any(id(tensor._base) in known for tensor in tensors)
+    ids = {*map(id, tensors)}
+    twice = len(ids) < len(tensors) or any(id(tensor._base) in ids for tensor in tensors)
     return twice and any(tensor.requires_grad for tensor in tensors)
 
 

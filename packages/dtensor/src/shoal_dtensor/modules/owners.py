@@ -34,26 +34,26 @@ def extended(base: Any, kind: Any) -> Any:
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         """The class is found by its parts where a copy is made or loaded."""
-        make, args, *state = super(found, module).__reduce_ex__(protocol)
-        return (_empty, (base, kind), *state) if args == (found,) else (make, args, *state)
+        make, args, *state = super(combined, module).__reduce_ex__(protocol)
+        return (_empty, (base, kind), *state) if args == (combined,) else (make, args, *state)
 
-    own = {
+    namespace = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__reduce_ex__": reduce,
         "_shoal_class": getattr(kind, "_shoal_class", kind),
     }
-    found: Any = type(kind.__name__, (base, kind), own)
-    return found
+    combined: Any = type(kind.__name__, (base, kind), namespace)
+    return combined
 
 
 def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
     """Have the method of a model of transformers that would write shards as the whole name the one that does not."""
-    own = vars(module)
+    attributes = vars(module)
     if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):  # writes adapters
-        own.setdefault("save_pretrained", _save_pretrained)
-    elif own.get("save_pretrained") is _save_pretrained:
-        del own["save_pretrained"]
+        attributes.setdefault("save_pretrained", _save_pretrained)
+    elif attributes.get("save_pretrained") is _save_pretrained:
+        del attributes["save_pretrained"]
 
 
 def _save_pretrained(*_: object, **__: object) -> None:
@@ -64,8 +64,8 @@ def _save_pretrained(*_: object, **__: object) -> None:
 
 
 def _empty(base: type, kind: type) -> Any:
-    found = extended(base, kind)
-    return found.__new__(found)
+    combined = extended(base, kind)
+    return combined.__new__(combined)
 
 
 class Owner(Protocol):
@@ -243,8 +243,9 @@ def has_own_hooks(param: Any) -> bool:
     if not isinstance(param, DTensor):
         return False
     tensor_hooks, post_hooks = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
-    own = [hook for hook in tensor_hooks.values() if not isinstance(getattr(hook, "hook", hook), _Carried)]
-    return len(own) > 1 or not all(isinstance(hook, _Carried) for hook in post_hooks.values())  # one is the DTensor's
+    attached = [hook for hook in tensor_hooks.values() if not isinstance(getattr(hook, "hook", hook), _Carried)]
+    # one is the DTensor's
+    return len(attached) > 1 or not all(isinstance(hook, _Carried) for hook in post_hooks.values())
 
 
 def note_replaced(param: Tensor) -> None:
