@@ -45,7 +45,7 @@ def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Seque
         [tensor([1, 1]), tensor([[1]])]
     """
     sent = [*tensors]
-    for members in _alike(dtypes):
+    for members in _alike(dtypes):  # (2,) and (3, 4) of one dtype: 14 elements in one copy
         sizes = [tensors[i].numel() for i in members]
         staged = torch.empty(sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device))
         torch._foreach_copy_(list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members])

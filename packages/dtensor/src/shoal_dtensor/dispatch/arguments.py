@@ -174,7 +174,7 @@ def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
             return tensor._spec  # type: ignore[no-any-return]  # of a DTensor
         return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
 
-    return [*mapped(args, torch.Tensor, spec)], {n: mapped(arg, torch.Tensor, spec) for n, arg in kwargs.items()}
+    return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
 
 
 def metas_of(value: Any) -> Any:
@@ -225,14 +225,12 @@ def example_of(value: Any) -> Any:
 
 def _replaced(value: Any, size: Callable[[Any], int], spec: Callable[[Any], Any]) -> Any:
     """A structure with its symbols and specs of symbols replaced."""
-    if type(value) is torch.SymInt:
-        return size(value)
-    if isinstance(value, Spec):
-        return value if value.example is None else spec(value)
-    if isinstance(value, Mapping):
-        return {name: _replaced(item, size, spec) for name, item in value.items()}
-    if isinstance(value, TensorMeta):
-        return TensorMeta(*(_replaced(part, size, spec) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)([_replaced(item, size, spec) for item in value])
-    return value
+
+    def replaced(item: Any) -> Any:
+        if isinstance(item, Spec):
+            return item if item.example is None else spec(item)
+        if isinstance(item, TensorMeta):
+            return TensorMeta(*(_replaced(part, size, spec) for part in item))
+        return torch.Size([_replaced(n, size, spec) for n in item]) if isinstance(item, torch.Size) else size(item)
+
+    return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replaced)

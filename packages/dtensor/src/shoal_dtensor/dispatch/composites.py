@@ -118,6 +118,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     """The mesh axes along which a group of ranks extends, none if it has no other rank of the mesh; None if neither."""
     mesh = spec.mesh
     grid = mesh.mesh
+    # ranks (1, 3) of the grid ((0, 1), (2, 3)): coordinates (0, 1) and (1, 1), along axis 0
     places = [(grid == rank).nonzero().tolist() for rank in ranks]
     coordinates = [tuple(place[0]) for place in places if place]
     if spec.coordinate is None or tuple(spec.coordinate) not in coordinates:

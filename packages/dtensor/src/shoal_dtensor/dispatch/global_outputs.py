@@ -120,7 +120,7 @@ def _builder(
 ) -> Build:
     """A function that makes the arguments on a device, each tensor by `make` of its spec or meta."""
 
-    def make_all(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
         def made(value: Any) -> Any:
             if isinstance(value, torch.device):
                 return device
@@ -129,9 +129,9 @@ def _builder(
             return make(value, device)
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
-        return [mapped(arg, kinds, made) for arg in args], {n: mapped(arg, kinds, made) for n, arg in kwargs.items()}
+        return mapped(args, kinds, made), mapped({**kwargs}, kinds, made)
 
-    return make_all
+    return build
 
 
 def _empty(meta: Spec | TensorMeta, device: torch.device) -> Tensor:

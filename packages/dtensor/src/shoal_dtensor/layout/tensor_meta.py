@@ -108,9 +108,11 @@ def is_list(value: Any) -> bool:
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """An argument or result with `function` of each instance of `kinds` in its place, in lists too, in order."""
+    """Arguments or results with `function` of each instance of `kinds` in its place, in lists and dicts, in order."""
     if isinstance(value, kinds):
         return function(value)
+    if isinstance(value, dict):
+        return {name: mapped(item, kinds, function) for name, item in value.items()}
     if not is_list(value):
         return value
     items = [mapped(item, kinds, function) for item in value]

@@ -153,7 +153,7 @@ def _even_spec(  # noqa: PLR0913  # what it depends on
     even = _even_shape(local_shape, placements, mesh.shape)
     normal, order = normalize_placements(placements, mesh.shape, len(local_shape), shard_order, even)
     shape = list(local_shape)
-    for dim, axes in order:
+    for dim, axes in order:  # (2, 8) with dim 0 sharded by axes of 2 and 4: (16, 8)
         shape[dim] = _length([normal[axis] for axis in axes], shape[dim] * prod(mesh.shape[axis] for axis in axes))
     spec = Spec(mesh, normal, shape, stride or _dense_like(local_shape, local_stride, shape), dtype, order)
     _check_local_shape(spec, local_shape)
@@ -258,6 +258,7 @@ def _layout_of_shapes(
     axes_of = dict(order)
     for dim in range(local.ndim):
         axes = axes_of.get(dim, ())
+        # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of rows 3, 3, 2, 2
         by_coordinate: dict[tuple[int, ...], int] = {}
         for coordinate, row in zip(product(*map(range, mesh.shape)), shapes, strict=True):
             where = tuple(coordinate[axis] for axis in axes)
