@@ -106,7 +106,7 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> N
         state["plain"].fill_(50)
         checkpoints.save(2, state_of(2), background=True)  # waits for the first
         assert 1 in checkpoints.steps()
-        assert sum("_write_quietly" in thread.name for thread in threading.enumerate()) <= 1
+        assert sum("checkpoint" in thread.name for thread in threading.enumerate()) <= 1
         checkpoints.wait()
         checkpoints.save(2, state_of(2), background=True)
         with pytest.raises(CheckpointError, match=r"not saved in the background: .*not newer than 2"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -64,8 +64,7 @@ class Checkpointer:
         if keep < 1:
             raise CheckpointError(f"at least one checkpoint is kept, got keep={keep}")
         self._steps, self._keep = StoredSteps(Path(folder)), keep
-        self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writer: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -102,9 +101,9 @@ class Checkpointer:
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        staged = _copied(dict(state_dict))
-        self._writer = threading.Thread(target=self._write_quietly, args=(step, staged, self._group))
-        self._writer.start()
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writer = executor.submit(self._write, step, _copied(dict(state_dict)), self._group)
+        executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until no save is under way.
@@ -112,10 +111,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the last one in the background failed.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        failure, self._failure = self._failure, None
+        writer, self._writer = self._writer, None
+        failure = None if writer is None else writer.exception()
         if failure is not None:
             raise CheckpointError(f"a checkpoint was not saved in the background: {failure}") from failure
 
@@ -176,12 +173,6 @@ class Checkpointer:
                 dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
             except dist.checkpoint.api.CheckpointException as error:
                 raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
-
-    def _write_quietly(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
-        try:
-            self._write(step, state_dict, group)
-        except BaseException as error:
-            self._failure = error
 
     def _write(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         first, steps = dist.get_rank() == 0, self._steps
