@@ -65,7 +65,7 @@ class Checkpointer:
             raise CheckpointError(f"at least one checkpoint is kept, got keep={keep}")
         self._steps, self._keep = StoredSteps(Path(folder)), keep
         self._writer: Future[None] | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._background: tuple[dist.ProcessGroup, ThreadPoolExecutor] | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -99,11 +99,11 @@ class Checkpointer:
         if not background:
             self._write(step, dict(state_dict), dist.group.WORLD)
             return
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writer = executor.submit(self._write, step, _copied(dict(state_dict)), self._group)
-        executor.shutdown(wait=False)
+        if self._background is None:
+            executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._background = dist.new_group(backend="gloo"), executor
+        group, executor = self._background
+        self._writer = executor.submit(self._write, step, _copied(dict(state_dict)), group)
 
     def wait(self) -> None:
         """Until no save is under way.
@@ -121,9 +121,12 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
-            self._group = None
+            if self._background is not None:
+                group, executor = self._background
+                executor.shutdown()
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+            self._background = None
 
     def load(self, state_dict: dict[str, Any], step: int | None = None) -> int | None:
         """Fill a state dict from the newest step whose files are whole, or from the given one.
