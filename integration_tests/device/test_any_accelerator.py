@@ -1,6 +1,6 @@
 """What asks for the accelerator that there is, and not for CUDA by name.
 
-Covers: {accelerator,topology,testing,world,pool,launch,worker,local_reductions,c10d_transport}.py,
+Covers: {accelerator,topology,testing,world,pool,launch,worker,c10d_transport}.py,
 rng/{state,draw,streams}.py, api/random.py.
 """
 

@@ -3,7 +3,7 @@
 CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once, however many calls
 of the backend it takes: what runs inside of an observed collective is not reported again (`in_observed`).
 
-May import: _torch, argument_types, errors, shared_memory.
+May import: _torch, argument_types, errors, shared_memory, transport.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ._torch import is_compiling
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .shared_memory.recorder import PURPOSES, Text
+from .transport import Handle
 
 R = TypeVar("R")
 
@@ -194,6 +195,19 @@ def observing(
         unobserve(observer)
 
 
+class _Timed:
+    """The work of a collective, which notes from when to when it is waited for."""
+
+    def __init__(self, work: Handle, waits: list[tuple[float, float]]) -> None:
+        self._work, self._waits = work, waits
+        self.is_completed = work.is_completed
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self._work.wait()
+        self._waits.append((begin, time.perf_counter()))
+
+
 def run_observed(event: Event, run: Callable[[], R]) -> R:
     """What `run` returns, with every observer called before and after; what runs in between is not reported."""
     for observer in observers:
@@ -201,8 +215,8 @@ def run_observed(event: Event, run: Callable[[], R]) -> R:
     _nesting.active = True
     try:
         result = run()
-        if hasattr(result, "waits"):  # a collective under way notes when it is waited for
-            result.waits = event.waits
+        if hasattr(result, "work") and result.work is not None:  # a collective under way
+            result.work = _Timed(result.work, event.waits)
         return result
     finally:
         _nesting.active = False

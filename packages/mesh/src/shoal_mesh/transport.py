@@ -30,12 +30,15 @@ class Transport(Protocol):
     on before it waits.
     """
 
+    __slots__ = ()
+
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         """The transport of a message, reduced with `op` if given: this one, or that of the group's backend.
 
         The same on all ranks, it depends on group, device, dtype and reduction; in the background on the size, and on
         whether blocks are `uneven`.
         """
+        return self
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
         """`P -> R`: in place."""
@@ -68,6 +71,7 @@ class Transport(Protocol):
             own: which of them is this rank's.
             op: the reduction; "" for a gather.
         """
+        return None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Small ones take less time in one step, and those in the background do not wait f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ from ..shared_memory.channel import Channel, all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..shared_memory.messages import reduce_rows
 from ..shared_memory.recorder import CARRIED_DTYPES, CARRIED_OPS, record
-from ..transport import Handle, Receive, Transport
+from ..transport import Handle, Transport
 
 LEAST_BYTES = 1 << 18  # of a rank's input: on two hosts of two ranks gloo alone is faster with 64 KiB
 _WINDOW_BYTES = 1 << 20  # of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170
 
 
-class AcrossHosts:
+class AcrossHosts(Transport):
     """The transport of a communicator, of whose ranks each host has `per_host` that follow one another.
 
     The groups that it combines are made at the first large message; `gloo` makes the transport of a group.
@@ -145,11 +145,6 @@ class AcrossHosts:
 
     def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle | None:
         return self._plain.all_to_all_v(flat, out, send, receive)
-
-    def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
-    ) -> Handle | None:
-        return None
 
     def _padded(self, tensor: Tensor) -> Tensor:
         """All elements in one dim, of a length that the ranks of a host divide: a view where it is."""

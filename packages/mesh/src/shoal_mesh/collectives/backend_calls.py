@@ -82,7 +82,6 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     return (
         op == "sum"
         and 2 < comm.size <= ONE_SHOT_RANKS
-        and comm.on_gloo
         and not is_traced(tensor)  # before the size, which a compiler may know as a symbol only
         and 0 < tensor.nbytes <= ONE_SHOT_BYTES
         and tensor.device.type == "cpu"

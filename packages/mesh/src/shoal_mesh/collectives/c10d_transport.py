@@ -5,10 +5,11 @@ A dtype that a backend cannot send is sent as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, reduce
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from .._torch import (
@@ -24,13 +25,15 @@ from ..groups.process_groups import Comm
 from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Channel
 from ..shared_memory.recorder import record
-from ..transport import Handle, Receive, Transport, as_bytes
-from .local_reductions import ON_BITS, all_reduce_here, reduce_scatter_here
+from ..transport import Handle, Transport, as_bytes
+from .calls import Pending
 from .reductions import PLAIN, REDUCE
 
 Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
 _ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
 _EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
+# Reductions that NCCL has not: values are moved, and reduced on arrival.
+_ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
 def _by_op(kind: type[Options]) -> dict[str, Options]:
@@ -50,7 +53,7 @@ def _from(root: int) -> BroadcastOptions:
     return options
 
 
-class C10dTransport:
+class C10dTransport(Transport):
     """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
 
     Args:
@@ -80,16 +83,21 @@ class C10dTransport:
         watched = self._gloo and tensor.is_cpu
         return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
 
-    def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
-        return self
+    def _moves_only(self, tensor: Tensor, op: str) -> bool:
+        """Whether the tensor's backend lacks a reduction: of those for devices, gloo alone has them on bits."""
+        return op in _ON_BITS and not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
-    def _moves_only(self, tensor: Tensor) -> bool:
-        """Whether the tensor's backend has no reductions on bits: of those for devices, gloo alone has them."""
-        return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
+    def _reduced_on_arrival(
+        self, move: Callable[[Tensor, Tensor], Handle | None], sent: Tensor, out: Tensor, op: str
+    ) -> Handle:
+        """The ranks' rows, (size, n), once they have come by `move`, reduced into the target, (n,)."""
+        rows = out.new_empty(self._size, out.numel())
+        work = move(sent.view(-1), rows.view(-1))
+        return Pending(rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape)))
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
-        if op in ON_BITS and self._moves_only(tensor):
-            return all_reduce_here(tensor, self._size, op, self)
+        if self._moves_only(tensor, op):
+            return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
 
@@ -99,8 +107,8 @@ class C10dTransport:
         return self._watched(call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
-        if op in ON_BITS and self._moves_only(tensor):
-            return reduce_scatter_here(tensor, out, self._size, op, self)
+        if self._moves_only(tensor, op):
+            return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         work = call_of(self._group, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
         # gloo's is never completed before it is waited for, so it cannot be watched.
@@ -128,8 +136,3 @@ class C10dTransport:
         self._announce(tensor, "broadcast", tensor.numel(), "", root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
         return self._watched(self._group.broadcast([sent], _from(root)), tensor)
-
-    def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
-    ) -> Handle | None:
-        return None

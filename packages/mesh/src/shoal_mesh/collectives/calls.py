@@ -6,7 +6,6 @@ under way.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
@@ -159,6 +158,7 @@ class Pending:
     Attributes:
         value: what the backend writes to, before it has been passed through functions; the result once it has been
             waited for.
+        work: what the transport has started; None when it is complete.
 
     Example:
         >>> def example() -> list[float]:
@@ -168,17 +168,16 @@ class Pending:
         [[20.0, 20.0], [20.0, 20.0]]
     """
 
-    __slots__ = ("_then", "_work", "value", "waits")
+    __slots__ = ("_then", "value", "work")
 
     def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.value, self._work, self._then = value, work, then
-        self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
+        self.value, self.work, self._then = value, work, then
 
     def wait(self) -> Tensor:
         """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
-        if self._work is not None:
-            wait_noted(self._work, self.waits)
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
         if self._then is not None:
             self.value, self._then = self._then(self.value), None
         return self.value
@@ -191,7 +190,7 @@ class Pending:
 
     def is_completed(self) -> bool:
         """Whether the backend is done, so that `wait()` would not block."""
-        return self._work is None or bool(self._work.is_completed())
+        return self.work is None or bool(self.work.is_completed())
 
 
 def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
@@ -224,13 +223,3 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
         return observed(lambda: start() if async_op else start().wait(), op, comm, (tensor,), reduce_op, facts, flow)
     pending = start()
     return pending if async_op else pending.wait()
-
-
-def wait_noted(work: Handle, waits: list[tuple[float, float]] | None) -> None:
-    """Wait, and note from when to when if somebody has asked for it."""
-    if waits is None:
-        work.wait()
-        return
-    begin = time.perf_counter()
-    work.wait()
-    waits.append((begin, time.perf_counter()))

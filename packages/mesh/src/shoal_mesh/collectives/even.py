@@ -234,13 +234,13 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
     sent = own if how.dtype is None else wire(own, how.dtype)
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm), None)
-    elif how.dtype is None and backend_calls.is_one_shot(own, comm, how.op):
+    elif how.dtype is None and comm.on_gloo and backend_calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
         pending = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
         pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
     else:
         pending = backend_calls.all_reduce_(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, own.dtype)
+    return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
 
 
 def reduced_blocks(blocks: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
@@ -250,7 +250,7 @@ def reduced_blocks(blocks: Tensor, comm: Comm, how: WireReduction, background: b
         pending = backend_calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
     else:
         pending = backend_calls.reduce_scatter(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, blocks.dtype)
+    return _as_asked(pending, comm, how, blocks.dtype) if how.divide or how.dtype else pending
 
 
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:

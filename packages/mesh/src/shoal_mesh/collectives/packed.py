@@ -21,7 +21,7 @@ from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Handle, Receive
 from . import backend_calls
-from .calls import Along, Pending, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven, wait_noted
+from .calls import Along, Pending, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
 from .even import all_reduce, all_reduce_
 from .reductions import in_tree, reduction
 from .uneven import all_gather_v, reduce_scatter_v
@@ -40,14 +40,13 @@ class PackedPending:
         [[2.0, 2.0], [2.0]]
     """
 
-    __slots__ = ("_borrowed", "_kept", "_unpack", "waits", "work")
+    __slots__ = ("_borrowed", "_kept", "_unpack", "work")
 
     def __init__(self, borrowed: bool) -> None:
         self._borrowed = borrowed  # what arrives is memory that others write to afterwards
         self.work: Handle | None = None  # that calls `receive`
         self._unpack: Receive | None = None
         self._kept: Sequence[Tensor] | Tensor | None = None
-        self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 
     def wait(self, unpack: Receive) -> None:
         """Block until it is complete, and have `unpack` called with what it brings.
@@ -58,7 +57,7 @@ class PackedPending:
         if self._kept is not None:
             unpack(self._kept)
         elif self.work is not None:
-            wait_noted(self.work, self.waits)
+            self.work.wait()
         self.work = self._kept = None
 
     def is_completed(self) -> bool:

@@ -25,7 +25,7 @@ _ONE_ROUND_SUM_BYTES = 1 << 16
 Read = Callable[[Tensor, int, int], object]
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """The transport of a group whose ranks have a channel. What it does not carry, the backend of the group does.
 
     In the background it takes messages of one round only, which are visible to the others at once: what takes several
