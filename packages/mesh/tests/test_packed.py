@@ -20,7 +20,7 @@ from shoal_mesh import (
     reduce_scatter_coalesced,
 )
 from shoal_mesh.errors import CollectiveError
-from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh.internal import PackedPending, start_packed
 from shoal_mesh.testing import on_ranks
 
 LENGTHS = {0: (3, 0, 4), 1: (0, 0, 0), 2: (40, 1, 0), 3: (5, 70, 9)}  # of the tensors of each rank
@@ -42,7 +42,7 @@ def test_what_is_of_one_size_is_packed_where_it_arrives() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
             for lengths in ((3, 0, 4), (5,), (0, 0)):
                 sent = values(lengths, comm.rank, dtype)
-                rows = got(all_gather_packed(sent, comm, [sum(lengths)] * 4))
+                rows = got(start_packed("all_gather", sent, comm, [sum(lengths)] * 4))
                 for rank, row in enumerate(rows):
                     assert torch.equal(row, torch.cat(values(lengths, rank, dtype)))
 
@@ -53,7 +53,7 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
     for comm in shared_and_gloo(4, slot_bytes):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             sizes = [sum(LENGTHS[rank]) for rank in range(4)]
-            rows = got(all_gather_packed(values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes))
+            rows = got(start_packed("all_gather", values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes))
             for rank, row in enumerate(rows):
                 assert torch.equal(row, torch.cat(values(LENGTHS[rank], rank, dtype)))
         for dtype, op in (
@@ -65,9 +65,9 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
             for lengths in ((100, 0, 7, 13), (0, 0, 0, 0), (1, 2, 3, 300)):
                 whole = [torch.cat(values(lengths, rank, dtype)) for rank in range(4)]
                 want = all_reduce(whole[comm.rank], comm, op)
-                (block,) = got(reduce_scatter_packed(values(lengths, comm.rank, dtype), comm, lengths, op))
+                (block,) = got(start_packed("reduce_scatter", values(lengths, comm.rank, dtype), comm, lengths, op))
                 assert torch.equal(block, torch.split(want, list(lengths))[comm.rank])
-                reduced = got(all_reduce_packed(values(lengths, comm.rank, dtype), comm, op))
+                reduced = got(start_packed("all_reduce", values(lengths, comm.rank, dtype), comm, op=op))
                 assert [len(tensor) for tensor in reduced] == list(lengths)
                 assert torch.equal(torch.cat(reduced), want)
 
@@ -77,13 +77,13 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
 def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
     for comm in shared_and_gloo(4, slot_bytes):
         matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
-        (block,) = got(reduce_scatter_packed(matrices, comm, [33] * 4))
+        (block,) = got(start_packed("reduce_scatter", matrices, comm, [33] * 4))
         assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
-        assert got(reduce_scatter_packed([torch.ones(4, 0)], comm, [0] * 4))[0].shape == (0,)
-        rows = got(all_gather_packed([torch.full((33,), float(comm.rank))], comm, [33] * 4))
+        assert got(start_packed("reduce_scatter", [torch.ones(4, 0)], comm, [0] * 4))[0].shape == (0,)
+        rows = got(start_packed("all_gather", [torch.full((33,), float(comm.rank))], comm, [33] * 4))
         assert [row.tolist() for row in rows] == [[float(rank)] * 33 for rank in range(4)]
         with pytest.raises(CollectiveError, match="flat tensors"):
-            reduce_scatter_packed([torch.ones(2, 2)], comm, [1] * 4)
+            start_packed("reduce_scatter", [torch.ones(2, 2)], comm, [1] * 4)
 
 
 @pytest.mark.parametrize("order", ["straight", "turned", "row"])
@@ -91,9 +91,9 @@ def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
 def test_in_the_order_of_the_communicator(order: str) -> None:
     comm = comm_of(order)
     sizes = [index + 1 for index in range(comm.size)]
-    rows = got(all_gather_packed([torch.full((comm.rank + 1,), float(comm.rank))], comm, sizes))
+    rows = got(start_packed("all_gather", [torch.full((comm.rank + 1,), float(comm.rank))], comm, sizes))
     assert [row.tolist() for row in rows] == [[float(i)] * (i + 1) for i in range(comm.size)]
-    (block,) = got(reduce_scatter_packed([torch.full((n,), float(n)) for n in sizes], comm, sizes))
+    (block,) = got(start_packed("reduce_scatter", [torch.full((n,), float(n)) for n in sizes], comm, sizes))
     assert block.tolist() == [float(sizes[comm.rank] * comm.size)] * sizes[comm.rank]
 
 
@@ -105,8 +105,8 @@ def test_sums_have_the_bits_of_every_other_way() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             mine = torch.randn(4 * count).to(dtype)
             want = all_reduce(mine, comm)
-            assert torch.equal(got(all_reduce_packed([mine], comm))[0], want)
-            (block,) = got(reduce_scatter_packed([mine], comm, [count] * 4))
+            assert torch.equal(got(start_packed("all_reduce", [mine], comm))[0], want)
+            (block,) = got(start_packed("reduce_scatter", [mine], comm, [count] * 4))
             assert torch.equal(block, want[comm.rank * count :][:count])
 
 
@@ -114,8 +114,10 @@ def test_sums_have_the_bits_of_every_other_way() -> None:
 def test_gathers_and_reductions_are_under_way_together_and_counted_once() -> None:
     comm, _ = shared_and_gloo(4, 1 << 10)
     with CommDebugMode() as counted:
-        gathers = [all_gather_packed([torch.full((9,), float(comm.rank + i))], comm, [9] * 4) for i in range(3)]
-        reduced = all_reduce_packed([torch.ones(1000)], comm)  # of four rounds
+        gathers = [
+            start_packed("all_gather", [torch.full((9,), float(comm.rank + i))], comm, [9] * 4) for i in range(3)
+        ]
+        reduced = start_packed("all_reduce", [torch.ones(1000)], comm)  # of four rounds
         while not gathers[2].is_completed():
             pass
         assert all_gather(torch.ones(1), comm).sum() == 4
@@ -134,12 +136,12 @@ def test_what_does_not_fit_is_refused() -> None:
     comm: Comm = shared_and_gloo(2, 1 << 10)[0]
     one = torch.ones(2)
     wrong: list[Callable[[], object]] = [
-        lambda: all_gather_packed([one], comm, [3, 3]),
-        lambda: reduce_scatter_packed([one], comm, [1, 2]),
-        lambda: all_reduce_packed([one, one.double()], comm),
-        lambda: all_reduce_packed([torch.ones(2, 2)], comm),
-        lambda: all_reduce_packed([], comm),
-        lambda: all_reduce_packed([torch.ones(2, requires_grad=True)], comm),
+        lambda: start_packed("all_gather", [one], comm, [3, 3]),
+        lambda: start_packed("reduce_scatter", [one], comm, [1, 2]),
+        lambda: start_packed("all_reduce", [one, one.double()], comm),
+        lambda: start_packed("all_reduce", [torch.ones(2, 2)], comm),
+        lambda: start_packed("all_reduce", [], comm),
+        lambda: start_packed("all_reduce", [torch.ones(2, requires_grad=True)], comm),
     ]
     for call in wrong:
         with pytest.raises(CollectiveError):

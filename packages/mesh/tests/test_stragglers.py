@@ -9,7 +9,7 @@ import torch
 
 from shoal_mesh import all_reduce, init_device_mesh, purpose, stragglers
 from shoal_mesh.errors import NoGroupError
-from shoal_mesh.internal import all_reduce_packed
+from shoal_mesh.internal import start_packed
 from shoal_mesh.observers import stragglers as recording
 from shoal_mesh.observers.stragglers import Call, StragglerTable
 from shoal_mesh.testing import on_ranks
@@ -48,7 +48,7 @@ def test_waiting_for_what_was_started_before_is_seen() -> None:
             if kind == "single":
                 all_reduce(torch.ones(4), (mesh, 0), async_op=True).then(torch.neg).wait()
             else:
-                all_reduce_packed([torch.ones(4)], (mesh, 0)).wait(lambda _: None)
+                start_packed("all_reduce", [torch.ones(4)], (mesh, 0)).wait(lambda _: None)
         assert table.straggler == 1, str(table)
         assert table.ranks[0].waited > 0.6 * EXTRA, (kind, str(table))
 

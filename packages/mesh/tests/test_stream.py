@@ -18,7 +18,7 @@ from torch import Tensor
 from shared_slots import small_slots
 from shoal_mesh import Comm, launch
 from shoal_mesh.errors import CollectiveError, RankError
-from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh.internal import PackedPending, start_packed
 from shoal_mesh.testing import on_ranks
 
 
@@ -34,8 +34,8 @@ def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_noth
     for turn in range(40):
         if comm.rank == turn % 4:
             time.sleep(0.003 * (turn % 3))
-        gather = all_gather_packed([torch.full((90,), 10.0 * turn + comm.rank)], comm, [90] * 4)
-        sums = reduce_scatter_packed([torch.full((2000,), float(turn + comm.rank))], comm, [500] * 4)
+        gather = start_packed("all_gather", [torch.full((90,), 10.0 * turn + comm.rank)], comm, [90] * 4)
+        sums = start_packed("reduce_scatter", [torch.full((2000,), float(turn + comm.rank))], comm, [500] * 4)
         late += not sums.is_completed()
         assert [row[89].item() for row in got(gather)] == [10.0 * turn + rank for rank in range(4)]
         assert got(sums)[0].tolist() == [4.0 * turn + 6] * 500
@@ -46,7 +46,7 @@ def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_noth
 def test_what_is_sent_may_be_released_at_once() -> None:
     comm = small_slots(2, 1 << 10)
     tensor = torch.ones(200)
-    pending = reduce_scatter_packed([tensor], comm, [100, 100])
+    pending = start_packed("reduce_scatter", [tensor], comm, [100, 100])
     tensor.fill_(5)
     assert got(pending)[0].tolist() == [2.0] * 100
 
@@ -56,25 +56,25 @@ def test_different_collectives_raise_on_every_rank_and_from_then_on() -> None:
     comm = small_slots(3, 1 << 10)
     with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"):
         if comm.rank == 1:
-            got(reduce_scatter_packed([torch.ones(3)], comm, [1] * 3))
+            got(start_packed("reduce_scatter", [torch.ones(3)], comm, [1] * 3))
         else:
-            got(all_reduce_packed([torch.ones(3)], comm))
+            got(start_packed("all_reduce", [torch.ones(3)], comm))
     for _ in range(2):
         with pytest.raises(CollectiveError, match=r"different collectives|given up"):
-            got(all_gather_packed([torch.ones(1)], comm, [1] * 3))
+            got(start_packed("all_gather", [torch.ones(1)], comm, [1] * 3))
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout() -> None:
     comm = Comm.over(dist.new_group([0, 1], timeout=dt.timedelta(seconds=1)), ("ranks",), (0, 1))
-    got(all_reduce_packed([torch.ones(1)], comm))
+    got(start_packed("all_reduce", [torch.ones(1)], comm))
     if comm.rank == 0:
         with pytest.raises(CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"):
-            got(all_reduce_packed([torch.ones(1)], comm))
+            got(start_packed("all_reduce", [torch.ones(1)], comm))
     dist.barrier()
     if comm.rank == 1:
         with pytest.raises(CollectiveError, match=r"rank 0 .* has given up"):
-            got(all_gather_packed([torch.ones(1)], comm, [1, 1]))  # another stream of the same memory
+            got(start_packed("all_gather", [torch.ones(1)], comm, [1, 1]))  # another stream of the same memory
 
 
 @on_ranks(2)
@@ -84,7 +84,7 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
     def unpack(tensors: object) -> None:
         raise MemoryError("no room")
 
-    pending = all_gather_packed([torch.ones(600)], comm, [600, 600])  # of three rounds
+    pending = start_packed("all_gather", [torch.ones(600)], comm, [600, 600])  # of three rounds
     # Rank 1 may have read the last round by then, or not; the barrier is before the next collective of both.
     expected = pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext()
     with expected:
@@ -95,12 +95,12 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
                 raise
     dist.barrier()
     with pytest.raises(CollectiveError, match=r"no room|given up"):
-        got(all_reduce_packed([torch.ones(1)], comm))
+        got(start_packed("all_reduce", [torch.ones(1)], comm))
 
 
 def die(how: str, seen: str) -> None:
     comm = small_slots(3, 1 << 10)
-    pending = all_reduce_packed([torch.ones(1000)], comm)
+    pending = start_packed("all_reduce", [torch.ones(1000)], comm)
     dist.barrier()
     if comm.rank == 1:
         if how == "killed":

@@ -30,7 +30,7 @@ from shoal_mesh import (
     reduce_scatter_v,
 )
 from shoal_mesh._torch import on_plain_kernels, unseen
-from shoal_mesh.internal import all_gather_packed, all_reduce_, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh.internal import all_reduce_, start_packed
 from shoal_mesh.testing import on_ranks
 
 AXIS = (0, 1)
@@ -61,13 +61,13 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce complex": lambda x: all_reduce(torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS)),
     "all_reduce_": in_place,
     "all_reduce_coalesced": lambda x: all_reduce_coalesced([x, x.double()], comm_over(AXIS)),
-    "all_reduce_packed": lambda x: received(all_reduce_packed([x.view(-1)], comm_over(AXIS))),
+    "packed all_reduce": lambda x: received(start_packed("all_reduce", [x.view(-1)], comm_over(AXIS))),
     "all_gather": lambda x: all_gather(x, comm_over(AXIS), 1, async_op=True).wait(),
     "all_gather_v": lambda x: all_gather_v(x[: dist.get_rank() + 1], comm_over(AXIS), (1, 2)),
-    "all_gather_packed": lambda x: received(all_gather_packed([x.view(-1)], comm_over(AXIS), (8, 8))),
+    "packed all_gather": lambda x: received(start_packed("all_gather", [x.view(-1)], comm_over(AXIS), (8, 8))),
     "reduce_scatter": lambda x: reduce_scatter(x, comm_over(AXIS)),
     "reduce_scatter_v": lambda x: reduce_scatter_v(x, comm_over(AXIS), (3, 1), 1),
-    "reduce_scatter_packed": lambda x: received(reduce_scatter_packed([x.view(-1)], comm_over(AXIS), (3, 5))),
+    "packed reduce_scatter": lambda x: received(start_packed("reduce_scatter", [x.view(-1)], comm_over(AXIS), (3, 5))),
     "all_to_all": lambda x: all_to_all(x, comm_over(AXIS), 0, 1),
     "all_to_all_blocks": blocks,
     "broadcast": lambda x: broadcast(x, comm_over(AXIS), 1),

@@ -16,7 +16,7 @@ from shoal_mesh import (
     reduce_scatter_v,
     sums_in_tree,
 )
-from shoal_mesh.internal import all_reduce_, all_reduce_packed, reduce_scatter_packed, tree_sum
+from shoal_mesh.internal import all_reduce_, start_packed, tree_sum
 from shoal_mesh.testing import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16]
@@ -69,13 +69,15 @@ def _same_bits(terms: torch.Tensor, comm: Comm) -> None:
 
 def _same_bits_packed(whole: torch.Tensor, own: torch.Tensor, comm: Comm) -> None:
     got: list[torch.Tensor] = []
-    all_reduce_packed([own.flatten(), own.flatten()], comm).wait(lambda flat: got.extend(x.clone() for x in flat))
+    start_packed("all_reduce", [own.flatten(), own.flatten()], comm).wait(
+        lambda flat: got.extend(x.clone() for x in flat)
+    )
     assert torch.equal(got[0], whole.flatten())
     assert torch.equal(got[1], whole.flatten())
     own_rows, rows = own.reshape(comm.size, -1), whole.reshape(comm.size, -1)
     sizes = (rows.shape[1],) * comm.size
     got.clear()
-    reduce_scatter_packed([own_rows], comm, sizes).wait(lambda flat: got.extend(x.clone() for x in flat))
+    start_packed("reduce_scatter", [own_rows], comm, sizes).wait(lambda flat: got.extend(x.clone() for x in flat))
     assert torch.equal(got[0], rows[comm.rank])
 
 

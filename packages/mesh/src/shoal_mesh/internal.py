@@ -13,12 +13,7 @@ from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unp
 from .collectives.calls import Along as Along, Pending as Pending
 from .collectives.even import all_reduce_ as all_reduce_
 from .collectives.graph_dependences import bound as bound, contribution as contribution
-from .collectives.packed import (
-    PackedPending as PackedPending,
-    all_gather_packed as all_gather_packed,
-    all_reduce_packed as all_reduce_packed,
-    reduce_scatter_packed as reduce_scatter_packed,
-)
+from .collectives.packed import PackedPending as PackedPending, start_packed as start_packed
 from .collectives.reductions import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
 from .events import (
     Event as Event,

@@ -1,10 +1,9 @@
 """Many tensors in one collective: blocks in, blocks out, everything else is sizes.
 
 Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from it, so there is no
-second copy of what is sent and received. Elsewhere they are packed into a message for the backend. The functions for
-"packed" tensors return at once. What they get is flat, of one dtype, in the same order on all ranks, and must not be
-written to before the result has been waited for. Those for "coalesced" tensors of any shape and dtype wait: they send
-as many messages as there are dtypes.
+second copy of what is sent and received. Elsewhere they are packed into a message for the backend. `start_packed`
+takes flat tensors of one dtype and returns at once. The functions for "coalesced" tensors of any shape and dtype wait:
+they send as many messages as there are dtypes.
 """
 
 from __future__ import annotations
@@ -28,17 +27,7 @@ from .uneven import all_gather_v, reduce_scatter_v
 
 
 class PackedPending:
-    """A collective of many tensors under way. What it brings are flat tensors, in an order that its function says.
-
-    Example:
-        >>> def example() -> list[list[float]]:
-        ...     pending = all_reduce_packed([torch.ones(2), torch.ones(1)], comm_over((0, 1)))
-        ...     sums: list[list[float]] = []
-        ...     pending.wait(lambda flat: sums.extend(tensor.tolist() for tensor in flat))
-        ...     return sums
-        >>> launch(example, 2)[0]
-        [[2.0, 2.0], [2.0]]
-    """
+    """A collective of many tensors under way. What it brings are flat tensors, as `start_packed` says."""
 
     __slots__ = ("_borrowed", "_kept", "_unpack", "work")
 
@@ -72,15 +61,28 @@ class PackedPending:
             self._kept = [tensor.clone() for tensor in tensors] if self._borrowed else tensors
 
 
-def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int]) -> PackedPending:
-    """`S -> R`: every rank's tensors; what arrives is one flat tensor for each rank, in index order.
+_FUNCTIONAL = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+}
 
-    Where all are of one size, that may be a matrix of a row for each rank.
+
+def start_packed(
+    kind: str, tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int] = (), op: str = "sum"
+) -> PackedPending:
+    """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
 
     Args:
-        tensors: flat, of one dtype, together `sizes[comm.rank]` long.
+        kind: what arrives. Of an "all_gather" one flat tensor for each rank, in index order (where all are of one size,
+            that may be a matrix of a row for each); of a "reduce_scatter" one flat tensor, this rank's block of the
+            reduction; of an "all_reduce" the reduction of every tensor, in memory of its own.
+        tensors: flat, of one dtype, in the same order on all ranks; not to be written to before the result has been
+            waited for. Of a reduce-scatter those for the first rank, then those for the second, and so on; or matrices
+            of n rows, row i of each for rank i.
         comm: a communicator of n ranks, or (mesh, axes).
-        sizes: (n,) elements of every rank, 0 allowed; equal on all ranks.
+        sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an all-reduce.
+        op: as for `all_reduce`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -88,90 +90,33 @@ def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[in
 
     Example:
         >>> def example() -> list[list[int]]:
-        ...     pending = all_gather_packed([torch.arange(2), torch.arange(1)], comm_over((0, 1)), (3, 3))
+        ...     pending = start_packed("all_gather", [torch.arange(2), torch.arange(1)], comm_over((0, 1)), (3, 3))
         ...     rows: list[list[int]] = []
         ...     pending.wait(lambda flat: rows.extend(row.tolist() for row in flat))
         ...     return rows
         >>> launch(example, 2)[0]
         [[0, 1, 0], [0, 1, 0]]
     """
-    comm = _checked(tensors, comm)
-    check_sizes(sizes, comm)
-    if (own := sum(tensor.numel() for tensor in tensors)) != sizes[comm.rank]:
-        raise CollectiveError(f"rank {comm.rank} gives {own} elements, but sizes say {tuple(sizes)}")
-    run = partial(start_message, "all_gather", tensors, comm, sizes)
-    return observed(run, "all_gather_into_tensor", comm, tensors, "", {"sizes": sizes})
-
-
-def reduce_scatter_packed(
-    tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int], op: str = "sum"
-) -> PackedPending:
-    """`P -> S`: what arrives is one flat tensor, this rank's block of the reduction of the ranks' tensors.
-
-    Args:
-        tensors: of one dtype; flat: those for the first rank, then those for the second, and so on; or matrices of n
-            rows, row i of each for rank i.
-        comm: a communicator of n ranks, or (mesh, axes).
-        sizes: (n,) elements for every rank in index order, 0 allowed; equal on all ranks.
-        op: as for `all_reduce`.
-
-    Raises:
-        CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: `sizes` does not fit the ranks or the tensors, or a tensor requires grad.
-
-    Example:
-        >>> def example() -> list[int]:
-        ...     pending = reduce_scatter_packed([torch.arange(2), torch.arange(3)], comm_over((0, 1)), (2, 3))
-        ...     block: list[int] = []
-        ...     pending.wait(lambda flat: block.extend(flat[0].tolist()))
-        ...     return block
-        >>> launch(example, 2)
-        [[0, 2], [0, 2, 4]]
-    """
-    comm = _checked(tensors, comm, rows=True)
-    reduction(tensors[0].dtype, op)
-    total = check_sizes(sizes, comm)
-    if (own := sum(tensor.numel() for tensor in tensors)) != total:
-        raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
-    run = partial(start_message, "reduce_scatter", tensors, comm, sizes, op)
-    return observed(run, "reduce_scatter_tensor", comm, tensors, op, {"sizes": sizes})
-
-
-def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> PackedPending:
-    """`P -> R`: what arrives is the reduction of every tensor, in memory of its own.
-
-    Args:
-        tensors: flat, of one dtype.
-        comm: a communicator, or (mesh, axes).
-        op: as for `all_reduce`.
-
-    Raises:
-        CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: as for `all_reduce`.
-
-    Example:
-        >>> def example() -> list[float]:
-        ...     sums: list[float] = []
-        ...     pending = all_reduce_packed([torch.ones(2)], comm_over((0, 1)), "avg")
-        ...     pending.wait(lambda flat: sums.extend(flat[0].tolist()))
-        ...     return sums
-        >>> launch(example, 2)[0]
-        [1.0, 1.0]
-    """
-    comm = _checked(tensors, comm)
-    reduction(tensors[0].dtype, op)
-    sizes = [tensor.numel() for tensor in tensors]
-    run = partial(start_message, "all_reduce", tensors, comm, sizes, op)
-    return observed(run, "all_reduce", comm, tensors, op, {"sizes": sizes})
-
-
-def _checked(tensors: Sequence[Tensor], along: Along, rows: bool = False) -> Comm:
-    comm = checked_each(tensors, along, "a packed collective takes a list of flat tensors")
-    shape = (comm.size,) if rows and tensors and tensors[0].ndim == 2 else ()
-    if not tensors or any(t.dtype != tensors[0].dtype or t.shape[:-1] != shape or not t.ndim for t in tensors):
+    comm = checked_each(tensors, comm, "a packed collective takes a list of flat tensors")
+    rows = (comm.size,) if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2 else ()
+    if not tensors or any(t.dtype != tensors[0].dtype or t.shape[:-1] != rows or not t.ndim for t in tensors):
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
-    return comm
+    if kind == "all_gather":
+        op = ""
+    else:
+        reduction(tensors[0].dtype, op)
+    counts = [tensor.numel() for tensor in tensors]
+    if kind == "all_reduce":
+        sizes = counts
+    else:
+        total = check_sizes(sizes, comm)
+        if sum(counts) != (total if kind == "reduce_scatter" else sizes[comm.rank]):
+            raise CollectiveError(
+                f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say {tuple(sizes)}"
+            )
+    run = partial(start_message, kind, tensors, comm, sizes, op)
+    return observed(run, _FUNCTIONAL[kind], comm, tensors, op, {"sizes": sizes})
 
 
 def start_message(
@@ -223,16 +168,28 @@ def _in_one_tensor(
     return arriving if isinstance(arriving, Pending) else Pending(arriving, None)
 
 
-def _by_dtype(tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+def _coalesced(  # the fields of an event, and how it runs
+    name: str,
+    tensors: Sequence[Tensor],
+    comm: Comm,
+    run: Callable[[list[Tensor]], list[Tensor]],
+    dim: int | None,
+    op: str = "",
+) -> list[Tensor]:
     """What `run` returns for the tensors of each dtype, in the order of all."""
     positions: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
         positions.setdefault(tensor.dtype, []).append(i)
-    out = list(tensors)
-    for of_dtype in positions.values():
-        for i, result in zip(of_dtype, run([tensors[i] for i in of_dtype]), strict=True):
-            out[i] = result
-    return out
+
+    def run_each() -> list[Tensor]:
+        out = list(tensors)
+        for of_dtype in positions.values():
+            for i, result in zip(of_dtype, run([tensors[i] for i in of_dtype]), strict=True):
+                out[i] = result
+        return out
+
+    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
+    return observed(run_each, name, comm, tensors, op, facts)
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
@@ -263,8 +220,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         )
         return [total.view(tensor.shape) for total, tensor in zip(reduced, alike, strict=True)]
 
-    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": None}
-    return observed(lambda: _by_dtype(tensors, run), "all_reduce_coalesced", comm, tensors, op, facts)
+    return _coalesced("all_reduce_coalesced", tensors, comm, run, None, op)
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
@@ -302,8 +258,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         start_message("all_gather", flat, comm, [sum(lengths)] * comm.size, background=False).wait(unpack)
         return gathered
 
-    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
-    return observed(lambda: _by_dtype(tensors, run), "all_gather_into_tensor_coalesced", comm, tensors, "", facts)
+    return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim)
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum") -> list[Tensor]:
@@ -338,5 +293,4 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
         start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait(own.extend)
         return [part.view(each.shape[1:]) for part, each in zip(torch.split(own[0], widths), blocks, strict=True)]
 
-    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
-    return observed(lambda: _by_dtype(tensors, run), "reduce_scatter_tensor_coalesced", comm, tensors, op, facts)
+    return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim, op)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import all_to_all_v
-from shoal_mesh.internal import PackedPending, Pending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh.internal import PackedPending, Pending, start_packed
 
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
@@ -148,15 +148,16 @@ class Message:
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
         comm, op = self._comm, self._legs[0].call.op
         if self._kind == "all_reduce":
-            return all_reduce_packed([buffer.reshape(-1) for buffer in buffers], comm, op)
+            return start_packed("all_reduce", [buffer.reshape(-1) for buffer in buffers], comm, op=op)
         if self._kind == "all_gather":
-            return all_gather_packed([buffer.reshape(-1) for buffer in buffers], comm, self._sent)
+            return start_packed("all_gather", [buffer.reshape(-1) for buffer in buffers], comm, self._sent)
         if self._kind == "reduce_scatter" and self._in_rows:
-            return reduce_scatter_packed([buffer.reshape(comm.size, -1) for buffer in buffers], comm, self._sent, op)
+            rows = [buffer.reshape(comm.size, -1) for buffer in buffers]
+            return start_packed("reduce_scatter", rows, comm, self._sent, op)
         blocks = [_blocks(leg.call, buffer, comm.size) for leg, buffer in zip(self._legs, buffers, strict=True)]
         pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
         if self._kind == "reduce_scatter":
-            return reduce_scatter_packed(pieces, comm, self._sent, op)
+            return start_packed("reduce_scatter", pieces, comm, self._sent, op)
         return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
 
     def receive(self, pending: Pending | PackedPending, tensors: list[Tensor], places: Places) -> None:
