@@ -145,7 +145,7 @@ def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
             all_gather(torch.ones(2, 2), comm)
         with purpose(lambda: f"redistribute {layout} -> R"), pytest.raises(LockstepError) as caught:
             all_gather(torch.ones(2, 2), comm)
-    assert "ranks 0, 1, 2: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(0) -> R" in str(
+    assert "ranks 0-2: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(0) -> R" in str(
         caught.value
     )
     assert "rank 3: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(1) -> R" in str(caught.value)

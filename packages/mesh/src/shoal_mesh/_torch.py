@@ -244,6 +244,12 @@ def group_ranks(group: ProcessGroup) -> dict[int, int]:
     return _c10d._world.pg_group_ranks[group]
 
 
+def ranks_in_order(group: ProcessGroup) -> list[int]:
+    """The global ranks of a group, in its order."""
+    positions = group_ranks(group)
+    return sorted(positions, key=positions.__getitem__)
+
+
 def group_name(group: ProcessGroup) -> str:
     """The name that functional collectives know the group by."""
     return str(group.group_name)

@@ -16,7 +16,7 @@ import pickle
 from types import CodeType
 from typing import Any
 
-from .errors import MeshError, MeshTypeError
+from .errors import MeshError, MeshTypeError, name_ranks
 from .local_ranks.launch import keep_ranks, kept_pool
 from .local_ranks.pickle_functions import dump
 
@@ -105,7 +105,7 @@ def _outputs(cell: str) -> list[tuple[str, str]]:
 def _display(kind: str, text: str, ranks: list[int]) -> None:
     from IPython.display import HTML, display
 
-    label = f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}]"
+    label = f"[{name_ranks(ranks)}]"
     if kind == "html":
         display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # IPython has no types here
     else:

@@ -31,8 +31,7 @@ def _comm(name: str) -> Comm:
     group = _torch.group_by_name(name)
     comm = _COMMS.get(name)
     if comm is None or comm._group is not group:
-        ranks = _torch.group_ranks(group)
-        comm = _COMMS[name] = Comm.over(group, ("group",), tuple(sorted(ranks, key=ranks.__getitem__)))
+        comm = _COMMS[name] = Comm.over(group, ("group",), _torch.ranks_in_order(group))
     return comm
 
 

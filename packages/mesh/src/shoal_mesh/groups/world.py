@@ -19,7 +19,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..accelerator import module_of, own_device
 from ..argument_types import require, require_each
-from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
+from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError, by_ranks, name_ranks
 
 R = TypeVar("R")
 
@@ -112,7 +112,7 @@ def meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None
         store.wait([str(rank) for rank in ranks], timeout or timedelta(minutes=30))
     except RuntimeError as error:
         missing = tuple(rank for rank in ranks if not store.check([str(rank)]))
-        raise PeerError(f"rank {', '.join(map(str, missing))} did not come to {where}", missing) from error
+        raise PeerError(f"{name_ranks(missing)} did not come to {where}", missing) from error
 
 
 def require_world() -> ProcessGroup:
@@ -258,7 +258,11 @@ def check_agreement(description: str) -> None:
         return
     digest = hashlib.blake2b(description.encode(), digest_size=16).digest()
     if len(set(_all_gather_bytes(world, digest))) > 1:
-        raise MeshMismatchError(_difference([str(text) for text in all_gather_objects(world, description)]))
+        texts = by_ranks(dict(enumerate(all_gather_objects(world, description))))
+        lines = [f"  {ranks}: {text}" for ranks, text in texts.items()]
+        raise MeshMismatchError(
+            "\n".join(["ranks passed different arguments to one mesh:", *lines, "pass the same on every rank"])
+        )
 
 
 def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
@@ -290,22 +294,3 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The memory of a contiguous CPU tensor."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def _difference(texts: list[str]) -> str:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        by_text.setdefault(text, []).append(rank)
-    lines = [f"  rank{'s' if len(r) > 1 else ''} {_ranges(r)}: {text}" for text, r in by_text.items()]
-    return "\n".join(["ranks passed different arguments to one mesh:", *lines, "pass the same on every rank"])
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Sorted ranks as text: `0-3, 7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

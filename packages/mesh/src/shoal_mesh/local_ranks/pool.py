@@ -31,7 +31,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from .._torch import TCPStore
 from ..accelerator import default_backend
 from ..argument_types import require
-from ..errors import MeshError, MeshTypeError, RankError
+from ..errors import MeshError, MeshTypeError, RankError, by_ranks, name_ranks
 from .pickle_functions import dump, dump_function, refuse_while_loading
 from .worker import Failure, Job
 
@@ -275,18 +275,17 @@ class RankPool:
         stacks = self._stacks(hung)
         logs = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
         self._kill()
-        texts: dict[int, str] = {rank: f.trace for rank, f in failures.items()}
         what = []
         if failures:
-            what.append(f"{name} failed on {_ranks(sorted(failures))} of {self.size}")
+            what.append(f"{name} failed on {name_ranks(failures)} of {self.size}")
         if hung:
             why = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
-            what.append(f"{_ranks(hung)} had not returned {why}")
+            what.append(f"{name_ranks(hung)} had not returned {why}")
         if returned := [rank for rank in range(self.size) if rank not in failures and rank not in hung]:
-            what.append(f"{_ranks(returned)} had returned")
+            what.append(f"{name_ranks(returned)} had returned")
         paragraphs = ["; ".join(what)]
-        for trace, ranks in _grouped(texts):
-            paragraphs.append(f"--- {_ranks(ranks)} ---\n{trace.rstrip()}")
+        traces = by_ranks({rank: failure.trace for rank, failure in failures.items()})
+        paragraphs += [f"--- {ranks} ---\n{trace.rstrip()}" for ranks, trace in traces.items()]
         paragraphs += [f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung]
         paragraphs += [f"--- rank {rank} printed ---\n{text.rstrip()}" for rank, text in logs.items() if text.strip()]
         cause = next((f.error for f in failures.values() if f.error is not None), None)
@@ -338,15 +337,3 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    """Equal texts once, with the ranks that gave them."""
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        ranks.setdefault(texts[rank], []).append(rank)
-    return list(ranks.items())

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import count
@@ -29,13 +29,13 @@ from .._torch import ProcessGroup, Store
 from ..argument_types import require
 from ..collectives import backend_calls
 from ..collectives.calls import Pending
-from ..errors import LockstepError, MeshError, PeerError
+from ..errors import LockstepError, MeshError, PeerError, by_ranks, name_ranks
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
 from ..groups.world import all_gather_objects, device_of, require_world
 from ..shared_memory.backend_work import lost_ranks
 from ..shared_memory.channel import channel_of
-from ..shared_memory.peers import minority
+from ..shared_memory.peers import minority, wait_until
 from ..shared_memory.recorder import LIBRARIES
 
 Numbers = tuple[int, int, int]
@@ -46,7 +46,6 @@ _STACK = 16  # file and line of eight frames: enough to tell two calls of one fu
 _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 # How many blocks each world has had, so that no two blocks use the same keys; an entry goes with its group.
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-_YIELDS, _POLL = 1000, 0.02  # offers of the core before a rank sleeps, and seconds that it sleeps then
 _PATIENCE = 0.5  # seconds between two looks at where the others are, the first of them too
 
 
@@ -180,9 +179,10 @@ class _Comparison:
         if agree(rows):
             self._last[comm.name] = text
             return
-        texts = dict(zip(_in_group(comm), all_gather_objects(comm.group, text), strict=True))
+        texts = dict(zip(_torch.ranks_in_order(comm.group), all_gather_objects(comm.group, text), strict=True))
         along = f"at step {step} along {'x'.join(comm.axes)}"
-        different = f"ranks are about to run different collectives {along}:\n{as_lines(texts)}"
+        lines = [f"  {ranks}: {what}" for ranks, what in by_ranks(texts).items()]
+        different = "\n".join([f"ranks are about to run different collectives {along}:", *lines])
         alone = minority({rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)})
         raise self._broken(comm, LockstepError(different, alone))
 
@@ -197,22 +197,14 @@ class _Comparison:
 
     def _wait(self, work: Pending, comm: Comm, text: str) -> None:
         """Until all ranks have come; an error of the others holds unless they come a moment later."""
-        for _ in range(_YIELDS):
-            if work.is_completed():
-                return
-            os.sched_yield()
-        start = looked = time.monotonic()
-        while not work.is_completed():
-            now = time.monotonic()
-            time.sleep(min(_POLL, 5e-5 + (now - start) / 16))
-            if now - looked < min(_PATIENCE, self._timeout / 2):
-                continue
-            looked = now
-            error = self._look(comm, text, now - start)
-            if error is not None:
+
+        def look(waited: float) -> None:
+            if (error := self._look(comm, text, waited)) is not None:
                 time.sleep(0.1)
                 if not work.is_completed():
                     raise error
+
+        wait_until(work.is_completed, look, min(_PATIENCE, self._timeout / 2))
 
     def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
         """Say that this rank waits; the error if another one has left, raised, or not come in time."""
@@ -222,26 +214,20 @@ class _Comparison:
         missing = [rank for rank, where in said.items() if not where.startswith(f"waits {along} ")]
         if not missing:
             return None
-        lost = lost_ranks(comm.group, _in_group(comm))
+        lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
         left = {rank for rank in missing if said[rank].startswith("left")}
         gone = [rank for rank in missing if rank in left or lost.get(rank, "").endswith(("ended", "returned"))]
         if (error := board.alarmed()) or not (gone or waited > self._timeout):
             return error
         here = [rank for rank in comm.ranks if rank not in missing]
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
-        lines += [f"  {'ranks' if len(here) > 1 else 'rank'} {', '.join(map(str, here))} waits: {text}"]
+        lines += [f"  {name_ranks(here)} waits: {text}"]
         for rank in missing:
             last = (rank not in left and lost.get(rank)) or said[rank] or "in no collective that ranks wait in"
             lines.append(f"  rank {rank} has not come; last seen: {last}")
             if before := self._last.get(comm.name):
                 lines.append(f"    before that along this axis: {before}")
         return LockstepError("\n".join(lines), tuple(gone or missing))
-
-
-def _in_group(comm: Comm) -> list[int]:
-    """The global ranks of a communicator, in the order of its group."""
-    positions = _torch.group_ranks(comm.group)
-    return sorted(positions, key=positions.__getitem__)
 
 
 # --- what a rank is about to do ---------------------------------------------------------------------------------------
@@ -298,14 +284,6 @@ def agree(rows: Sequence[Numbers]) -> bool:
     """Whether what ranks say fits together."""
     said, kinds, flows = zip(*rows, strict=True)
     return len(set(said)) == 1 and len({*kinds} - {0}) <= 1 and sum(flows) % _MODULUS == 0
-
-
-def as_lines(texts: Mapping[int, str]) -> str:
-    """The lines of an error: what ranks do, those together that do the same."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        by_text.setdefault(text, []).append(rank)
-    return "\n".join(f"  rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {t}" for t, r in by_text.items())
 
 
 def _number_of(text: str) -> int:

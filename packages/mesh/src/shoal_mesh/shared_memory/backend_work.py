@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +11,11 @@ from typing import TypeVar
 
 from .. import _torch
 from .._torch import ProcessGroup, Store, Work
-from ..errors import PeerError
+from ..errors import PeerError, name_ranks
 from .channel import Channel, machine, processes_of
-from .peers import different_collectives, minority, state_of, written_down
+from .peers import different_collectives, minority, state_of, wait_until, written_down
 from .recorder import last_of_backend
 
-_YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
-_CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
 _ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
 
@@ -65,8 +62,9 @@ class BackendWork:
     def wait(self) -> None:
         """Until the collective is complete."""
         if self._channel is not None:
+            peers = self._channel.peers
             try:
-                self._watch(self._channel)
+                wait_until(self._work.is_completed, lambda _: peers.check_others())
             except PeerError:
                 _ABANDONED.append(self._work)
                 raise
@@ -75,29 +73,13 @@ class BackendWork:
         except RuntimeError as error:
             raise _explained(self._group, str(error), self._channel, self._part_of) from error
 
-    def _watch(self, channel: Channel) -> None:
-        """Until the work is complete or another rank is seen to fail."""
-        work = self._work
-        for _ in range(_YIELDS):
-            if work.is_completed():
-                return
-            os.sched_yield()
-        start = checked = time.monotonic()
-        while not work.is_completed():
-            now = time.monotonic()
-            time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
-            if now - checked > _CHECK_SECONDS:
-                checked = now
-                channel.peers.check_others()
-
 
 def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of: str) -> PeerError:
     """The error that names who is at fault: processes of this machine are looked at, all others asked to report."""
     said = said.partition("] ")[2].partition(". This is typically")[0] or said
     if not _torch.is_live(group):
         return PeerError(f"the process group was destroyed while one of its collectives waited: {said}")
-    positions = _torch.group_ranks(group)
-    ranks = sorted(positions, key=positions.__getitem__)
+    ranks = _torch.ranks_in_order(group)
     me = ranks[group.rank()]
     text, culprits = _who(group, ranks, me)
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
@@ -131,9 +113,8 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
     if started is None:
         return "the store of the default group does not answer, so its process or host (rank 0?) may be gone", ()
     if silent := tuple(rank for rank in ranks if rank not in started):
-        names, many = ", ".join(map(str, silent)), len(silent) > 1
-        who = f"ranks {names} have not reported it: they are" if many else f"rank {names} has not reported it: it is"
-        return f"{who} elsewhere, stuck or out of reach", silent
+        verbs = "have not reported it: they are" if len(silent) > 1 else "has not reported it: it is"
+        return f"{name_ranks(silent)} {verbs} elsewhere, stuck or out of reach", silent
     same = "all ranks have reported it and started the same last: one has left one out, or the network is slow"
     return _differing(started) or (same, ())
 

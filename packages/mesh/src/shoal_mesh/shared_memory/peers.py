@@ -26,7 +26,7 @@ REASON_BYTES = 1 << 12  # of each rank: why it has given up, for the others to r
 ANNOUNCED = 16  # of each rank's last calls of the backend
 _SET_NAME = 15  # of prctl
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps, about half a millisecond
-_CHECK_SECONDS = 0.02  # how often a sleeping rank looks whether the others are alive
+_CHECK_SECONDS = 0.02  # from one look of a sleeping rank at the others to the next
 _STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
 
 
@@ -53,7 +53,7 @@ class Peers:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.words = words
-        self.ranks: list[int] = sorted(_torch.group_ranks(group), key=_torch.group_ranks(group).__getitem__)
+        self.ranks: list[int] = _torch.ranks_in_order(group)
         self.name: str = _torch.group_name(group)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
         self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
@@ -157,50 +157,40 @@ class Peers:
         Raises:
             PeerError: the rank has ended, is stopped or has given up, the timeout is over, or the group is destroyed.
         """
-        words = self.words
-        for _ in range(_YIELDS):
-            if words[word] >= value:
-                break
-            os.sched_yield()
-        else:
-            self._sleep(word, value, rank)
+        words, stopped = self.words, 0
+
+        def look(waited: float) -> None:
+            nonlocal stopped
+            group, state = self._group(), state_of(self._pids[rank])
+            # Counted, not timed: a job that is stopped as a whole and goes on has waited for nobody.
+            stopped = stopped + 1 if state == "stopped" else 0
+            if group is None or not _torch.is_live(group):
+                own = self.ranks[self.rank]
+                raise self.fail("the process group was destroyed while one of its collectives waited", [own])
+            if words[word] < value:
+                timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
+                self._look(rank, state, waited, timeout, stopped)
+
+        wait_until(lambda: words[word] >= value, look)
         if words[word] == BROKEN:
             raise self.heard(rank)
 
-    def _sleep(self, word: int, value: int, rank: int) -> None:
-        """Wait in steps that grow with the time waited, to 1 ms; now and then see whether the rank is still there."""
-        start = checked = time.monotonic()
-        own, other, name, stopped = self.ranks[self.rank], self.ranks[rank], self._name(rank), 0
-        me = f"rank {own}"
-        while self.words[word] < value:
-            now = time.monotonic()
-            time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
-            if now - checked < _CHECK_SECONDS:
-                continue
-            checked, group, state = now, self._group(), state_of(self._pids[rank])
-            if group is None or not _torch.is_live(group):
-                raise self.fail("the process group was destroyed while one of its collectives waited", [own])
-            if self.words[word] >= value:
-                return
-            if state in ("ended", "returned"):
-                raise self.fail(f"{name} has {state} while {me} waited for it in a collective", [other])
-            if self._announced and self.words[self._announced[rank]] > self._calls:
-                raise self.fail(
-                    f"{name} started another collective than the one in which {me} waits for it",
-                    [other],
-                )
-            # Counted, not timed: a job that is stopped as a whole and goes on has waited for nobody.
-            stopped = stopped + 1 if state == "stopped" else 0
-            timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
-            if now - start > timeout or stopped > _STOPPED_CHECKS:
-                why = f", the timeout of the process group, for {name}" if now - start > timeout else ""
-                raise self.fail(
-                    f"{me} waited {now - start:.0f} s{why} in a collective, and {name} is stopped (SIGSTOP)"
-                    if stopped
-                    else f"{me} waited {timeout:.0f} s{why} in a collective: ranks start the same ones in one order, "
-                    "with one async_op",
-                    [other],
-                )
+    def _look(self, rank: int, state: str, waited: float, timeout: float, stopped: int) -> None:
+        """Raise if a rank, whose process is in a state, will not come: it was seen stopped so often in a row."""
+        me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
+        if state in ("ended", "returned"):
+            raise self.fail(f"{name} has {state} while {me} waited for it in a collective", other)
+        if self._announced and self.words[self._announced[rank]] > self._calls:
+            raise self.fail(f"{name} started another collective than the one in which {me} waits for it", other)
+        if waited > timeout or stopped > _STOPPED_CHECKS:
+            why = f", the timeout of the process group, for {name}" if waited > timeout else ""
+            raise self.fail(
+                f"{me} waited {waited:.0f} s{why} in a collective, and {name} is stopped (SIGSTOP)"
+                if stopped
+                else f"{me} waited {timeout:.0f} s{why} in a collective: ranks start the same ones in one order, "
+                "with one async_op",
+                other,
+            )
 
     def differ(self, flags: Sequence[int], requests: Sequence[int]) -> PeerError:
         """The error where ranks request different things: one that has given up says why."""
@@ -212,6 +202,27 @@ class Peers:
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
+
+
+def wait_until(done: Callable[[], bool], look: Callable[[float], None], every: float = _CHECK_SECONDS) -> None:
+    """Until something is so: offer the core, then sleep in steps that grow with the time waited, to 1 ms.
+
+    Args:
+        done: whether it is.
+        look: called now and then with the seconds waited; raises if it will not be.
+        every: seconds from one look to the next.
+    """
+    for _ in range(_YIELDS):
+        if done():
+            return
+        os.sched_yield()
+    start = looked = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
+        if now - looked > every:
+            looked = now
+            look(now - start)
 
 
 def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
