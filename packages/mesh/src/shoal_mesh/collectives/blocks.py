@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch import is_traced
 from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
-from ..events import Event, in_observed, observers, run_observed
+from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import backend_calls
@@ -57,7 +57,9 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         _keep(blocks[0], out[0])
         return out
     own, order = comm.rank, backend_calls.group_to_index(comm)
-    example = _example(blocks, out, comm)
+    example = next(chain.from_iterable((*blocks, *out)), None)
+    if example is None:  # a rank without any block sends nothing, of any dtype
+        example = torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
     traced = is_traced(example)
     straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
     sends = [() if straight and i == own else blocks[i] for i in order]
@@ -76,8 +78,12 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         if traced and not received.numel() and (places := [*chain.from_iterable(out)]):
             places[0].copy_(bound(places[0], received))
 
-    if observers and not in_observed():
-        run_observed(_event(blocks, comm, out, flat), run)
+    if observers:
+        sizes = _counts(blocks), _counts(out)
+        sizes[0][own] = sizes[1][own] = 0
+        # Without a block this rank does not know the dtype.
+        tensors = (flat[: sum(sizes[0])],) if any(blocks) or any(out) else ()
+        observed(run, "all_to_all_single", comm, tensors, flow=sizes)
     else:
         run()
     return out
@@ -189,21 +195,6 @@ def _require_blocks(blocks: Sequence[Tensor]) -> None:
     """Refuse what is no sequence of tensors."""
     if not isinstance(blocks, list | tuple) or any(type(block) is not Tensor for block in blocks):
         require_each(blocks, Tensor, "blocks are a list of tensors", CollectiveTypeError)
-
-
-def _event(blocks: Blocks, comm: Comm, out: Blocks, flat: Tensor) -> Event:
-    sends, receives = _counts(blocks), _counts(out)
-    sends[comm.rank] = receives[comm.rank] = 0
-    # Without a block this rank does not know the dtype.
-    tensors = (flat[: sum(sends)],) if any(blocks) or any(out) else ()
-    return Event("all_to_all_single", comm, tensors, sends=tuple(sends), receives=tuple(receives))
-
-
-def _example(blocks: Blocks, out: Blocks, comm: Comm) -> Tensor:
-    """A tensor with the dtype and device of the blocks; a rank without any block sends nothing, of any dtype."""
-    for block in chain(chain.from_iterable(blocks), chain.from_iterable(out)):
-        return block
-    return torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
 
 
 def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._torch import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-    Work,
-)
+from .._torch import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions, Work
 from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm
 from ..shared_memory.backend_work import BackendWork
@@ -62,12 +55,13 @@ class C10dTransport(Transport):
         part_of: the name of the group that all of these are parts of.
     """
 
-    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_name", "_part_of", "_size")
+    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_kind", "_name", "_part_of", "_size")
 
     def __init__(self, comm: Comm, channel: Channel | None, part_of: str = "") -> None:
         self._group, self._name, self._channel, self._part_of = comm.group, comm.name, channel, part_of
         self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
         self._backends, self._size = comm.backend, comm.size
+        self._kind: Any = type(comm.group)
 
     def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
         """Before a call: record it, and of gloo between ranks of one host see that no rank has started another.
@@ -104,13 +98,13 @@ class C10dTransport(Transport):
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle | None:
         self._announce(tensor, "all_gather", tensor.numel())
         sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
-        return self._watched(call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
+        return self._watched(call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
         if self._moves_only(tensor, op):
             return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
-        work = call_of(self._group, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
+        work = call_of(self._kind, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
         # gloo's is never completed before it is waited for, so it cannot be watched.
         return BackendWork(work, self._group, None) if self._gloo and tensor.is_cpu else work
 
@@ -129,7 +123,7 @@ class C10dTransport(Transport):
         if tensor.dtype not in PLAIN:
             width, sent, into = tensor.element_size(), as_bytes(tensor), as_bytes(out)
             send, receive = [n * width for n in send], [n * width for n in receive]
-        work = call_of(self._group, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
+        work = call_of(self._kind, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle | None:

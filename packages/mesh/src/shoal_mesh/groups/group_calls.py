@@ -27,33 +27,21 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def call_of(group: ProcessGroup, name: Literal["all_gather", "reduce_scatter", "all_to_all"]) -> Callable[..., Work]:
-    """The function that a group takes a call by: (group, output, input, further arguments).
-
-    Args:
-        group: the group.
-        name: the collective.
-
-    Returns:
-        The method that the group's class has written itself; torch's own where it has none, which raises `BackendError`
-        for a group that has no backend either.
-    """
-    kind: Any = type(group)
-    return _written(kind, name)
-
-
 @cache
-def _written(kind: type[Any], name: str) -> Callable[..., Work]:
+def call_of(kind: type[Any], name: Literal["all_gather", "reduce_scatter", "all_to_all"]) -> Callable[..., Work]:
+    """The function that groups of a class take a call by: (group, output, input, further arguments).
+
+    It is the method that the class has written itself; torch's own where it has none, which raises `BackendError` for a
+    group that has no backend either.
+    """
     single, many = _NAMES[name]
-    for each in single:
-        if _is_written_in(kind, each):
-            found: Callable[..., Work] = getattr(kind, each)
-            return found
-    for each in many:
-        if _is_written_in(kind, each):
-            method: Callable[..., Work] = getattr(kind, each)
-            return lambda group, output, source, *more: method(group, [output], [source], *more)
     own: Callable[..., Work] = getattr(kind, single[0])
+    written = [each for each in single + many if getattr(kind, each, None) is not getattr(ProcessGroup, each, None)]
+    if written:
+        method: Callable[..., Work] = getattr(kind, written[0])
+        if written[0] in single:
+            return method
+        return lambda group, output, source, *more: method(group, [output], [source], *more)
     if kind is ProcessGroup:
         return own
 
@@ -66,7 +54,3 @@ def _written(kind: type[Any], name: str) -> Callable[..., Work]:
         return own(group, *arguments)
 
     return of_its_backend
-
-
-def _is_written_in(kind: type[Any], name: str) -> bool:
-    return getattr(kind, name, None) is not getattr(ProcessGroup, name, None)

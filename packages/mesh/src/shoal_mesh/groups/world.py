@@ -149,7 +149,9 @@ def ensure_world(device_type: str) -> ProcessGroup:
         atexit.register(_end_world)
         world = require_world()
     if device_type not in {"cpu", "meta"}:
-        _set_device(device_type, world.rank())
+        module = module_of(device_type)  # each rank of a host has its own device, unless the program has chosen one
+        if module is not None and module.is_available() and not module.is_initialized():
+            module.set_device(int(os.environ.get("LOCAL_RANK", world.rank())) % module.device_count())
     return world
 
 
@@ -164,13 +166,6 @@ def _end_world() -> None:
     if _torch.default_group() is not None:
         dist.destroy_process_group()
         time.sleep(0.01)  # seconds; from the end of a collective to the drop are microseconds
-
-
-def _set_device(device_type: str, rank: int) -> None:
-    """Give each rank of a host its own device, unless the program has chosen one."""
-    module = module_of(device_type)
-    if module is not None and module.is_available() and not module.is_initialized():
-        module.set_device(int(os.environ.get("LOCAL_RANK", rank)) % module.device_count())
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -283,10 +278,11 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     from ..shared_memory.backend_work import BackendWork  # as above
     from .group_calls import call_of
 
+    kind: Any = type(group)
     with _torch.unseen():
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
         every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
-        BackendWork(call_of(group, "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
+        BackendWork(call_of(kind, "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
         gathered = bytes_of(every.cpu())
     return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
 

@@ -76,10 +76,17 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     require(nprocs, int | None, "launch takes a number of ranks")
     refuse_while_loading()
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return _on_present_ranks(fn, nprocs, args, kwargs)
+        world = ensure_world(accelerator() or "cpu")
+        if nprocs is not None and nprocs != world.size():
+            raise MeshError(f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already")
+        return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    with _pool(nprocs, backend) as pool:
+    if _Kept.pools is None:
+        ranks: AbstractContextManager[RankPool] = RankPool(nprocs, backend=backend, show_output=True, once=True)
+    else:
+        ranks = nullcontext(kept_pool(nprocs, backend))
+    with ranks as pool:
         try:
             return pool._run(fn, args, kwargs, None, timeout)
         except RankError as error:
@@ -108,18 +115,3 @@ def kept_pool(nprocs: int, backend: str | None = None) -> RankPool:
     if key not in _Kept.pools:
         _Kept.pools[key] = RankPool(nprocs, backend=backend, show_output=True)
     return _Kept.pools[key]
-
-
-def _pool(nprocs: int, backend: str | None) -> AbstractContextManager[RankPool]:
-    if _Kept.pools is None:
-        return RankPool(nprocs, backend=backend, show_output=True, once=True)
-    return nullcontext(kept_pool(nprocs, backend))
-
-
-def _on_present_ranks(
-    fn: Callable[..., R], nprocs: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[R]:
-    world = ensure_world(accelerator() or "cpu")
-    if nprocs is not None and nprocs != world.size():
-        raise MeshError(f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already")
-    return all_gather_objects(world, fn(*args, **kwargs))

@@ -26,6 +26,8 @@ from typing import Any
 
 from .pickle_functions import dump
 
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -73,12 +75,6 @@ class Failure:
     error: bytes | None = None
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere the closed pipe does it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def serve_forks(preload: list[str]) -> None:
     """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself.
 
@@ -119,7 +115,8 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
     """Run one rank until the parent closes the connection; never returns."""
     code = 1
     try:
-        die_with_parent()
+        if sys.platform == "linux":  # elsewhere the closed pipe ends it with its parent
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         if log is not None:
@@ -130,9 +127,8 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             os.environ.setdefault("SHOAL_POSTMORTEM", "0")  # the pool reports what every rank did
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-            connection = Client(
-                address, family="AF_UNIX"
-            )  # closed by the kernel: the parent sees the end of the process
+            # Closed by the kernel: the parent sees the end of the process.
+            connection = Client(address, family="AF_UNIX")
             connection.send((rank, os.getpid()))
             _serve(connection, rank, size)
         code = 0

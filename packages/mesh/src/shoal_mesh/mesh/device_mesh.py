@@ -16,14 +16,7 @@ from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import (
-    BackendOverride,
-    common_root,
-    read_backends,
-    read_device_type,
-    read_names,
-    read_ranks,
-)
+from .arguments import BackendOverride, common_root, read_backends, read_device_type, read_names, read_ranks
 from .rank_grid import AxisLike, RankGrid
 from .rank_layout import Layout, MeshFields, read_sizes
 
@@ -146,7 +139,14 @@ class DeviceMesh(RankGrid):
             raise MeshError(f"from_group got {len(groups)} groups for a mesh of shape {layout.shape}: one per axis")
         names = read_names(mesh_dim_names, layout.ndim)
         self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
-        self._adopt(groups)
+        for axis, (name, own) in enumerate(zip(self.axis_names, groups, strict=True)):
+            members = tuple(_torch.group_ranks(own))
+            if self._coordinate is None and all(self.coordinate_of(rank) is None for rank in members):
+                continue
+            ranks = () if self._coordinate is None else self.ranks_along(axis)
+            if set(ranks) != set(members):
+                raise MeshError(f"axis {name} of {self!r} has the ranks {ranks}, but its group has {members}")
+            self._comms[axis,] = Comm.over(own, (name,), ranks)
         return self
 
     # --- derived meshes ---------------------------------------------------------------------------------------------

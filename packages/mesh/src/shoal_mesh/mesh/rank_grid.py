@@ -16,7 +16,7 @@ import torch
 from .. import _torch
 from .._torch import ProcessGroup, is_compiling, refuse_its_own_mesh
 from ..argument_types import require, require_each
-from ..errors import AxisError, MeshError, NoGroupError
+from ..errors import AxisError, NoGroupError
 from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_or_create, note_group
 from ..groups.world import world_place
 from .rank_layout import MeshFields, read_sizes
@@ -259,26 +259,6 @@ class RankGrid:
         if self._coordinate is not None:
             for axis in range(self.ndim):
                 self.comm(axis)
-
-    def _adopt(self, groups: Sequence[ProcessGroup]) -> None:
-        """Use groups that exist, one per axis.
-
-        Raises:
-            MeshError: a group has other ranks than its axis; also on ranks outside of the mesh that are in it.
-        """
-        for axis, group in enumerate(groups):
-            members = tuple(_torch.group_ranks(group))
-            if self._coordinate is not None:
-                ranks = self.ranks_along(axis)
-            elif all(self.coordinate_of(rank) is None for rank in members):
-                continue
-            else:
-                ranks = ()  # none through this rank
-            if set(ranks) != set(members):
-                raise MeshError(
-                    f"axis {self.axis_names[axis]} of {self!r} has the ranks {ranks}, but its group has {members}"
-                )
-            self._comms[axis,] = Comm.over(group, (self.axis_names[axis],), ranks)
 
     def comm(self, axes: AxisLike | tuple[AxisLike, ...]) -> Comm:
         """The communicator of this rank along one or several axes; created at first use, by its members only.

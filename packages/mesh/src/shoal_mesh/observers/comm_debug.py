@@ -250,7 +250,7 @@ class CommDebugMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if _is_collective(func.namespace, name):
             return self._run_foreign(func, name, args, kwargs or {})
-        self._module_record(self._module()).ops[str(func), in_backward()] += 1
+        self._record_of(self._module()).ops[str(func), in_backward()] += 1
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,7 +287,7 @@ class CommDebugMode(TorchDispatchMode):
             started=time.perf_counter() - self._began,
         )
         self.trace.append(record)
-        self._module_record(record.module)
+        self._record_of(record.module)
         return record
 
     def _module(self) -> str:
@@ -295,18 +295,15 @@ class CommDebugMode(TorchDispatchMode):
         parents = self._tracker.parents if self._tracker is not None else {"Global"}
         return max(parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
 
-    def _module_record(self, module: str) -> ModuleRecord:
-        record = self.modules.get(module)
-        if record is None:
-            record = self.modules[module] = ModuleRecord()
-        return record
+    def _record_of(self, module: str) -> ModuleRecord:
+        return self.modules.setdefault(module, ModuleRecord())
 
     def _record_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             root = type(module).__name__
             for path, inner in module.named_modules():
                 self._names.setdefault(inner, f"{root}.{path}" if path else root)
-        record = self._module_record(self._names[module])
+        record = self._record_of(self._names[module])
         for name, parameter in module.named_parameters(recurse=False):
             record.parameters[name] = parameter.detach()
             placements = getattr(parameter, "placements", None)

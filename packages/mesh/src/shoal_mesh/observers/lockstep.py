@@ -119,35 +119,26 @@ class _Board:
     def __init__(self, store: Store, prefix: str, rank: int) -> None:
         self._store, self._prefix, self.rank = store, prefix, rank
 
-    def say(self, text: str) -> None:
-        """Say where this rank is."""
-        self._set(str(self.rank), text)
-
-    def read(self, rank: int) -> str:
-        """What a rank has said; '' for nothing."""
-        return self._get(str(rank))
-
-    def alarm(self, error: PeerError) -> None:
-        """Say what this rank has raised, for those that wait for somebody who has heard of it."""
-        self._set("alarm", json.dumps([str(error), error.ranks]))
-
-    def alarmed(self) -> LockstepError | None:
-        """What another rank has raised."""
-        said = self._get("alarm")
-        if not said:
-            return None
-        text, ranks = json.loads(said)
-        return LockstepError(text, tuple(ranks))
-
-    def _set(self, key: str, text: str) -> None:
+    def say(self, text: str, key: str = "") -> None:
+        """Say where this rank is, or something else under a key."""
         with suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{key}", text)
+            self._store.set(f"{self._prefix}/{key or self.rank}", text)
 
-    def _get(self, key: str) -> str:
+    def read(self, key: str | int) -> str:
+        """What a rank has said, or somebody under a key; '' for nothing."""
         with suppress(RuntimeError):
             if self._store.check([f"{self._prefix}/{key}"]):
                 return self._store.get(f"{self._prefix}/{key}").decode()
         return ""
+
+    def alarm(self, error: PeerError) -> None:
+        """Say what this rank has raised, for those that wait for somebody who has heard of it."""
+        self.say(json.dumps([str(error), error.ranks]), "alarm")
+
+    def alarmed(self) -> LockstepError | None:
+        """What another rank has raised."""
+        text, ranks = json.loads(self.read("alarm") or '["", []]')
+        return LockstepError(text, tuple(ranks)) if text else None
 
 
 class _Comparison:
@@ -193,7 +184,7 @@ class _Comparison:
         """The error, of which all ranks hear that wait for this one, or come later."""
         self._board.alarm(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
-        return error if channel is None else channel.peers.fail_with(error)
+        return error if channel is None else channel.peers.fail(str(error), error.ranks, kind=LockstepError)
 
     def _wait(self, work: Pending, comm: Comm, text: str) -> None:
         """Until all ranks have come; an error of the others holds unless they come a moment later."""

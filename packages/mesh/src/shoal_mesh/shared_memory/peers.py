@@ -92,10 +92,6 @@ class Peers:
                 self.words[word] = BROKEN
         return type(self._failure)(str(self._failure), self._failure.ranks)
 
-    def fail_with(self, error: PeerError) -> PeerError:
-        """`fail` with the text and the ranks of an error."""
-        return self.fail(str(error), error.ranks, kind=type(error))
-
     def heard(self, rank: int) -> PeerError:
         """The error for a rank of the group that has given up; it says why."""
         start = rank * REASON_BYTES
