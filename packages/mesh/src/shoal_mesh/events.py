@@ -157,7 +157,7 @@ def observe(observer: Observer) -> None:
         ...         pass
         >>> names = Names()
         >>> observe(names)
-        >>> run_observed(Event("all_reduce", None, ()), lambda: 3)
+        >>> observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         all_reduce
         3
         >>> unobserve(names)
@@ -208,23 +208,6 @@ class _Timed:
         self._waits.append((begin, time.perf_counter()))
 
 
-def run_observed(event: Event, run: Callable[[], R]) -> R:
-    """What `run` returns, with every observer called before and after; what runs in between is not reported."""
-    for observer in observers:
-        observer.before(event)
-    _nesting.active = True
-    try:
-        result = run()
-        if hasattr(result, "work") and result.work is not None:  # a collective under way
-            result.work = _Timed(result.work, event.waits)
-        return result
-    finally:
-        _nesting.active = False
-        event.seconds = time.perf_counter() - event.started
-        for observer in observers:
-            observer.after(event)
-
-
 def observed(  # noqa: PLR0913  # the fields of an event
     run: Callable[[], R],
     op: str,
@@ -245,4 +228,17 @@ def observed(  # noqa: PLR0913  # the fields of an event
         return run()
     plain = {k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for k, v in same.items()}
     sends, receives = (None, None) if flow is None else map(tuple, flow)
-    return run_observed(Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives), run)
+    event = Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives)
+    for observer in observers:
+        observer.before(event)
+    _nesting.active = True
+    try:
+        result = run()
+        if hasattr(result, "work") and result.work is not None:  # a collective under way
+            result.work = _Timed(result.work, event.waits)
+        return result
+    finally:
+        _nesting.active = False
+        event.seconds = time.perf_counter() - event.started
+        for observer in observers:
+            observer.after(event)

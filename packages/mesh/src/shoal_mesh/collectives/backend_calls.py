@@ -54,9 +54,6 @@ def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pen
 
     It is this package's operator on gloo, where that is faster, and on groups written in Python, which C++ cannot call;
     torch's elsewhere and in exported programs, which run without this package.
-
-    Raises:
-        CollectiveError: forward-mode AD follows the operand, and would lose it here.
     """
     if not is_compiling() and has_tangent(operand):
         raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")

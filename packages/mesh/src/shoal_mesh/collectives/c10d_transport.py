@@ -64,11 +64,7 @@ class C10dTransport(Transport):
         self._kind: Any = type(comm.group)
 
     def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
-        """Before a call: record it, and of gloo between ranks of one host see that no rank has started another.
-
-        Raises:
-            PeerError: one has.
-        """
+        """Before a call: record it; of gloo between ranks of one host PeerError if a rank has started another."""
         record(self._name, (kind, tensor.dtype, count, op, root))
         if self._channel is not None and tensor.is_cpu:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root)

@@ -25,11 +25,7 @@ Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 
 
 def resolve(along: Along) -> Comm:
-    """The communicator meant by a Comm or a (mesh, axes) pair.
-
-    Raises:
-        CollectiveTypeError: it is neither.
-    """
+    """The communicator meant by a Comm or a (mesh, axes) pair; CollectiveTypeError for anything else."""
     if isinstance(along, Comm):
         return along
     taken = "a collective runs along a Comm or a pair (mesh, axes)"
@@ -48,12 +44,7 @@ def _hint(along: object) -> str:
 
 
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
-    """The communicator of a collective of a tensor, which is one that can be sent.
-
-    Raises:
-        CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: the tensor requires grad, or is not dense.
-    """
+    """The communicator of a collective of a tensor, which is one that can be sent (`check_operand`)."""
     comm = along if type(along) is Comm else resolve(along)
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
         check_operand(tensor, name)
@@ -70,12 +61,7 @@ def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
 
 
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:
-    """Refuse what is no tensor, and what would lose a gradient.
-
-    Raises:
-        CollectiveTypeError: it is no tensor.
-        CollectiveError: it requires grad where gradients are recorded, or is not dense.
-    """
+    """CollectiveError for what is no dense tensor, and for one that would lose a gradient."""
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
@@ -87,12 +73,7 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
 
 
 def normal_dim(tensor: Tensor, dim: int) -> int:
-    """A dim counted from the front.
-
-    Raises:
-        CollectiveTypeError: it is no integer.
-        DimError: the tensor does not have it.
-    """
+    """A dim counted from the front; DimError if the tensor does not have it."""
     if type(dim) is not int:
         require(dim, int, "a dim of a tensor is an int", CollectiveTypeError)
     ndim = tensor.ndim
@@ -113,12 +94,7 @@ def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
 
 
 def check_sizes(sizes: Sequence[int], comm: Comm, name: str = "sizes") -> int:
-    """The sum of sizes that are one non-negative count per rank.
-
-    Raises:
-        CollectiveTypeError: they are no sequence of integers.
-        CollectiveError: there are not as many as ranks, or one is negative.
-    """
+    """The sum of sizes; CollectiveError unless they are one non-negative count per rank."""
     taken = "the sizes of blocks are a sequence of int, one per rank"
     try:
         total, fits = sum(sizes), len(sizes) == comm.size
@@ -137,12 +113,7 @@ def are_equal(sizes: Sequence[int]) -> bool:
 
 
 def check_root(index: int, comm: Comm, name: str) -> None:
-    """Refuse what is no index of a rank along the communicator.
-
-    Raises:
-        CollectiveTypeError: it is no integer.
-        CollectiveError: there is no such rank.
-    """
+    """CollectiveError for what is no index of a rank along the communicator."""
     if type(index) is not int:
         require(index, int, f"{name} is the index of a rank along {'x'.join(comm.axes)}", CollectiveTypeError)
     if not 0 <= index < comm.size:

@@ -58,11 +58,7 @@ class WireReduction:
 
 
 def reduction(dtype: torch.dtype, op: str) -> WireReduction:
-    """How `dtype` is reduced with `op`.
-
-    Raises:
-        CollectiveTypeError: the name of the reduction is no text.
-        CollectiveError: there is no such op, or it has no meaning for the dtype.
+    """How `dtype` is reduced with `op`; CollectiveError if there is no such op, or it has no meaning for the dtype.
 
     Example:
         >>> reduction(torch.int16, "sum")

@@ -269,13 +269,8 @@ def comm_of_threads(comm: Comm) -> Comm | None:
     """The communicator in which the threads that call collectives unasked compare what they have.
 
     Threads come in any order, and beside the main thread. What they exchange without the program asking for it goes
-    through a group of its own, whose messages say what they are about.
-
-    Args:
-        comm: over the same ranks.
-
-    Returns:
-        One that counts ranks by number, in any order that `comm` has; None for simulated ranks, which are threads.
+    through a group of its own, whose messages say what they are about. It counts ranks by number, in any order that
+    `comm` has; None for simulated ranks, which are threads.
     """
     if comm._place is None:
         return None

@@ -97,15 +97,8 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
 def meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str) -> None:
     """Until all ranks are here: a group that one rank ends while another still connects to it fails there.
 
-    Args:
-        store: one of their own, in which nobody has met.
-        ranks: who comes.
-        own: this rank.
-        timeout: how long to wait; half an hour by default.
-        where: what they come to, for the error.
-
-    Raises:
-        PeerError: not all of them came in time.
+    They meet in a store of their own, in which nobody has met; PeerError if one does not come, in half an hour by
+    default, to `where`.
     """
     store.set(str(own), "here")
     try:
@@ -116,11 +109,7 @@ def meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None
 
 
 def require_world() -> ProcessGroup:
-    """The default group.
-
-    Raises:
-        NoGroupError: there is none.
-    """
+    """The default group; NoGroupError if there is none."""
     world = _torch.default_group()
     if world is None:
         raise NoGroupError(
@@ -133,8 +122,7 @@ def require_world() -> ProcessGroup:
 def ensure_world(device_type: str) -> ProcessGroup:
     """The default group, initialised from the environment (torchrun) when there is none, and this rank's device set.
 
-    Raises:
-        MeshError: there is no default group and the environment does not describe one.
+    MeshError if the environment does not describe one.
     """
     world = _torch.default_group()
     if world is None:

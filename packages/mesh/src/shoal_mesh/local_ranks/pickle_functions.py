@@ -25,11 +25,7 @@ from ..errors import MeshTypeError, RankError
 
 
 def dump_function(function: Any) -> bytes:
-    """A function as `pickle.loads` of another process takes it.
-
-    Raises:
-        MeshTypeError: it is no function, or its closure holds what cannot be pickled.
-    """
+    """A function as `pickle.loads` of another process takes it; MeshTypeError for anything else."""
     if not isinstance(function, FunctionType | type) and hasattr(function, "__func__"):
         raise MeshTypeError(f"{function!r} is a bound method: pass a function and send the object as an argument")
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
@@ -41,11 +37,7 @@ def dump_function(function: Any) -> bytes:
 
 
 def dump(value: Any) -> bytes:
-    """A value as `pickle.loads` of another process takes it.
-
-    Raises:
-        MeshTypeError: it cannot be pickled.
-    """
+    """A value as `pickle.loads` of another process takes it; MeshTypeError if it cannot be pickled."""
     stream = io.BytesIO()
     try:
         _Pickler(stream).dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has none

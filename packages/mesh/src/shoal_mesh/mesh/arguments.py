@@ -44,15 +44,9 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> Layout:
-    """The layout of ranks that a user has listed.
+    """The layout of the ranks that a user has listed, as tensor or nested list: all of the world in a row if None.
 
-    Args:
-        mesh: ranks as tensor or nested list; None for all of the world in a row.
-        world: number of ranks there are, None when unknown.
-
-    Raises:
-        MeshTypeError: it is neither.
-        MeshError: ranks are repeated, not in the world, no integers, or none; the nested lists differ in length.
+    MeshError if they are repeated, not in the world (None if its size is unknown), no integers, or none.
     """
     if mesh is None:
         return Layout.dense((world or 1,))
@@ -95,13 +89,7 @@ def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None
 def read_backends(
     override: BackendOverride | None, names: Sequence[str] | None, ndim: int
 ) -> tuple[BackendChoice, ...]:
-    """The backend choice of every axis.
-
-    Raises:
-        AxisError: an axis that does not exist, or given twice (by name and by index).
-        BackendError: a value that is neither a backend, nor options, nor a pair of both.
-        MeshTypeError: `override` is no mapping.
-    """
+    """The backend choice of every axis; AxisError for one that does not exist, or is given by name and by index."""
     choices: dict[int, BackendChoice] = {}
     require(override, Mapping | None, "backend_override maps axes to backends")
     for axis, value in (override or {}).items():
@@ -147,13 +135,10 @@ def check_fits(shape: Sequence[int], world: int) -> None:
 
 
 def common_root(meshes: Sequence[Any]) -> Any:
-    """The mesh that several meshes were sliced from.
+    """The mesh that several meshes were sliced from; MeshError if there is none.
 
     What is kept for a mesh is kept for its equals, so a mesh may come back as an equal slice of another root: it counts
     as the slice of this root that it equals.
-
-    Raises:
-        MeshError: there is none.
     """
     root = meshes[0]._get_root_mesh()
     for mesh in meshes:

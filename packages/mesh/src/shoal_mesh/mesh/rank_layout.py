@@ -43,11 +43,7 @@ def coalesce(modes: Sequence[tuple[int, int]]) -> Axis:
 
 
 def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
-    """Integers in an order, as a tuple.
-
-    Raises:
-        MeshTypeError: something else.
-    """
+    """Integers in an order, as a tuple; MeshTypeError for anything else."""
     if not isinstance(values, str | bytes | Set | Mapping):
         with suppress(TypeError, RuntimeError):  # RuntimeError: torch's own mesh
             return tuple(map(index, values))
@@ -207,8 +203,7 @@ class Layout:
     def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout:
         """The grid with one axis split row-major into several; it lists its ranks where no strides describe it.
 
-        Raises:
-            MeshError: the sizes do not multiply to the size of the axis.
+        MeshError if the sizes do not multiply to the size of the axis.
         """
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
             raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")

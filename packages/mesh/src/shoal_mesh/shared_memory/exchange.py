@@ -164,9 +164,6 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
     """Blocks of exact sizes. Each rank shows its whole input, a slot in each round.
 
     What the others have to read of it follows from the counts that ranks publish in the first round.
-
-    Raises:
-        CollectiveError: a rank sends another number of bytes than this one expects.
     """
     width, window = flat.element_size(), stream.slot_bytes
     flat, out = as_bytes(flat), as_bytes(out)  # a rank without any element may not know the dtype

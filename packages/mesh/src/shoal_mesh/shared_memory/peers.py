@@ -148,11 +148,7 @@ class Peers:
         self._check_calls()
 
     def wait(self, word: int, value: int, rank: int) -> None:
-        """Until a word of a rank of the group is at least a value.
-
-        Raises:
-            PeerError: the rank has ended, is stopped or has given up, the timeout is over, or the group is destroyed.
-        """
+        """Until a word of a rank of the group is at least a value; PeerError if it will not be."""
         words, stopped = self.words, 0
 
         def look(waited: float) -> None:
