@@ -18,11 +18,11 @@ def accelerator() -> str | None:
         >>> accelerator() in (None, "cuda", "xpu", "sim")
         True
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    known = dist.Backend.default_device_backend_map
-    if found is None or known.get(found.type) in (None, known["cpu"]):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    backends = dist.Backend.default_device_backend_map
+    if device is None or backends.get(device.type) in (None, backends["cpu"]):
         return None
-    return found.type
+    return device.type
 
 
 def device_count() -> int:

@@ -64,34 +64,34 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_facts(asked: argparse.Namespace) -> int:
     """What a bug report needs: versions, devices, backends, memory for ranks, variables that change how ranks meet."""
-    found = facts()
-    width = max(map(len, found))
-    sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in found.items())
+    values = facts()
+    width = max(map(len, values))
+    sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in values.items())
     return 0
 
 
 def facts() -> dict[str, str]:
     """What is known, by name; nothing is measured and no process group is made."""
-    found = {"shoal_mesh": __version__}
+    values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         try:
-            found[name.replace("-", "_")] = metadata.version(name)
+            values[name.replace("-", "_")] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name.replace("-", "_")] = "not installed"
-    found |= {"torch": torch.__version__, "python": sys.version.split()[0], "platform": platform.platform()}
-    found["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
-    known = (name for name in dist.Backend.backend_list if name != "undefined")
-    found["backends"] = ", ".join(name for name in known if dist.is_backend_available(name))
+            values[name.replace("-", "_")] = "not installed"
+    values |= {"torch": torch.__version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    values["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
+    backends = (name for name in dist.Backend.backend_list if name != "undefined")
+    values["backends"] = ", ".join(name for name in backends if dist.is_backend_available(name))
     kind = accelerator()
     name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
-    found["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
+    values["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
     if kind == "cuda":
-        found["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
+        values["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        found["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
+        values["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
     given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
-    return found | {f"${name}": given[name] for name in sorted(given)}
+    return values | {f"${name}": given[name] for name in sorted(given)}
 
 
 # --- postmortem -------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ class AcrossHosts(Transport):
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> None:
         def steps(inside: Transport, between: Transport, _: int) -> None:
+            # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef, the second cd and gh.
             whole = self._padded(tensor)
             own = whole.new_empty(whole.numel() // self._per_host)
             length, works = _WINDOW_BYTES // tensor.element_size(), []
@@ -107,7 +108,7 @@ class AcrossHosts(Transport):
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            rows = tensor.new_empty(hosts, tensor.numel())
+            rows = tensor.new_empty(hosts, tensor.numel())  # of the ranks with this one's number on each host
             _wait(between.all_gather(tensor.view(-1), rows.view(-1)))
             for row, of_host in zip(rows, out.view(hosts, -1), strict=True):
                 _wait(inside.all_gather(row, of_host))
@@ -116,7 +117,7 @@ class AcrossHosts(Transport):
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> None:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            rows = out.new_empty(hosts, out.numel())
+            rows = out.new_empty(hosts, out.numel())  # for the ranks with this one's number: sums of this host's ranks
             for row, of_host in zip(rows, tensor.view(hosts, -1), strict=True):
                 _wait(inside.reduce_scatter(of_host, row, op))
             terms = torch.empty_like(rows)

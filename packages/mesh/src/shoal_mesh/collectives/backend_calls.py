@@ -94,8 +94,9 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
     else:
         tensor = in_memory(tensor)
         if out is None:
-            rows, *rest = tensor.shape
-            out = in_huge_pages(tensor.new_empty((comm.size * rows, *rest)))
+            shape = list(tensor.shape)
+            shape[0] *= comm.size
+            out = in_huge_pages(tensor.new_empty(shape))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
     order = comm.order
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
@@ -108,8 +109,9 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if is_traced(tensor):
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
-    rows, *rest = tensor.shape
-    out = in_huge_pages(tensor.new_empty((rows // comm.size, *rest)))
+    shape = list(tensor.shape)
+    shape[0] //= comm.size
+    out = in_huge_pages(tensor.new_empty(shape))
     return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
 
 

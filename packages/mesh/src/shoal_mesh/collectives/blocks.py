@@ -162,7 +162,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
-    at = 0
+    at = 0  # elements that are unpacked
     for block in out:
         count = block.numel()
         if count:
@@ -186,9 +186,11 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
         dtypes.add(block.dtype)
     if len(dtypes) > 1:
         raise CollectiveError(f"all_to_all_blocks moves one dtype, got {', '.join(sorted(map(str, dtypes)))}")
-    kept, there = ([tuple(block.shape) for block in side[comm.rank]] for side in (blocks, out))
-    if kept != there:
-        raise CollectiveError(f"rank {comm.rank} keeps blocks of shapes {kept}, but its outputs for them have {there}")
+    sent, expected = ([tuple(block.shape) for block in side[comm.rank]] for side in (blocks, out))
+    if sent != expected:
+        raise CollectiveError(
+            f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have {expected}"
+        )
 
 
 def _require_blocks(blocks: Sequence[Tensor]) -> None:
@@ -212,8 +214,8 @@ def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
     Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no buffer is needed.
     """
     others = list(chain.from_iterable(blocks[i] for i in order if i != own))
-    sent, kept = _counts([others, blocks[own]])
-    if kept > sent or _as_one(others) is not None:
+    count, own_count = _counts([others, blocks[own]])
+    if own_count > count or _as_one(others) is not None:
         return False
     return _as_one(list(chain.from_iterable(blocks[i] for i in order))) is not None
 

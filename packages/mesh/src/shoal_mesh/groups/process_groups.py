@@ -212,11 +212,11 @@ def note_group(comm: Comm) -> str:
 
     An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had at first.
     """
-    world, kept = require_world(), vars(GROUPS_IN_GRAPHS)
-    if kept.get("") is not world:
-        kept.clear()
-        kept[""] = world
-    kept[comm.name] = comm.group
+    world, groups = require_world(), vars(GROUPS_IN_GRAPHS)
+    if groups.get("") is not world:
+        groups.clear()
+        groups[""] = world
+    groups[comm.name] = comm.group
     return comm.name
 
 

@@ -56,8 +56,8 @@ class _Pickler(cloudpickle.Pickler):
         """How an object is made again; called for all but a few builtin types."""
         module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
         if type(module) is str and type(qualname) is str and module != __name__ and (file := _source(module)):
-            found = _attribute(module, qualname)
-            if found is obj or (found is not None and hasattr(obj, "__shoal_body__")):  # or made of what on_ranks made
+            named = _attribute(module, qualname)
+            if named is obj or (named is not None and hasattr(obj, "__shoal_body__")):  # or made of what on_ranks made
                 return find_attribute, (module, file, qualname)
             if isinstance(obj, FunctionType) and obj.__globals__ is vars(sys.modules[module]):
                 cells = obj.__closure__ or ()
@@ -75,8 +75,8 @@ def _function_of(module: str, file: str, code: CodeType, name: str, cells: int) 
 def _fill(function: FunctionType, state: tuple[list[Any], Any, Any]) -> None:
     """Give a function what its closure holds, which may be itself, and its defaults."""
     contents, function.__defaults__, function.__kwdefaults__ = state
-    for cell, held in zip(function.__closure__ or (), contents, strict=True):
-        cell.cell_contents = held
+    for cell, value in zip(function.__closure__ or (), contents, strict=True):
+        cell.cell_contents = value
 
 
 def _source(module: str) -> str | None:
@@ -101,9 +101,9 @@ def find_attribute(module: str, file: str, qualname: str) -> Any:
 def find_module(module: str, file: str) -> ModuleType:
     """A module: imported by name if that is the same file, else loaded from the file."""
     name = "__mp_main__" if module == "__main__" else module
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == file:
-        return known
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == file:
+        return loaded
     if module != "__main__":
         try:
             imported: ModuleType | None = importlib.import_module(name)

@@ -119,11 +119,11 @@ def _read_choice(axis: int | str, value: object) -> BackendChoice:
 
 
 def _read_backend(axis: int | str, backend: str) -> str:
-    known = dist.Backend.backend_list
+    backends = dist.Backend.backend_list
     for part in backend.lower().split(","):
-        if part.rpartition(":")[2] not in known:
+        if part.rpartition(":")[2] not in backends:
             raise BackendError(
-                f"backend {backend!r} of axis {axis!r}: known are {', '.join(known)}, or cpu:gloo,cuda:nccl"
+                f"backend {backend!r} of axis {axis!r}: known are {', '.join(backends)}, or cpu:gloo,cuda:nccl"
             )
     return backend
 

@@ -318,14 +318,14 @@ class DeviceMesh(RankGrid):
             >>> [mesh.ranks for mesh in abstract_mesh((2, 2), ("dp", "tp")).get_all_submeshes("dp")]
             [(0, 2), (1, 3)]
         """
-        own = self[axes]
-        kept = self._axes(axes)
-        others = [a for a in range(self.ndim) if a not in kept]
+        own_slice = self[axes]
+        along = self._axes(axes)
+        others = [a for a in range(self.ndim) if a not in along]
         submeshes = []
         for position in product(*(range(self.shape[a]) for a in others)):
-            layout = self._layout.select(kept, dict(zip(others, position, strict=True)))
-            mesh = self._derive(layout, own._names, own._choices)
-            submeshes.append(own if mesh == own else mesh)
+            layout = self._layout.select(along, dict(zip(others, position, strict=True)))
+            mesh = self._derive(layout, own_slice._names, own_slice._choices)
+            submeshes.append(own_slice if mesh == own_slice else mesh)
         return submeshes
 
     # torch's spellings of the same.

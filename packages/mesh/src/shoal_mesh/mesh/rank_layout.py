@@ -53,7 +53,7 @@ def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
 def axis_members(axis: Axis) -> list[int]:
     """The offset of every position on an axis."""
     offsets = [0]
-    for size, stride in axis:
+    for size, stride in axis:  # ((2, 12), (4, 1)): 0, 12 -> 0, 1, 2, 3, 12, 13, 14, 15
         offsets = [base + i * stride for base in offsets for i in range(size)]
     return offsets
 
@@ -61,7 +61,7 @@ def axis_members(axis: Axis) -> list[int]:
 def axis_offset(axis: Axis, index: int) -> int:
     """The offset of one position on an axis."""
     total = 0
-    for size, stride in reversed(axis):
+    for size, stride in reversed(axis):  # ((2, 12), (4, 1)), index 6 = 1 * 4 + 2: 2 * 1 + 1 * 12 = 14
         index, i = divmod(index, size)
         total += i * stride
     return total
@@ -71,6 +71,7 @@ def fit_axis(offsets: Sequence[int]) -> Axis | None:
     """The axis with these offsets (the first is 0), or None when no strides give them."""
     modes: list[tuple[int, int]] = []
     rest = list(offsets)
+    # 0 1 2 3 12 13 14 15: a run of 4 with stride 1, which leaves 0 12: a run of 2 with stride 12.
     while len(rest) > 1:
         stride = rest[1]
         run = next((i for i, value in enumerate(rest) if value != i * stride), len(rest))
@@ -179,6 +180,7 @@ class Layout:
         rest = member - self.offset
         if rest < 0:
             return None
+        # Digits from the largest stride: 14 in ((2, 12), (4, 1)) is 1 * 12 + 2 * 1, so index 1 * 4 + 2.
         modes = [(stride, size, a, m) for a, axis in enumerate(self.axes) for m, (size, stride) in enumerate(axis)]
         indices = [0] * self.ndim
         for stride, size, a, m in sorted(modes, reverse=True):

@@ -93,10 +93,10 @@ class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it h
 
 def _merged(counts: Mapping[Any, int]) -> dict[Any, int]:
     """Counts under one packet for each collective."""
-    found: Counter[Any] = Counter()
+    merged: Counter[Any] = Counter()
     for packet, count in counts.items():
-        found[_canonical(packet)] += count
-    return dict(+found)
+        merged[_canonical(packet)] += count
+    return dict(+merged)
 
 
 def _canonical(packet: Any) -> Any:
@@ -104,8 +104,8 @@ def _canonical(packet: Any) -> Any:
     namespace, _, name = str(packet).rpartition(".")
     if namespace == "c10d":
         return packet_of(_FUNCTIONAL.get(name, name))
-    known = namespace == "c10d_functional" and hasattr(functional, name)
-    return getattr(functional, name) if known else packet
+    is_functional = namespace == "c10d_functional" and hasattr(functional, name)
+    return getattr(functional, name) if is_functional else packet
 
 
 class CommDebugMode(TorchDispatchMode):
@@ -208,14 +208,14 @@ class CommDebugMode(TorchDispatchMode):
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
         """Module path -> `forward` or `backward` -> how often each collective ran in it and in the modules inside."""
-        found: dict[str, dict[str, dict[Any, int]]] = {}
+        counts: dict[str, dict[str, dict[Any, int]]] = {}
         for record in self.trace:
             parts = record.module.split(".")
             inside = {"Global", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
             for path in inside:
-                passes = found.setdefault(path, {"forward": CommCounts(), "backward": CommCounts()})
+                passes = counts.setdefault(path, {"forward": CommCounts(), "backward": CommCounts()})
                 passes["backward" if record.backward else "forward"][packet_of(record.op)] += 1
-        return found
+        return counts
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"

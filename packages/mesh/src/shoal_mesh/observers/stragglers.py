@@ -125,8 +125,8 @@ class StragglerTable:
             )
         if self.straggler is None:
             return "\n".join([*lines, "no rank held the others up"])
-        held = self.ranks[self.straggler].held_up
-        lines.append(f"straggler: rank {self.straggler}; the others waited {held * 1e3:.2f} ms for it, most before")
+        seconds = self.ranks[self.straggler].held_up
+        lines.append(f"straggler: rank {self.straggler}; the others waited {seconds * 1e3:.2f} ms for it, most before")
         for call in [call for call in self.held_up if call.rank == self.straggler][:3]:
             times_of = f"it computed {call.computed * 1e3:.2f} ms, they {call.others * 1e3:.2f}"
             lines.append(f"  {call.held_up * 1e3:.2f} ms  {call.what}: {times_of}")

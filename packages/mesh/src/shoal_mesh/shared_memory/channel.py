@@ -48,6 +48,7 @@ class Channel:
 
     def __init__(self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]) -> None:
         size, memory, pids = group.size(), memoryview(segment), [pid for _, pid in processes_of(group)]
+        # | token | flags | notes | announced | reasons | slots ...: where each begins, in words of 8 bytes
         _, flags, notes, announced, reasons, head = accumulate(_head_words(size, len(slots)), initial=0)
         words = memory[: head * 8].cast("Q")
         own = [flags + LINE * (size * i + group.rank()) + word for i in range(len(slots)) for word in (0, 1)]

@@ -82,12 +82,12 @@ class Peers:
             seen = {self.ranks[rank]: said for rank, said in self.last_seen().items()}
             self._failure = kind(text + written_down(self.ranks[self.rank], text, ranks, seen), tuple(ranks))
             said, as_it_is = reason or text, kind is LockstepError
-            kept = json.dumps([said, list(ranks), as_it_is]).encode()
-            if len(kept) > REASON_BYTES - 2:
-                kept = json.dumps([said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]).encode()
+            data = json.dumps([said, list(ranks), as_it_is]).encode()
+            if len(data) > REASON_BYTES - 2:
+                data = json.dumps([said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]).encode()
             start = self.rank * REASON_BYTES
-            self._reasons[start + 2 : start + 2 + len(kept)] = kept
-            self._reasons[start : start + 2] = len(kept).to_bytes(2, "little")
+            self._reasons[start + 2 : start + 2 + len(data)] = data
+            self._reasons[start : start + 2] = len(data).to_bytes(2, "little")
             for word in self._own:
                 self.words[word] = BROKEN
         return type(self._failure)(str(self._failure), self._failure.ranks)
