@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import functional, has_tangent, is_compiling, is_exporting, is_traced
+from .._torch import WORLDS, functional, has_tangent, is_compiling, is_exporting, is_traced
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..shared_memory.channel import channel_of, ranks_per_host
@@ -35,18 +35,27 @@ LARGE_BYTES = 32 << 20
 
 
 def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False) -> Transport:
-    """What carries a message by its communicator's transport, which over gloo is chosen for the first CPU tensor."""
-    group, transport = comm.group, comm.transport  # in this order: the group of a new world has no transport yet
-    if transport is None:
-        channel = channel_of(group) if comm.on_gloo and tensor.is_cpu else None
-        transport = C10dTransport(comm, channel)
-        if channel is not None:
-            transport = SharedMemoryTransport(channel, transport)
-        elif per_host := ranks_per_host(group):
-            transport = AcrossHosts(comm, per_host, C10dTransport)
-        if tensor.is_cpu or not comm.on_gloo:  # else the ranks have not yet been asked whether they share memory
-            comm.transport = transport
+    """What carries a message by its communicator's transport."""
+    transport = comm.transport
+    if transport is None or WORLDS._default_pg is not comm._world:
+        transport = _connected(comm, tensor)
     return transport.carrier(tensor, op, background, uneven)
+
+
+def _connected(comm: Comm, tensor: Tensor) -> Transport:
+    """The transport of a communicator in the present world, which over gloo is chosen for the first CPU tensor."""
+    group, transport = comm.group, comm.transport  # in this order: the group of a new world has no transport yet
+    if transport is not None:
+        return transport
+    channel = channel_of(group) if comm.on_gloo and tensor.is_cpu else None
+    transport = C10dTransport(comm, channel)
+    if channel is not None:
+        transport = SharedMemoryTransport(channel, transport)
+    elif per_host := ranks_per_host(group):
+        transport = AcrossHosts(comm, per_host, C10dTransport)
+    if tensor.is_cpu or not comm.on_gloo:  # else the ranks have not yet been asked whether they share memory
+        comm.transport = transport
+    return transport
 
 
 def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:

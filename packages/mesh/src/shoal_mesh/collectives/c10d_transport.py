@@ -73,9 +73,9 @@ class C10dTransport(Transport):
         watched = self._gloo and tensor.is_cpu
         return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
 
-    def _moves_only(self, tensor: Tensor, op: str) -> bool:
-        """Whether the tensor's backend lacks a reduction: of those for devices, gloo alone has them on bits."""
-        return op in _ON_BITS and not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
+    def _moves_only(self, tensor: Tensor) -> bool:
+        """Whether the tensor's backend has no reductions on bits: of those for devices, gloo alone has them."""
+        return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
     def _reduced_on_arrival(
         self, move: Callable[[Tensor, Tensor], Handle | None], sent: Tensor, out: Tensor, op: str
@@ -86,7 +86,7 @@ class C10dTransport(Transport):
         return Pending(rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape)))
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
-        if self._moves_only(tensor, op):
+        if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
@@ -97,7 +97,7 @@ class C10dTransport(Transport):
         return self._watched(call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
-        if self._moves_only(tensor, op):
+        if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         work = call_of(self._kind, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
