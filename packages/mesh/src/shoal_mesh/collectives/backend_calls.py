@@ -194,7 +194,7 @@ def packed(
 
 def group_to_index(comm: Comm) -> list[int]:
     """Rank in the group -> index along the communicator, the inverse of `comm.order`."""
-    indices = range(comm.size)
+    indices = range(comm.size)  # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 

@@ -271,7 +271,7 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
         flat.copy_(tree_sum(backend_calls.all_gather(flat.unsqueeze(0), comm).wait()))
         return tensor
-    part = -(-flat.numel() // comm.size)
+    part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])
     own = _sum_in_tree(backend_calls.all_to_all(padded, comm).wait(), comm)
     flat.copy_(backend_calls.all_gather(own, comm).wait()[: flat.numel()])

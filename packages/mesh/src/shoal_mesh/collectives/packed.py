@@ -286,6 +286,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
             refuse_uneven(tensor, dim, comm)
 
     def run(alike: list[Tensor]) -> list[Tensor]:
+        # 2 ranks, tensors of 4 and 2 elements: rows a b and e go to rank 0, c d and f to rank 1, so 3 elements to each.
         blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
         rows = [each.view(comm.size, -1) for each in blocks]
         widths = [row.shape[1] for row in rows]

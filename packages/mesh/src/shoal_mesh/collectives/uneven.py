@@ -65,6 +65,7 @@ def all_gather_v(
         )
     if are_equal(sizes):
         return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
+    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
     gather = _gathered_exactly if max(sizes) * comm.size > 2 * total else _gathered_padded
 
     def start() -> Pending:
@@ -77,7 +78,7 @@ def all_gather_v(
 
 def _gathered_padded(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
     """(sizes[rank], ...) -> (sum(sizes), ...): every rank sends as many rows as the one that has most."""
-    largest = max(sizes)
+    largest = max(sizes)  # (3, 1, 2): every rank sends 3 rows, and of the 9 that arrive 3, 1 and 2 are joined
     if missing := largest - rows.shape[0]:
         rows = torch.cat([rows, rows.new_empty((missing, *rows.shape[1:]))])
 
@@ -151,7 +152,7 @@ def reduce_scatter_v(
             first, whole = sum(sizes[: comm.rank]), tensor.clone(memory_format=torch.contiguous_format)
             pending = reduced(whole, comm, how, async_op)
             return pending.then(lambda full: full.narrow(dim, first, own).contiguous())
-        rows = tensor.movedim(dim, 0)
+        rows = tensor.movedim(dim, 0)  # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
         zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
         blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
         padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])

@@ -391,6 +391,7 @@ def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> 
     if root is not None and follows and root._coordinate is not None:
         own = root._layout.position(root._coordinate)
         start = own - root._layout.offset
+        # The row of ranks 4-7 in a 2 x 4 mesh has offset 4: on rank 1, in column 1, it begins at 1 - 1 = 0.
         digits = [start // step % size * step for axis in fields.layout.axes for size, step in axis]
         moved = replace(fields.layout, offset=own - sum(digits))
         if moved.coordinate(root._layout(root._coordinate)) is not None:

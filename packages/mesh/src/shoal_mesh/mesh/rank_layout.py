@@ -115,7 +115,7 @@ class Layout:
     def fit(cls, shape: Sequence[int], members: Sequence[int]) -> Layout | None:
         """The layout that lists exactly `members` in row-major order, or None when they follow no strides."""
         axes = []
-        for i, size in enumerate(shape):
+        for i, size in enumerate(shape):  # (2, 4): axis 0 has members 0 and 4, axis 1 members 0 to 3
             step = prod(shape[i + 1 :])
             axis = fit_axis([members[k * step] - members[0] for k in range(size)])
             if axis is None:
@@ -216,7 +216,7 @@ class Layout:
 
     def _nests(self) -> bool:
         """Whether each stride, from small to large, steps over all that the smaller ones reach."""
-        reach = 0
+        reach = 0  # 4:1 reaches 3, over which 2:4 steps, and 2:3 does not
         for stride, size in sorted((s, n) for n, s in self._modes()):
             if stride <= reach:
                 return False

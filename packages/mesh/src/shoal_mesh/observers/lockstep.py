@@ -242,6 +242,7 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
         said, kinds, line = _stated.__wrapped__(*given)
     if event.sends is None or event.receives is None:
         return (said, kinds, 0), line
+    # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so all flows sum to 0.
     rank, size, flow = event.comm.rank, event.comm.size, 0
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
         flow += _weight(rank * size + other) * sent - _weight(other * size + rank) * expected

@@ -119,6 +119,7 @@ def reduce_scatter(  # what a message is
         own.pack(slot)
         yield what
         out = torch.empty(count, dtype=dtype) if out is None else out
+        # counts (2, 5), block 1: elements 2 to 7, of which a window from 4 to 8 brings 4 to 7.
         low, high = max(a, start), min(a + window, start + count)
         if low < high:
             reduce_rows(slots[:, low - a : high - a], op, out[low - start : high - start])
