@@ -1,4 +1,4 @@
-"""Covers: calls.py: what is refused, and handles, on real gloo ranks."""
+"""Covers: {calls,transport}.py: what is refused, and handles, on real gloo ranks."""
 
 from __future__ import annotations
 

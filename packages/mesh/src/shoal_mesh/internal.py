@@ -3,14 +3,14 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers, shared_memory,
-topology.
+topology, transport.
 """
 
 from ._torch import constant_when_compiled as constant_when_compiled
 from .accelerator import accelerator as accelerator, module_of as module_of, own_device as own_device
 from .argument_types import kind_of as kind_of
 from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
-from .collectives.calls import Along as Along, Pending as Pending
+from .collectives.calls import Along as Along
 from .collectives.even import all_reduce_ as all_reduce_
 from .collectives.graph_dependences import bound as bound, contribution as contribution
 from .collectives.packed import PackedPending as PackedPending, start_packed as start_packed
@@ -28,3 +28,4 @@ from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version
+from .transport import Pending as Pending

@@ -1,7 +1,7 @@
 """How the ranks of a group send one another tensors: what shared memory and the backends of c10d do each in their way.
 
 A communicator has one transport. `shared_memory.exchange` is that between CPU ranks of one host,
-`collectives.c10d_transport` the process group's own backend.
+`collectives.c10d_transport` the process group's own backend. What has been started is a `Pending`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,47 @@ class Handle(Protocol):
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
+
+    Attributes:
+        value: what the backend writes to, before it has been passed through functions; the result once it has been
+            waited for.
+        work: what the transport has started; None when it is complete.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     pending = all_reduce(torch.ones(2), comm_over((0, 1)), async_op=True)
+        ...     return pending.then(lambda total: total * 10).wait().tolist()
+        >>> launch(example, 2)
+        [[20.0, 20.0], [20.0, 20.0]]
+    """
+
+    __slots__ = ("_then", "value", "work")
+
+    def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.value, self.work, self._then = value, work, then
+
+    def wait(self) -> Tensor:
+        """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self._then is not None:
+            self.value, self._then = self._then(self.value), None
+        return self.value
+
+    def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, its result passed through `function`; use the returned object from now on."""
+        first = self._then
+        self._then = function if first is None else lambda value: function(first(value))
+        return self
+
+    def is_completed(self) -> bool:
+        """Whether the backend is done, so that `wait()` would not block."""
+        return self.work is None or bool(self.work.is_completed())
 
 
 class Transport(Protocol):

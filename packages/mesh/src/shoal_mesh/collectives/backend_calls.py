@@ -20,10 +20,9 @@ from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
-from ..transport import Handle, Receive, Transport
+from ..transport import Handle, Pending, Receive, Transport
 from .across_hosts import AcrossHosts
 from .c10d_transport import C10dTransport
-from .calls import Pending
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
 from .reductions import in_memory
 

@@ -18,8 +18,7 @@ from ..groups.process_groups import Comm
 from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Channel
 from ..shared_memory.recorder import record
-from ..transport import Handle, Transport, as_bytes
-from .calls import Pending
+from ..transport import Handle, Pending, Transport, as_bytes
 from .reductions import PLAIN, REDUCE
 
 Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)

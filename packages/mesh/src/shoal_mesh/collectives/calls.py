@@ -1,7 +1,6 @@
 """A call of a collective: what it takes, and what it returns.
 
-Which communicator is meant, refusals of what cannot be right, which raise before anything is sent, and a collective
-under way.
+Which communicator is meant, and refusals of what cannot be right, which raise before anything is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..errors import CollectiveError, CollectiveTypeError, DimError
 from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
-from ..transport import Handle
+from ..transport import Pending
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 
@@ -121,47 +120,6 @@ def check_root(index: int, comm: Comm, name: str) -> None:
             f"{name} {index} is no rank along {'x'.join(comm.axes)}: indices are 0 to {comm.size - 1}, "
             "counted along the axes (not global ranks)"
         )
-
-
-class Pending:
-    """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
-
-    Attributes:
-        value: what the backend writes to, before it has been passed through functions; the result once it has been
-            waited for.
-        work: what the transport has started; None when it is complete.
-
-    Example:
-        >>> def example() -> list[float]:
-        ...     pending = all_reduce(torch.ones(2), comm_over((0, 1)), async_op=True)
-        ...     return pending.then(lambda total: total * 10).wait().tolist()
-        >>> launch(example, 2)
-        [[20.0, 20.0], [20.0, 20.0]]
-    """
-
-    __slots__ = ("_then", "value", "work")
-
-    def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.value, self.work, self._then = value, work, then
-
-    def wait(self) -> Tensor:
-        """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        if self._then is not None:
-            self.value, self._then = self._then(self.value), None
-        return self.value
-
-    def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
-        """The same collective, its result passed through `function`; use the returned object from now on."""
-        first = self._then
-        self._then = function if first is None else lambda value: function(first(value))
-        return self
-
-    def is_completed(self) -> bool:
-        """Whether the backend is done, so that `wait()` would not block."""
-        return self.work is None or bool(self.work.is_completed())
 
 
 def collective(  # noqa: PLR0913  # the fields of an event, and how it runs

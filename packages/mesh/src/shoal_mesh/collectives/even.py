@@ -16,8 +16,9 @@ from torch import Tensor
 from .._torch import is_compiling
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
+from ..transport import Pending
 from . import backend_calls
-from .calls import Along, Pending, checked, collective, normal_dim, refuse_uneven
+from .calls import Along, checked, collective, normal_dim, refuse_uneven
 from .reductions import WireReduction, in_tree, materialized, reduction, tree_sum, unwire, wire
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.

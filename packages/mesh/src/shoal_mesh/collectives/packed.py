@@ -18,9 +18,9 @@ from .._torch import is_traced
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
-from ..transport import Handle, Receive
+from ..transport import Handle, Pending, Receive
 from . import backend_calls
-from .calls import Along, Pending, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
+from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
 from .even import all_reduce, all_reduce_
 from .reductions import in_tree, reduction
 from .uneven import all_gather_v, reduce_scatter_v

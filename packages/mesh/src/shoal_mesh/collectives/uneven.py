@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
+from ..transport import Pending
 from . import backend_calls
-from .calls import Along, Pending, are_equal, check_sizes, checked, collective, normal_dim
+from .calls import Along, are_equal, check_sizes, checked, collective, normal_dim
 from .even import all_gather, reduce_scatter, reduced, reduced_blocks
 from .reductions import materialized, reduction
 

@@ -28,7 +28,6 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import require
 from ..collectives import backend_calls
-from ..collectives.calls import Pending
 from ..errors import LockstepError, MeshError, PeerError, by_ranks, name_ranks
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
@@ -37,6 +36,7 @@ from ..shared_memory.backend_work import lost_ranks
 from ..shared_memory.channel import channel_of
 from ..shared_memory.peers import minority, wait_until
 from ..shared_memory.recorder import LIBRARIES
+from ..transport import Pending
 
 Numbers = tuple[int, int, int]
 
