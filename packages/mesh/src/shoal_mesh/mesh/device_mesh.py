@@ -196,7 +196,7 @@ class DeviceMesh(RankGrid):
             return self
         at = self._coordinate or (0,) * self.ndim
         layout = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes})
-        names = None if self._names is None else tuple(self._names[a] for a in axes)
+        names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[a] for a in axes)
         comms = [self._comms.get((a,)) for a in axes]
         return self._derive(layout, names, tuple(self._choices[a] for a in axes), comms)
 
@@ -223,7 +223,7 @@ class DeviceMesh(RankGrid):
         name = name or "_".join(self.axis_names)
         if self.ndim == 1 and name == self.axis_names[0] and backend_override is None:
             return self
-        if self._names is not None and name in root.axis_names and (root.ndim > 1 or root is not self):
+        if self.mesh_dim_names is not None and name in root.axis_names and (root.ndim > 1 or root is not self):
             raise AxisError(f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name")
         choices = read_backends(None if backend_override is None else {0: backend_override}, None, 1)
         if backend_override is None and len(set(self._choices)) == 1:
@@ -262,12 +262,13 @@ class DeviceMesh(RankGrid):
         """
         axis, sizes = self.axis_index(dim), read_sizes(sizes, "sizes")
         names = read_names(names, len(sizes))
-        if (names is None) != (self._names is None):
+        if (names is None) != (self.mesh_dim_names is None):
             raise MeshError(
                 f"unflatten of axis {dim!r} of {self!r} into {tuple(sizes)} needs one name per size, got {names}"
             )
         layout = self._layout.unflatten(axis, sizes)
-        every = None if self._names is None else (*self._names[:axis], *(names or ()), *self._names[axis + 1 :])
+        before = self.mesh_dim_names or ()
+        every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
         every = read_names(every, layout.ndim)
         new = read_backends(backend_override, tuple(names) if names else None, len(sizes))
         if backend_override is None:
@@ -301,7 +302,7 @@ class DeviceMesh(RankGrid):
         layout = Layout(axes, offset, root._rank_map)
         if not layout.is_injective():
             raise MeshError(f"two of {', '.join(map(repr, meshes))} run along the same ranks")
-        named = [m._names for m in meshes if m._names is not None]
+        named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
         names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
         comms = [mesh._comms.get((a,)) for mesh in meshes for a in range(mesh.ndim)]
         choices = tuple(choice for mesh in meshes for choice in mesh._choices)
@@ -324,7 +325,7 @@ class DeviceMesh(RankGrid):
         submeshes = []
         for position in product(*(range(self.shape[a]) for a in others)):
             layout = self._layout.select(along, dict(zip(others, position, strict=True)))
-            mesh = self._derive(layout, own_slice._names, own_slice._choices)
+            mesh = self._derive(layout, own_slice.mesh_dim_names, own_slice._choices)
             submeshes.append(own_slice if mesh == own_slice else mesh)
         return submeshes
 

@@ -37,9 +37,9 @@ class RankGrid:
     """
 
     __slots__ = (
-        "__weakref__", "_abstract_rank", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened",
-        "_hash", "_key", "_layout", "_names", "_rank_map", "_root", "_tensor", "_world", "axis_names", "device_type",
-        "is_abstract", "mesh_dim_names", "ndim", "shape",
+        "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_hash", "_key",
+        "_layout", "_rank_map", "_root", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
+        "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
     _comms: dict[Any, Comm]
     _derived: dict[Any, Any]
@@ -63,8 +63,7 @@ class RankGrid:
     def _set(self, fields: MeshFields, root: Any) -> None:
         """Fill the slots; the only place that does."""
         self._fields, self._root = fields, root
-        self._layout, self._names = fields.layout, fields.names
-        self._choices, self._rank_map, self._abstract_rank = fields.choices, fields.layout.listed, fields.abstract_rank
+        self._layout, self._choices, self._rank_map = fields.layout, fields.choices, fields.layout.listed
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
@@ -82,8 +81,8 @@ class RankGrid:
         self._coordinate = None if rank is None else self.coordinate_of(rank)
 
     def _own_rank(self) -> int | None:
-        if self._abstract_rank is not None:
-            return self._abstract_rank
+        if self._fields.abstract_rank is not None:
+            return self._fields.abstract_rank
         world = _torch.default_group()
         return None if world is None else world.rank()
 
@@ -285,7 +284,7 @@ class RankGrid:
         return comm
 
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:
-        if self._abstract_rank is not None and self._fields.connect is None:
+        if self.is_abstract and self._fields.connect is None:
             raise NoGroupError(f"{self!r} is abstract: it has no process groups, so nothing can be sent along {axes}")
         if self._coordinate is None:
             raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes")
@@ -351,7 +350,7 @@ class RankGrid:
 
         if self.size() > 256:
             return f"<pre>{escape(repr(self))}</pre>"
-        names = self._names or tuple(map(str, range(self.ndim)))
+        names = self.axis_names
         down = " x ".join(map(escape, names[:-1]))
         across = self.shape[-1]
         lines = [f"<tr><th>{down}</th>" + "".join(f"<th>{names[-1]} {i}</th>" for i in range(across)) + "</tr>"]
@@ -361,10 +360,8 @@ class RankGrid:
         return f"<table><caption>{escape(repr(self))}</caption>{''.join(lines)}</table>"
 
     def __repr__(self) -> str:
-        sizes = self.shape
-        axes = (
-            ", ".join(f"{n}={s}" for n, s in zip(self._names, sizes, strict=True)) if self._names else str(sizes)[1:-1]
-        )
+        names, sizes = self.mesh_dim_names, self.shape
+        axes = ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
         ranks = self.ranks if self.size() <= 64 else ()
         if not ranks:
             where = f"{self._layout!r}"
