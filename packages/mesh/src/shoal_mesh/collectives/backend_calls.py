@@ -35,8 +35,9 @@ LARGE_BYTES = 32 << 20
 
 def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False) -> Transport:
     """What carries a message by its communicator's transport."""
-    transport = comm.transport
-    if transport is None or WORLDS._default_pg is not comm._world:
+    # The world first: another thread that renews the communicator drops the old transport before it notes the world.
+    transport = comm.transport if WORLDS._default_pg is comm._world else None
+    if transport is None:
         transport = _connected(comm, tensor)
     return transport.carrier(tensor, op, background, uneven)
 
