@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +110,23 @@ def test_sums_have_the_same_bits_on_all_ranks_and_are_counted_once() -> None:
         assert all(torch.equal(everywhere[0], row) for row in everywhere)
         exact = all_gather(mine, comm).view(4, -1).double().sum(0)
         torch.testing.assert_close(reduced.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+@on_ranks(4)
+def test_large_messages_in_the_background_need_nothing_more_of_a_rank_that_does_not_wait() -> None:
+    comm = comm_over((0, 1, 2, 3))
+    tensor = torch.arange(1 << 20, dtype=torch.float32) * (comm.rank + 1)  # 4 MiB
+    calls: list[Callable[..., Any]] = [
+        all_gather,
+        reduce_scatter,
+        all_reduce,
+        partial(all_to_all, split_dim=0, concat_dim=0),
+    ]
+    wanted = [call(tensor, comm) for call in calls]
+    under_way = [call(tensor, comm, async_op=True) for call in calls]
+    assert comm.rank or all(map(torch.equal, [pending.wait() for pending in under_way], wanted))
+    dist.barrier()  # over gloo
+    assert all(map(torch.equal, [pending.wait() for pending in under_way], wanted))
 
 
 @on_ranks(2)

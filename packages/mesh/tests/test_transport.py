@@ -11,7 +11,7 @@ from rank_values import over_gloo
 from shoal_mesh import Comm, all_gather, all_reduce, comm_over
 from shoal_mesh.collectives.backend_calls import carrier_of
 from shoal_mesh.collectives.c10d_transport import C10dTransport
-from shoal_mesh.shared_memory.channel import SLOT_BYTES
+from shoal_mesh.shared_memory.channel import BACKGROUND, SLOT_BYTES
 from shoal_mesh.shared_memory.exchange import SharedMemoryTransport
 from shoal_mesh.testing import on_ranks
 from shoal_mesh.transport import as_bytes
@@ -34,6 +34,7 @@ def test_a_communicator_chooses_at_its_first_collective_on_cpu_tensors() -> None
 
 
 LARGE = torch.empty(SLOT_BYTES + 1, dtype=torch.uint8)
+LARGEST = torch.empty(BACKGROUND["reductions"][1] + 1, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,10 @@ LARGE = torch.empty(SLOT_BYTES + 1, dtype=torch.uint8)
         (torch.ones(2, device="meta"), "sum", False, False),
         (torch.nn.Parameter(torch.ones(2), requires_grad=False), "", False, False),
         (LARGE, "", False, True),
-        (LARGE, "", True, False),
-        (LARGE, "sum", True, False),
+        (LARGE, "", True, True),
+        (LARGE, "sum", True, True),
+        (LARGEST, "sum", True, False),
+        (LARGEST, "sum", False, True),
     ],
 )
 @on_ranks(2)

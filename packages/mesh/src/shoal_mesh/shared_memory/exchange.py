@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..transport import Handle, Receive, Transport, as_bytes
 from . import messages
-from .channel import SLOT_BYTES, Channel
+from .channel import Channel
 from .messages import reduce_rows
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
 from .stream import Steps, Stream, Underway
@@ -30,12 +30,18 @@ class SharedMemoryTransport(Transport):
 
     In the background it takes messages of one round only, which are visible to the others at once: what takes several
     is left to the backend, whose threads do it.
+
+    Args:
+        channel: of the group.
+        backend: the group's own transport.
+        stream: which messages take; the channel's foreground if it is left out.
     """
 
     __slots__ = ("_backend", "_channel", "_stream")
 
-    def __init__(self, channel: Channel, backend: Transport) -> None:
-        self._channel, self._stream, self._backend = channel, channel.foreground, backend
+    def __init__(self, channel: Channel, backend: Transport, stream: Stream | None = None) -> None:
+        self._channel, self._backend = channel, backend
+        self._stream: Stream = channel.foreground if stream is None else stream
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         if (
@@ -44,8 +50,12 @@ class SharedMemoryTransport(Transport):
             or (op and (op not in CARRIED_OPS or tensor.dtype not in CARRIED_DTYPES))
         ):
             return self._backend
-        # How many rounds uneven blocks take, no rank knows before it has met the others.
-        return self._backend if background and (uneven or tensor.nbytes > SLOT_BYTES) else self
+        if not background:
+            return self
+        if uneven:  # how many rounds these take, no rank knows before it has met the others
+            return self._backend
+        fitting = [stream for stream in self._channel.background.values() if tensor.nbytes <= stream.slot_bytes]
+        return SharedMemoryTransport(self._channel, self._backend, fitting[0]) if fitting else self._backend
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
         stream = self._stream
