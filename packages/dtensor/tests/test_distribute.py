@@ -25,6 +25,8 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor.redistribute import scatter as scatter_module
+from shoal_dtensor.redistribute.scatter import scattering, shard_of
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh, lockstep
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -118,6 +120,28 @@ def resident(path: Path) -> int:
         if line.endswith(str(path)):
             total += next(int(row.split()[1]) << 10 for row in lines if row.startswith("Rss:"))
     return total
+
+
+@pytest.mark.parametrize("bucket", [1, 1 << 24])
+@pytest.mark.parametrize("source", [0, 1])
+@on_ranks(4)
+def test_tensors_that_travel_together_are_those_that_travel_alone(source: int, bucket: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(mesh.get_rank())
+    cases = [(shape, placements, dtype) for shape, placements in LAYOUTS for dtype in (torch.float32, torch.int64)] * 2
+    specs = [Spec(mesh, placements, shape, None, dtype) for shape, placements, dtype in cases]
+    wholes = [(torch.randn(spec.shape) * 100).to(spec.dtype) for spec in specs]
+    usual, scatter_module.BUCKET_BYTES = scatter_module.BUCKET_BYTES, bucket
+    try:
+        with CommDebugMode() as mode, pytest.raises(ZeroDivisionError), scattering(source) as scatter:
+            shards = [scatter.shard(whole, spec) for whole, spec in zip(wholes, specs, strict=True)]
+            raise ZeroDivisionError  # what other ranks have sent arrives
+    finally:
+        scatter_module.BUCKET_BYTES = usual
+    # Of each dtype one all-to-all along both axes, one along either and a broadcast, and a broadcast along both.
+    assert bucket == 1 or mode.get_total_counts() <= 2 * 6
+    for shard, whole, spec in zip(shards, wholes, specs, strict=True):
+        assert torch.equal(shard, shard_of(whole, spec, source))
 
 
 def test_meta_tensors_give_meta_parts_without_communication() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shoal_mesh import abstract_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     StyleError,
     UnsupportedModuleError,
@@ -47,6 +49,33 @@ def test_uneven_features_and_unparallelize() -> None:
     torch.testing.assert_close(module(x), single(x), rtol=0, atol=0)
     parallelize_module(module, axis, plan)
     torch.testing.assert_close(module(x), single(x))
+
+
+class Scaled(ColwiseParallel):
+    """A style that reads a parameter once it is sharded."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parallel = super()._apply(module, device_mesh)
+        weight: Any = parallel.weight
+        weight.data.to_local().mul_(2)
+        return parallel
+
+
+@on_ranks(2)
+def test_the_parameters_of_a_plan_travel_together() -> None:
+    torch.manual_seed(dist.get_rank())  # the values of rank 0 count
+    module: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    first: Any = copy.deepcopy(module)
+    for param in first.parameters():
+        dist.broadcast(param.detach(), 0)
+    first[2].weight.data.mul_(2)
+    plan: dict[str, ParallelStyle] = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)}
+    with CommDebugMode() as mode:
+        parallelize_module(module, all_ranks(), {**plan, "2": Scaled()})
+    # Before the style that acts by itself, its own, and after it: shards by one all-to-all, biases by one broadcast.
+    assert mode.get_total_counts() == 2 + 1 + 2
+    for name, param in first.named_parameters():
+        assert torch.equal(module.get_parameter(name).full_tensor(), param), name
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel()])

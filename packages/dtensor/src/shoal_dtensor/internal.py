@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, argument_types, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
+May import: _torch, api, argument_types, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
 """
 
 from ._torch import (
@@ -25,6 +25,7 @@ from ._torch import (
     unwatched_functions as unwatched_functions,
     whole_when_compiled as whole_when_compiled,
 )
+from .api.distribute import distributed_by as distributed_by
 from .argument_types import (
     check_device_mesh as check_device_mesh,
     submodule_of as submodule_of,
@@ -85,6 +86,7 @@ from .redistribute.blocks import (
     exchange_blocks as exchange_blocks,
     move_blocks as move_blocks,
 )
+from .redistribute.scatter import Scatter as Scatter, scattering as scattering
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
 from .tensor.dtensor import local_shard as local_shard
 from .tensor.gradients import (

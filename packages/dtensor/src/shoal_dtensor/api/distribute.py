@@ -22,7 +22,7 @@ from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
 from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
-from ..redistribute.scatter import shard_of
+from ..redistribute.scatter import Scatter, shard_of
 from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
@@ -82,12 +82,7 @@ def distribute_tensor(
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
     check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
-    if not tensor.is_leaf:
-        raise PlacementError(
-            "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
-        )
-    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
-    spec = Spec(mesh, wanted, tensor.shape, stride, tensor.dtype, shard_order)
+    spec = _spec_of(tensor, mesh, wanted, shard_order)
     with torch.no_grad():
         # A partial axis must reduce to the values: it starts out replicated and is shared out, without communication.
         start = gradient_spec(spec)
@@ -95,6 +90,26 @@ def distribute_tensor(
         local = local if start is spec else run(plan(start, spec), local)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
+
+
+def distributed_by(
+    scatter: Scatter, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensor:
+    """What `distribute_tensor` gives for a plain tensor, with its values once `scatter` has sent them."""
+    spec = _spec_of(tensor, mesh, placements)
+    return DTensor(scatter.shard(tensor.detach(), spec), spec, requires_grad=tensor.requires_grad)
+
+
+def _spec_of(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None = None
+) -> Spec:
+    """The layout of a plain tensor on a mesh, in the memory order that it has."""
+    if not tensor.is_leaf:
+        raise PlacementError(
+            "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
+        )
+    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
+    return Spec(mesh, placements, tensor.shape, stride, tensor.dtype, shard_order)
 
 
 def _unmoved(tensor: DTensor, asked: Spec) -> DTensor:

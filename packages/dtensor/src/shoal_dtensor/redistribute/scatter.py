@@ -1,13 +1,16 @@
-"""From one rank's plain tensor to a shard on every rank."""
+"""From one rank's plain tensors to shards on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_mesh import all_to_all_blocks, broadcast
+from shoal_mesh import DeviceMesh, all_to_all_blocks, broadcast
+from shoal_mesh.internal import pack_blocks, unpack_blocks
 
 from ..errors import PlacementError
 from ..layout.boxes import slices_of
@@ -18,30 +21,102 @@ if TYPE_CHECKING:
     from ..layout.spec import Spec
 
 
+BUCKET_BYTES = 1 << 24  # of the tensors that are sent together, which are alive until then
+_Entry = tuple[torch.Tensor, "Spec", torch.Tensor]  # the tensor, and what is to be its shard
+
+
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
-    """`V -> placements`: this rank's shard, in memory of its own, of the plain tensor that one rank has.
+    """`V -> placements`: this rank's shard of the plain tensor that one rank has; arguments as for `Scatter`."""
+    with scattering(source) as scatter:
+        return scatter.shard(tensor, spec)
+
+
+@contextmanager
+def scattering(source: int | None) -> Iterator[Scatter]:
+    """A block at whose end the shards have their values, also if it raises."""
+    scatter = Scatter(source)
+    try:
+        yield scatter
+    finally:
+        scatter.send()
+
+
+class Scatter:
+    """Plain tensors of one rank that become shards on every rank, many in one collective.
+
+    All ranks pass tensors of the same shapes in the same order.
 
     Args:
-        tensor: the global tensor; on other ranks than the source anything of its shape and dtype.
-        spec: of the result, which is not partial.
-        source: the rank at this coordinate of every mesh axis; None: every rank slices its own tensor, nothing is sent.
+        source: the rank at this coordinate of every mesh axis; None: every rank slices its own tensors, nothing is
+            sent.
 
-    Raises:
-        PlacementError: if values are to be partial, or there is no such coordinate.
+    Example:
+        >>> from shoal_dtensor import Shard, Spec
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     specs = [Spec(mesh, [Shard(0)], (n,), None, torch.int64) for n in (2, 4)]
+        ...     with scattering(0) as scatter:  # one all-to-all
+        ...         shards = [scatter.shard(torch.arange(spec.shape[0]), spec) for spec in specs]
+        ...     [shard.tolist() for shard in shards]
+        [[0], [0, 1]]
     """
-    if spec.partials:
-        raise PlacementError(f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate")
-    tensor = tensor.resolve_conj().resolve_neg()
-    if spec.coordinate is None:
-        return tensor.new_empty((0,), device=_device(tensor, spec))
-    if spec.is_strided:
-        opened = unfold_spec(spec)
-        return shard_of(tensor.reshape(opened.shape), opened, source).reshape(spec.local_shape)
-    if source is None or tensor.is_meta:
-        shard = tensor[slices_of(spec.box(spec.coordinate))]
-        own = shard.contiguous() if shard.shape == tensor.shape else shard.clone(memory_format=torch.contiguous_format)
-        return own.to(_device(tensor, spec))
-    return _from_source(tensor, spec, source)
+
+    __slots__ = ("_bytes", "_source", "_waiting")
+
+    def __init__(self, source: int | None) -> None:
+        self._source = source
+        self._bytes = 0
+        # What travels together: of one mesh, the same axes that shard and that copy, one dtype and device.
+        self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[_Entry]] = {}
+
+    def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This rank's shard, in memory of its own, which has its values once `send` has been called.
+
+        Args:
+            tensor: the global tensor; on other ranks than the source anything of its shape and dtype.
+            spec: of the result, which is not partial.
+
+        Raises:
+            PlacementError: if values are to be partial, or the source is no coordinate of the mesh.
+        """
+        if spec.partials:
+            raise PlacementError(f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate")
+        tensor = tensor.resolve_conj().resolve_neg()
+        device = _device(tensor, spec)
+        if spec.coordinate is None:
+            return tensor.new_empty((0,), device=device)
+        if spec.is_strided:
+            opened = unfold_spec(spec)
+            return self.shard(tensor.reshape(opened.shape), opened).reshape(spec.local_shape)
+        if self._source is None or tensor.is_meta:
+            shard = tensor[slices_of(spec.box(spec.coordinate))]
+            own = (
+                shard.contiguous()
+                if shard.shape == tensor.shape
+                else shard.clone(memory_format=torch.contiguous_format)
+            )
+            return own.to(device)
+        for name, size in zip(spec.mesh.axis_names, spec.mesh.shape, strict=True):
+            if not 0 <= self._source < size:
+                raise PlacementError(
+                    f"src_data_rank {self._source} is no coordinate of mesh axis {name!r} of size {size}"
+                )
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
+        sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
+        self._waiting.setdefault((spec.mesh, sharding, tensor.dtype, device), []).append((tensor, spec, local))
+        self._bytes += tensor.nbytes
+        if self._bytes > BUCKET_BYTES:
+            self.send()
+        return local
+
+    def send(self) -> None:
+        """Fill all shards."""
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        for (mesh, sharding, _, _), entries in waiting.items():
+            assert self._source is not None, "without a source nothing waits"
+            _send(entries, mesh, sharding, self._source)
 
 
 def _device(tensor: torch.Tensor, spec: Spec) -> torch.device:
@@ -51,37 +126,34 @@ def _device(tensor: torch.Tensor, spec: Spec) -> torch.device:
     return torch.device(spec.mesh.device_type)
 
 
-def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
+def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int) -> None:
     """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
-    mesh, here = spec.mesh, spec.coordinate
-    assert here is not None, "only ranks of the mesh call this"
-    sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
+    spec, here = entries[0][1], entries[0][1].coordinate
+    assert here is not None, "only ranks of the mesh have entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
-    for axis, size in enumerate(mesh.shape):
-        if not 0 <= source < size:
-            raise PlacementError(
-                f"src_data_rank {source} is no coordinate of mesh axis {mesh.axis_names[axis]!r} of size {size}"
-            )
-    local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=_device(tensor, spec))
-    if not sharding and all(here[axis] == source for axis in copying):
-        local = tensor.to(local.device).contiguous()
-    elif all(here[axis] == source for axis in copying):
+    shards = [local for _, _, local in entries]
+    in_plane = all(here[axis] == source for axis in copying)
+    if in_plane and not sharding:
+        for tensor, _, local in entries:
+            local.copy_(tensor)
+    elif in_plane:
         group = members(spec, sharding, here)
         sent: list[list[torch.Tensor]] = [[] for _ in group]
         received: list[list[torch.Tensor]] = [[] for _ in group]
         if all(here[axis] == source for axis in sharding):
-            whole = tensor.to(local.device)
-            sent = [[whole[slices_of(spec.box(member))]] for member in group]
-        received[_index_of(source, sharding, spec)] = [local]
+            wholes = [(tensor.to(local.device), spec) for tensor, spec, local in entries]
+            sent = [[whole[slices_of(spec.box(member))] for whole, spec in wholes] for member in group]
+        received[_index_of(source, sharding, mesh)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:
-        local = broadcast(local, mesh.comm(copying), src=_index_of(source, copying, spec))
-    return local
+        copied = broadcast(pack_blocks(shards), mesh.comm(copying), src=_index_of(source, copying, mesh))
+        if not in_plane:
+            unpack_blocks(copied, shards)
 
 
-def _index_of(source: int, axes: tuple[int, ...], spec: Spec) -> int:
+def _index_of(source: int, axes: tuple[int, ...], mesh: DeviceMesh) -> int:
     """Index among the ranks along some axes of the one at coordinate `source` of each."""
     index = 0
     for axis in axes:
-        index = index * spec.mesh.shape[axis] + source
+        index = index * mesh.shape[axis] + source
     return index

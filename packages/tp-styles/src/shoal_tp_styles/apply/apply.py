@@ -7,19 +7,23 @@ so whichever module is reached later, in this call or another, takes the same on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Placement, Spec, distribute_tensor
+from shoal_dtensor import DTensor, Placement, Spec
 from shoal_dtensor.errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from shoal_dtensor.internal import (
     ModuleForward,
+    Scatter,
     carry_gradient,
     carry_over,
     current_arithmetic,
+    distributed_by,
     forward_of,
     holds_tensors,
+    scattering,
     set_forward,
 )
 from shoal_mesh import DeviceMesh
@@ -42,6 +46,7 @@ def apply_sharding(
     *,
     src_data_rank: int | None = 0,
     lower: bool = True,
+    scatter: Scatter | None = None,
 ) -> nn.Module:
     """The module, parallel on a mesh as the record declares.
 
@@ -51,6 +56,7 @@ def apply_sharding(
         mesh: with one axis; with two where the record has placements for a second one.
         src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
         lower: let known module types run as local computation; False runs everything through DTensor dispatch.
+        scatter: what the parameters of several modules travel by, with the same source; the caller sends it.
 
     Raises:
         LayoutError: if the mesh has several axes, or the instance has a forward that the style would hide.
@@ -87,7 +93,8 @@ def apply_sharding(
     if sharding.distributes:
         blocks = {name for name, _ in block_rows(fused)} if fused is not None and splits else set()
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
-        _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=buffers)
+        with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
+            _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)
     if fused is not None:
         load_fused(module, fused, mesh)
     set_forward(module, lowering(module, sharding, mesh, inner))
@@ -144,7 +151,7 @@ def _distribute(
     module: nn.Module,
     sharding: ModuleSharding,
     mesh: DeviceMesh,
-    src_data_rank: int | None,
+    scatter: Scatter,
     *,
     blocks: set[str],
     buffers: bool,
@@ -154,16 +161,16 @@ def _distribute(
             path = f"{prefix}.{name}" if prefix else name
             if param is not None and path not in blocks:
                 placements = sharding.placements(path, mesh.shape)
-                owner._parameters[name] = _distributed(path, param, placements, mesh, src_data_rank)
+                owner._parameters[name] = _distributed(path, param, placements, mesh, scatter)
         for name, buffer in owner._buffers.items():
             if buffers and buffer is not None and not isinstance(buffer, DTensor):
                 path = f"{prefix}.{name}" if prefix else name
                 placements = sharding.placements(path, mesh.shape)
-                owner._buffers[name] = distribute_tensor(buffer, mesh, placements, src_data_rank=src_data_rank)
+                owner._buffers[name] = distributed_by(scatter, buffer, mesh, placements)
 
 
 def _distributed(
-    name: str, param: nn.Parameter, placements: tuple[Placement, ...], mesh: DeviceMesh, src_data_rank: int | None
+    name: str, param: nn.Parameter, placements: tuple[Placement, ...], mesh: DeviceMesh, scatter: Scatter
 ) -> nn.Parameter:
     """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
@@ -181,10 +188,10 @@ def _distributed(
                 f"{current.placements} on {current.device_mesh}; styles of modules that share a parameter must agree"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
-    sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=src_data_rank)
+    sharded = distributed_by(scatter, param.detach(), mesh, placements)
     successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
     grad = param.grad
-    placed = None if grad is None else distribute_tensor(grad, mesh, placements, src_data_rank=src_data_rank)
+    placed = None if grad is None else distributed_by(scatter, grad, mesh, placements)
     carry_gradient(param, successor, placed)
     carry_over(param, successor)
     setattr(param, _SUCCESSOR, successor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,10 +11,19 @@ from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
-from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, shard_sizes, watch_draws
+from shoal_dtensor.internal import (
+    Scatter,
+    check_device_mesh,
+    check_styled,
+    given_back,
+    in_turns,
+    scattering,
+    shard_sizes,
+    watch_draws,
+)
 from shoal_mesh import DeviceMesh
 
-from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
+from ..apply.apply import already_parallel, apply_sharding, check_parameters, conflicting_style, note_undeclared
 from ..progress import progress
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
@@ -155,13 +164,24 @@ class Resolved:
         in_order = any(use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses)
         styled = zip(self.uses, axes, strict=True)
         turns = in_turns(zip(styled, owners, strict=True), in_order=in_order)
-        for uses, needed in progress(turns, "making modules parallel"):
-            with given_back(needed):
-                for use, axis in uses:
-                    style: ParallelStyle = use.style._with(src_data_rank=src_data_rank, lower=lower)
-                    style._apply(use.module, axis)
-                    if use.sharding is None:
-                        note_undeclared(use.module, type(use.style).__name__)
+        with scattering(src_data_rank) as together:
+            for uses, needed in progress(turns, "making modules parallel"):
+                # Owners read the parameters when they take them again.
+                with given_back(needed), scattering(src_data_rank) if needed else nullcontext(together) as scatter:
+                    for use, axis in uses:
+                        _apply(use, axis, scatter, src_data_rank, lower)
+
+
+def _apply(use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool) -> None:
+    """Make one module parallel; a style that does so by itself finds all values that are under way."""
+    style = use.style
+    if use.sharding is not None and type(style)._apply is DeclaredStyle._apply:
+        apply_sharding(use.module, use.sharding, axis, src_data_rank=src_data_rank, lower=lower, scatter=scatter)
+        return
+    scatter.send()
+    style._with(src_data_rank=src_data_rank, lower=lower)._apply(use.module, axis)
+    if use.sharding is None:
+        note_undeclared(use.module, type(style).__name__)
 
 
 def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -347,7 +367,7 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     Raises:
         LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks, or is torch's.
     """
-    check_device_mesh(str(style), mesh)
+    check_device_mesh(type(style).__name__, mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if style.axis is None:
         if mesh.ndim == 1:
