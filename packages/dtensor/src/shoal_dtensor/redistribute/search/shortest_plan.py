@@ -126,8 +126,11 @@ class _Search:
         floor = inf if self.candidates.complete else self.bound(start.here)
         self.reached: dict[State, float] = {}  # seconds of the fastest way there so far
         self.offer(start)
+        plain = self.reduced(start)
+        if self.worst * _ALIKE <= self.bound.at_once(start.here):
+            self.heap.clear()
         if self.heap and self.space.large.bit_count() > 2:
-            self.settle(start)
+            self.settle(plain)
         while self.heap:
             bound, _, trail = heappop(self.heap)
             if bound >= self.worst * _ALIKE:
@@ -143,18 +146,23 @@ class _Search:
         """Whether the best way so far has to do."""
         return self.priced >= self.most and bool(self.found)
 
-    def settle(self, trail: _Trail) -> None:
-        """Offer plain ways: reduce, then settle one speed or one axis after the other.
-
-        So no plan is worse than these, however early the search stops.
-        """
-        space, here, bandwidth = self.space, trail.here, self.space.links.bandwidth
+    def reduced(self, trail: _Trail) -> _Trail:
+        """Offer the plain reduction, to where the goal has the axes: often nothing beats it."""
+        space, here = self.space, trail.here
         if here.pending:
             after = space.scattered(here, self.candidates.scattered(here))
             if after is not here:
                 trail = self.offer(trail.then([reduce_scatter(space, here, after)]))
             if after.pending:
                 trail = self.offer(trail.then([all_reduce(space, after)]))
+        return trail
+
+    def settle(self, trail: _Trail) -> None:
+        """Offer plain ways from where nothing is left to reduce: settle one speed or one axis after the other.
+
+        So no plan is worse than these, however early the search stops.
+        """
+        space, here, bandwidth = self.space, trail.here, self.space.links.bandwidth
         axes = axes_of(space.large & ~here.becoming)
         speeds = [[a for a in axes if bandwidth[a] == speed] for speed in sorted({bandwidth[a] for a in axes})]
         single = [[a] for a in axes]
@@ -362,3 +370,18 @@ class Bound:
         parts = ranks(here.used & ~wanted & between)
         island = self.whole / ranks(wanted & between)
         return (island - island / parts) / ranks(moving & ~between)
+
+    def at_once(self, here: State) -> float:
+        """Seconds from a state to the goal, at least: more than the bound where shards change places among axes.
+
+        A rank lacks what its two shards have not in common, which is at most the shorter length of each dim. 8 x 8,
+        S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it has 4 x 4.
+        """
+        if here.pending or here.becoming:
+            return self(here)
+        space, links, common = self.space, self.space.links, self.space.itemsize
+        for dim, (old, new) in enumerate(zip(here.dims, space.goal.dims, strict=True)):
+            common *= min(space.shards(dim, old).longest, space.shards(dim, new).longest)
+        lacking = self.whole / links.ranks(space.goal.used) - common
+        fastest = max([links.bandwidth[axis] for axis in axes_of(space.large)], default=inf)
+        return max(self(here), links.seconds(here.leaving, 0) + lacking / fastest)
