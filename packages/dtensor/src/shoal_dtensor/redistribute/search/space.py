@@ -248,12 +248,20 @@ class Space:
 
 def _mask(tokens: Iterable[int]) -> int:
     """The axes of some tokens: 1 and 6, which are axes 0 (as in the source) and 2, are 0b101."""
-    return mask_of([token // 3 for token in tokens])
+    mask = 0
+    for token in tokens:
+        mask |= 1 << token // 3
+    return mask
 
 
 def _shared(old: Tokens, new: Tokens) -> int:
     """Number of outer axes that two shardings of a dim have in common: 1 of (0, 3) and (0, 6)."""
-    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    same = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same
 
 
 def _commute(ops: set[str]) -> bool:
@@ -325,8 +333,9 @@ class Candidates:
         extensions = self._orders.get(key)
         if extensions is None:
             start, goal = self.ends[dim]
-            few = _in_order(axes, goal + start), _in_order(axes, start + goal)
-            orders = permutations(axes) if self.complete else few
+            orders: Iterable[tuple[int, ...]] = permutations(axes)
+            if not self.complete:
+                orders = _in_order(axes, goal + start), _in_order(axes, start + goal)
             ways = [tokens for order in orders for tokens in self._extended(dim, outer, order)]
             extensions = self._orders[key] = list(dict.fromkeys(ways))
         return extensions
