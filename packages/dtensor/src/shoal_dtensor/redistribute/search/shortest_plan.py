@@ -176,14 +176,23 @@ class _Search:
                 last = self.offer(last.then(reshard(space, here, after)))
 
     def expand(self, trail: _Trail) -> None:
-        """Offer all states that one hop leads to."""
-        here = trail.here
+        """Offer the states to which one hop may be worth it, those first that are nearest to the goal."""
+        seconds, here, _ = trail
         if here.pending:
             self.reduce(trail)
-        if trail.seconds + self.bound(here) < self.worst * _ALIKE:
-            for after in self.within_reach(trail):
-                if self.is_over():
-                    break
+        if seconds + self.bound(here) >= self.worst * _ALIKE:
+            return
+        links = self.space.links
+        for ahead, after in self.nearest(here):
+            if seconds + ahead >= self.worst or self.is_over():
+                return
+            if self.reached.get(after, inf) <= seconds or after is here:
+                continue
+            # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new shard a rank had a
+            # quarter at most.
+            leaving = _axes(here.placed & ~after.placed)
+            least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
+            if seconds + least + ahead < self.worst:
                 self.priced += 1
                 self.offer(trail.then(reshard(self.space, here, after)))
 
@@ -206,31 +215,6 @@ class _Search:
                 self.priced += 1
                 self.offer(trail.then([reduce_scatter(space, here, after)]))
 
-    def within_reach(self, trail: _Trail) -> Iterator[State]:
-        """States to which one hop may be worth it, those first that are nearest to the goal."""
-        seconds, here, edges = trail
-        links, copies = self.space.links, self.bound.copies(here)
-        slices = bool(self.idle(here)) and not (edges and edges[-1].kind == "Slice")  # two slices may as well be one
-        # A collective to where it takes another one makes two, which may take too long.
-        single = seconds + self.bound(here) + self.bound.start >= self.worst
-        for ahead, after in self.nearest(here):
-            if seconds + ahead >= self.worst:
-                return
-            twice = single and ahead > copies
-            if twice and not slices:
-                return
-            if self.reached.get(after, inf) <= seconds or after is here:
-                continue
-            leaving = _axes(here.placed & ~after.placed)
-            if leaving:
-                # They all take part in the collective, and of what it has then a rank had one part in as many at most.
-                least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
-                if twice or seconds + least + ahead >= self.worst:
-                    continue
-            elif not slices and _finer(here, after):
-                continue
-            yield after
-
     def nearest(self, here: State) -> list[tuple[float, State]]:
         """States with the same axes to reduce and to become partial, those first that are nearest to the goal."""
         key = here.pending, here.becoming, here.scaled
@@ -241,10 +225,6 @@ class _Search:
             states = [space.state(dims, *key) for dims in layouts]
             near = self.near[key] = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
         return near
-
-    def idle(self, here: State) -> int:
-        """The axes that may still shard a dim."""
-        return self.space.moving(here) & ~(here.used | here.pending)
 
     def offer(self, trail: _Trail) -> _Trail:
         """Take note of a way to a state, of its conversion and, with nothing to reduce, of the way to the goal."""
@@ -264,7 +244,8 @@ class _Search:
             self.note(trail.then(reshard(self.space, here, self.space.goal)))
             # It takes two collectives to go on, unless something else can be sliced before the one.  Where not all
             # layouts are looked at, ways of one collective are not varied.
-            if self.candidates.complete and self.idle(here):
+            idle = self.space.moving(here) & ~here.used
+            if self.candidates.complete and idle:
                 bound = max(bound, seconds + self.bound.start)
             else:
                 bound += self.bound.start
@@ -300,11 +281,6 @@ def _axes(placed: int) -> int:
     return axes
 
 
-def _finer(here: State, after: State) -> bool:
-    """Whether all shards of `after` are parts of those before."""
-    return all(b[: len(a)] == a for a, b in zip(here.dims, after.dims, strict=True))
-
-
 class Bound:
     """Seconds from a state to the goal, at least: the slowest start, and what has to come over links of each speed.
 
@@ -331,21 +307,16 @@ class Bound:
             seconds = self._known[here] = self._ahead(here)
         return seconds
 
-    def copies(self, here: State) -> float:
-        """Seconds of the local steps that make values partial as in the destination, at least."""
-        if here.made:
-            return 0.0
-        links, space = self.space.links, self.space
-        finest = self.whole / links.ranks(space.moving(here) & ~here.becoming)
-        return (bool(here.becoming) + bool(here.scaled)) * links.copy(finest)
-
     def _ahead(self, here: State) -> float:
-        links = self.space.links
+        links, moving = self.space.links, self.space.moving(here)
         leaving = here.pending | here.leaving & ~here.becoming
-        seconds = links.seconds(leaving, 0) + self.copies(here)
+        seconds = links.seconds(leaving, 0)
+        if not here.made:  # local steps make values partial as in the destination: of the finest shard at least
+            finest = self.whole / links.ranks(moving & ~here.becoming)
+            seconds += (bool(here.becoming) + bool(here.scaled)) * links.copy(finest)
         if leaving:
             # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the fast one
-            moving, before = self.space.moving(here), 0.0
+            before = 0.0
             for axes, speed in self._levels:
                 volume = self._volume(here, moving, moving & axes)
                 if volume > before:
