@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from math import prod
 from operator import mul
@@ -52,7 +53,10 @@ def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> 
     for spec in (src, dst):
         one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
         if spec.is_strided and one is not None and two is not None:
-            return _between_views(src, dst, one, two, within(one, two))
+            inner = within(one, two)
+            before: tuple[Step, ...] = () if one is src else (Reshape(src=src, dst=one),)
+            after: tuple[Step, ...] = () if two is dst else (Reshape(src=two, dst=dst),)
+            return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
     between = gather_strided(src, [d for d in range(src.ndim) if _is_strided(src, d) or _is_strided(dst, d)])
     return concatenated(within(src, between), within(between, dst))
 
@@ -88,14 +92,6 @@ def _unfolded_shape(spec: Spec) -> UnfoldedShape:
         sharding.shape if isinstance(sharding, StridedDimSharding) else (n,)
         for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True)
     ]
-
-
-def _between_views(src: Spec, dst: Spec, one: Spec, two: Spec, inner: Plan) -> Plan:
-    """`inner` between two changes of shape."""
-    before: tuple[Step, ...] = () if one is src else (Reshape(src=src, dst=one, peak_bytes=0),)
-    after: tuple[Step, ...] = () if two is dst else (Reshape(src=two, dst=dst, peak_bytes=0),)
-    steps = (*before, *inner.steps, *after)
-    return Plan(src, dst, steps, inner.seconds, inner.bytes_sent, inner.peak_bytes, inner.floor)
 
 
 def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
