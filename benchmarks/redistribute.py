@@ -1,6 +1,6 @@
 """Redistribution: quality of plans, planning time, real transfers and software overhead, beside torch's DTensor.
 
-    python benchmarks/redistribute.py [plans] [planning] [overhead] [real]
+    python benchmarks/redistribute.py [plans] [planning] [overhead] [real] [async]
 
 plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer one ten times slower: modelled time,
           bytes and collectives of shoal, of torch's greedy (its default) and min-cost planners (with every flattened
@@ -9,6 +9,7 @@ plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the oute
 planning  seconds per fresh plan
 overhead  a redistribute of a tiny DTensor on the fake process group
 real      64 MiB tensors between four gloo ranks: time and peak memory
+async     10 MiB tensors between four ranks, `async_op=True` and not: until the call returns, until the result is here
 """
 
 from __future__ import annotations
@@ -325,11 +326,63 @@ def overhead() -> None:
     bar("overhead within 0.25 x torch", all(row[4] <= row[5] for row in rows))
 
 
+# --- 5. asynchronous --------------------------------------------------------------------------------------------------
+
+ASYNC_SHAPE, ASYNC_ROUNDS = (1620, 1620), 15  # 10 MiB of float32
+ASYNC = (
+    ((4,), (Shard(0),), (Replicate(),)),
+    ((4,), (Shard(1),), (Replicate(),)),
+    ((4,), (Partial(),), (Replicate(),)),
+    ((4,), (Partial(),), (Shard(0),)),
+    ((4,), (Shard(0),), (Shard(1),)),
+    ((2, 2), (Partial(), Shard(0)), (Replicate(), Replicate())),
+    ((2, 2), (Partial(), Shard(0)), (Shard(1), Replicate())),
+)
+
+
+def asynchronous() -> None:
+    """Medians on the slowest rank."""
+    leave_world()
+    measured = launch(async_rank, 4)
+    rows = []
+    for i, (mesh_shape, old, new) in enumerate(ASYNC):
+        waits, returns, arrives = (max(rank[i][k] for rank in measured) * 1e3 for k in range(3))
+        way = f"{', '.join(map(str, old))} -> {', '.join(map(str, new))}"
+        rows.append(["x".join(map(str, mesh_shape)), way, waits, returns, arrives, arrives / waits])
+    report("redistribute_async", ["mesh", "10 MiB", "synchronous ms", "returns ms", "is here ms", "ratio"], rows)
+    bar("no slower than synchronous (within 15 %)", all(row[5] <= 1.15 for row in rows))
+
+
+def async_rank() -> list[tuple[float, float, float]]:
+    """Of each case seconds of the synchronous call, until the other returns, and until its result is here."""
+    torch.set_num_threads(1)
+    found = []
+    for mesh_shape, old, new in ASYNC:
+        mesh, times = init_device_mesh("cpu", mesh_shape), []
+        local = torch.randn(Spec(mesh, old, ASYNC_SHAPE).local_shape)
+        tensor = DTensor.from_local(local, mesh, old, shape=ASYNC_SHAPE, stride=(ASYNC_SHAPE[1], 1))
+        for _ in range(ASYNC_ROUNDS):
+            dist.barrier()
+            start = time.perf_counter()
+            tensor.redistribute(placements=new)
+            waited = time.perf_counter() - start
+            dist.barrier()
+            start = time.perf_counter()
+            moved = tensor.redistribute(placements=new, async_op=True)
+            returned = time.perf_counter() - start
+            moved.to_local()
+            times.append((waited, returned, time.perf_counter() - start))
+        waits, returns, arrives = map(statistics.median, zip(*times, strict=True))
+        found.append((waits, returns, arrives))
+    return found
+
+
 SECTIONS = {
     "plans": compare_plans,
     "planning": time_planning,
     "overhead": overhead,
     "real": on_real_ranks,
+    "async": asynchronous,
 }
 
 
