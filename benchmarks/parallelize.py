@@ -76,7 +76,7 @@ def rank(width: int) -> dict[tuple[str, str], float]:
 def main() -> None:
     """Two rows and their bars."""
     width = int(sys.argv[1]) if len(sys.argv) > 1 else WIDTH
-    best = rank_pool(RANKS).run(rank, width)[0]
+    best = rank_pool(RANKS).run(rank, width, timeout=600)[0]
     rows = []
     for what, bar in BARS.items():
         torchs, ours = best[what, "torch"] * 1e3, best[what, "shoal"] * 1e3
