@@ -79,11 +79,7 @@ def clip_grad_norm_(
     own = _looked_up(specs)
     _check_plain(owners if own.plain else ())
     if own.partial:
-        with coalesce():
-            for owner in owners:
-                grad = owner.grad
-                if isinstance(grad, DTensor) and grad._spec.partials:
-                    owner.grad = redistributed(DTensor, grad, gradient_spec(grad._spec))
+        _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -151,6 +147,14 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
                 f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
                 f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or DTensor.from_local"
             )
+
+
+def _finish_partial(owners: Sequence[Tensor]) -> None:
+    """Finish gradients that are still partial."""
+    with coalesce():
+        for owner in owners:
+            if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
+                owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
 
 
 def _total(
