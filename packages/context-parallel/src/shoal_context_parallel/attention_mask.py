@@ -98,22 +98,21 @@ class Documents:
             lists = ids.tolist() if ids.ndim == 2 else [ids.tolist()]
         else:
             lists = [list(ids)]
-        return cls(tuple(_runs(row) for row in lists))
+        rows = []
+        for row in lists:
+            numbers: dict[int, int] = {}
+            segments, at = [], 0
+            for document, run in groupby(row):
+                count = sum(1 for _ in run)
+                segments.append(_Segment(at, at + count, numbers.setdefault(document, len(numbers))))
+                at += count
+            rows.append(tuple(segments))
+        return cls(tuple(rows))
 
     @property
     def length(self) -> int:
         """Positions of the sequence."""
         return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
-
-
-def _runs(ids: Sequence[int]) -> tuple[_Segment, ...]:
-    numbers: dict[int, int] = {}
-    segments, at = [], 0
-    for document, run in groupby(ids):
-        count = sum(1 for _ in run)
-        segments.append(_Segment(at, at + count, numbers.setdefault(document, len(numbers))))
-        at += count
-    return tuple(segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ May import: sequence_layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd import Function
 
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import apply, unwatched
-from shoal_mesh import Comm, all_to_all_v, purpose
+from shoal_mesh import Comm, all_to_all_blocks, purpose
 
 from .sequence_layout import Range, SequenceLayout
 
@@ -67,47 +68,32 @@ class HeadExchange:
 
     def exchange_heads(self, tensors: list[Tensor], ranges: list[list[Range]]) -> list[Tensor]:
         """`to_heads`, of plain tensors: one all-to-all for all of them."""
-        own, sizes = self.comm.rank, self.layout.sizes
-        shapes = [
-            [(x.shape[0], last - first, sizes[rank], x.shape[-1]) for rank in range(self.comm.size)]
-            for x, (first, last) in zip(tensors, (each[own] for each in ranges), strict=True)
-        ]
-        parts = [
-            [x[:, slice(*each[rank])] for x, each in zip(tensors, ranges, strict=True)]
-            for rank in range(self.comm.size)
-        ]
-        received = self._all_to_all(parts, [[each[rank] for each in shapes] for rank in range(self.comm.size)])
-        return [self.layout.in_order([part[i] for part in received], 2) for i in range(len(tensors))]
+        of_ranks, sizes = [*zip(*ranges, strict=True)], self.layout.sizes  # rank -> its heads of each tensor
+        sent = [[x[:, a:b] for x, (a, b) in zip(tensors, own, strict=True)] for own in of_ranks]
+        arrived = [self._empty(tensors, of_ranks[self.comm.rank], size) for size in sizes]
+        with purpose("attention: heads for positions"):
+            all_to_all_blocks(sent, self.comm, arrived)
+        return [self.layout.in_order(blocks, 2) for blocks in zip(*arrived, strict=True)]
 
     def exchange_positions(self, tensors: list[Tensor], ranges: list[list[Range]], heads: list[int]) -> list[Tensor]:
         """`to_positions`, of plain tensors; heads that several ranks hold are summed."""
-        own, sizes = self.comm.rank, self.layout.sizes
-        parts = [[self.layout.shard(x, 2, rank) for x in tensors] for rank in range(self.comm.size)]
-        shapes = [
-            [
-                (x.shape[0], each[rank][1] - each[rank][0], sizes[own], x.shape[-1])
-                for x, each in zip(tensors, ranges, strict=True)
-            ]
-            for rank in range(self.comm.size)
-        ]
-        received = self._all_to_all(parts, shapes)
-        summed = [
-            x.new_zeros(x.shape[0], count, sizes[own], x.shape[-1]) for x, count in zip(tensors, heads, strict=True)
-        ]
-        for rank, blocks in enumerate(received):
-            for total, each, block in zip(summed, ranges, blocks, strict=True):
-                total[:, slice(*each[rank])] += block
+        of_ranks, size = [*zip(*ranges, strict=True)], self.layout.sizes[self.comm.rank]
+        sent = [[self.layout.shard(x, 2, rank) for x in tensors] for rank in range(self.comm.size)]
+        arrived = [self._empty(tensors, own, size) for own in of_ranks]
+        with purpose("attention: heads for positions"):
+            all_to_all_blocks(sent, self.comm, arrived)
+        summed = self._empty(tensors, [(0, count) for count in heads], size)
+        for total, each, blocks in zip(summed, ranges, zip(*arrived, strict=True), strict=True):
+            total.zero_()
+            for (a, b), block in zip(each, blocks, strict=True):
+                total[:, a:b] += block
         return summed
 
-    def _all_to_all(self, parts: list[list[Tensor]], shapes: list[list[Any]]) -> list[list[Tensor]]:
-        flat = torch.cat([part.reshape(-1) for blocks in parts for part in blocks])
-        counts = [[torch.Size(shape).numel() for shape in blocks] for blocks in shapes]
-        with purpose("attention: heads for positions"):
-            received = all_to_all_v(
-                flat, self.comm, [sum(part.numel() for part in blocks) for blocks in parts], [sum(c) for c in counts]
-            )
-        flat_blocks = iter(torch.split_with_sizes(received, [count for blocks in counts for count in blocks]))
-        return [[next(flat_blocks).view(shape) for shape in blocks] for blocks in shapes]
+    def _empty(self, tensors: list[Tensor], heads: Sequence[Range], positions: int) -> list[Tensor]:
+        """For each tensor a block of some heads and so many positions."""
+        return [
+            x.new_empty(x.shape[0], b - a, positions, x.shape[-1]) for x, (a, b) in zip(tensors, heads, strict=True)
+        ]
 
 
 class _Exchange(Function):

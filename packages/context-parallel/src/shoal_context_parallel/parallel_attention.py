@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from .rotated_attention import Task, rotated_attention
 from .sequence_layout import SequenceLayout
 
 Method = Literal["allgather", "ring", "ulysses"]
-_METHODS = ("allgather", "ring", "ulysses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class ContextOptions:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in _METHODS:
-            raise LayoutError(f"methods of context parallelism are {', '.join(_METHODS)}; got {self.method!r}")
+        if self.method not in get_args(Method):
+            raise LayoutError(f"methods of context parallelism are {', '.join(get_args(Method))}; got {self.method!r}")
         if isinstance(self.layout, str) and self.layout not in ("contiguous", "head_tail"):
             raise LayoutError(f"layouts with a name are contiguous and head_tail, got {self.layout!r}")
         AttentionMask(window=self.window)
