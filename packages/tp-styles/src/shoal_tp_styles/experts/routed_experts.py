@@ -33,7 +33,7 @@ from ..lowering.ports import nbytes
 from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall
 from .local_experts import local_shards, own_forward
-from .token_route import ExpertExchange, TokenRoute, counts_of, sorted_choices, within_capacity
+from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
 
 
 class RoutedExperts(Lowered):
@@ -114,16 +114,17 @@ class RoutedExperts(Lowered):
             weights = copy(weights, self.shared)
         tokens = x.reshape(-1, x.shape[-1])
         pairs, bounds = sorted_choices(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
-        every, own = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
-        route, counts = TokenRoute.of(pairs, every[own][:-1], chosen.shape[-1]), [counts_of(row[:-1]) for row in every]
+        every, rank = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
+        counts = [counts_of(row[:-1]) for row in every]
         if self.experts.capacity is not None:
             counts = within_capacity(counts, self.experts.capacity, sum(row[-1] for row in every))
-            route = route.keeping(counts[own])
-        if not self.sharded:
-            route = route.only(self.own)
-        rows = self.routed(tokens.index_select(0, route.tokens), counts)
-        rows = rows * weights.reshape(-1).index_select(0, route.pairs).unsqueeze(-1)
-        out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, route.tokens, rows)
+        pairs = first_pairs(pairs, every[rank][:-1], counts[rank])
+        if not self.sharded:  # the pairs of this rank's experts
+            pairs = pairs[sum(counts[0][: self.own.start]) : sum(counts[0][: self.own.stop])]
+        token_ids = pairs // max(chosen.shape[-1], 1)
+        rows = self.routed(tokens.index_select(0, token_ids), counts)
+        rows = rows * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
+        out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token_ids, rows)
         return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
 
     def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:

@@ -51,64 +51,21 @@ def counts_of(bounds: list[int]) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRoute:
-    """The pairs of token and chosen expert that are computed, those of expert 0 first, each expert's in token order.
+def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
+    """The first so many pairs of each expert, those of expert 0 first.  Choices that are no expert's are left out.
 
-    Attributes:
-        pairs: (rows,) indices into the flattened choices.
-        tokens: (rows,) the token of each pair.
-        counts: (experts,) pairs of each expert.
+    Args:
+        pairs: what `sorted_choices` gives.
+        bounds: likewise, read by the host.
+        kept: pairs of each expert.
+
+    Example:
+        >>> first_pairs(torch.tensor([1, 0, 3, 2]), [0, 1, 3, 4], [1, 1, 1])  # of experts 0 1 1 2
+        tensor([1, 0, 2])
     """
-
-    pairs: Tensor
-    tokens: Tensor
-    counts: list[int]
-
-    @classmethod
-    def of(cls, pairs: Tensor, bounds: list[int], choices: int) -> TokenRoute:
-        """The route of all tokens.  Choices that are no expert's index are left out.
-
-        Args:
-            pairs: what `sorted_choices` gives.
-            bounds: likewise, read by the host.
-            choices: of each token.
-
-        Example:
-            >>> pairs, bounds = sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)
-            >>> route = TokenRoute.of(pairs, bounds.tolist(), 2)
-            >>> route.tokens.tolist(), route.counts
-            ([0, 0, 1, 1], [1, 2, 1])
-        """
-        pairs = pairs[bounds[0] : bounds[-1]]
-        return cls(pairs, pairs // max(choices, 1), counts_of(bounds))
-
-    def keeping(self, kept: list[int]) -> TokenRoute:
-        """The route of the first so many pairs of each expert.
-
-        Example:
-            >>> TokenRoute.of(torch.arange(3), [0, 2, 3], 1).keeping([1, 1]).tokens.tolist()
-            [0, 2]
-        """
-        if kept == self.counts:
-            return self
-        pairs, tokens = (_first(each, self.counts, kept) for each in (self.pairs, self.tokens))
-        return TokenRoute(pairs, tokens, kept)
-
-    def only(self, experts: range) -> TokenRoute:
-        """The route to some neighbouring experts.
-
-        Example:
-            >>> TokenRoute.of(torch.tensor([0, 2, 1]), [0, 1, 2, 3], 1).only(range(1, 3)).tokens.tolist()
-            [2, 1]
-        """
-        rows = slice(sum(self.counts[: experts.start]), sum(self.counts[: experts.stop]))
-        return TokenRoute(self.pairs[rows], self.tokens[rows], self.counts[experts.start : experts.stop])
-
-
-def _first(sorted_pairs: Tensor, counts: list[int], kept: list[int]) -> Tensor:
-    groups = torch.split_with_sizes(sorted_pairs, counts)
-    return torch.cat([group[:keep] for group, keep in zip(groups, kept, strict=True)])
+    if kept == counts_of(bounds):
+        return pairs[bounds[0] : bounds[-1]]
+    return torch.cat([pairs[start : start + count] for start, count in zip(bounds, kept, strict=False)])
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
