@@ -182,6 +182,7 @@ def _local(own: Sequence[Range], segments: Sequence[_Segment] | None) -> Iterato
 
 def _pairs(queries: Range, keys: Range, left: int | None, right: int | None) -> Iterator[tuple[Range, Range, TileKind]]:
     """The tiles of a range of queries and one of keys, every query with a key to read."""
+    # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which are 2 and 3.
     (a, b), (c, d) = queries, keys
     if right is not None:
         a = max(a, c - right)

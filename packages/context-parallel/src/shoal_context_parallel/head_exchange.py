@@ -37,6 +37,7 @@ class HeadExchange:
         self.layout = layout
         self.comm = comm
         self.group: int = heads // max(shared, 1)
+        # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
         size = max(-(-heads // comm.size), 1)
         self.queries: list[tuple[int, int]] = [
             (min(rank * size, heads), min((rank + 1) * size, heads)) for rank in range(comm.size)

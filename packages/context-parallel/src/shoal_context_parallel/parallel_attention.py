@@ -23,6 +23,7 @@ from .head_exchange import HeadExchange
 from .rotated_attention import Task, rotated_attention
 from .sequence_layout import SequenceLayout
 
+QKV = tuple[Tensor, Tensor, Tensor]
 Method = Literal["allgather", "ring", "ulysses"]
 
 
@@ -125,8 +126,8 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
         True
     """
-    options = ContextOptions(method, layout, window, documents)
-    return sharded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, axis_of(mesh), options)
+    options, qkv = ContextOptions(method, layout, window, documents), (query, key, value)
+    return sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, axis_of(mesh), options)
 
 
 def axis_of(mesh: DeviceMesh) -> Comm:
@@ -145,9 +146,7 @@ def axis_of(mesh: DeviceMesh) -> Comm:
 
 
 def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    qkv: QKV,
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
@@ -156,7 +155,7 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     options: ContextOptions,
 ) -> Tensor:
     """`context_parallel_attention` on a communicator, with its options as one value."""
-    layout = check_attention(query, key, value, attn_mask, enable_gqa, comm, options)
+    layout, (query, key, value) = check_attention(qkv, attn_mask, enable_gqa, comm, options), qkv
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
@@ -167,23 +166,17 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
         exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
         q, k, v = exchange.to_heads(q, k, v)
         # Without heads the product is empty, and takes part in the exchanges of backward.
-        out = exchange.to_positions(_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
+        out = exchange.to_positions(rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
     else:
-        out = _attention(q, k, v, Task(layout, comm, mask, kernel, options.method, q.shape[0]))
+        out = rotated_attention(q, k, v, Task(layout, comm, mask, kernel, options.method, q.shape[0]))
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    enable_gqa: bool,
-    comm: Comm,
-    options: ContextOptions,
+def check_attention(
+    qkv: QKV, attn_mask: Tensor | None, enable_gqa: bool, comm: Comm, options: ContextOptions
 ) -> SequenceLayout:
     """The layout of the sequence; raises what is wrong with arguments, which may differ by rank. Nothing is sent."""
-    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    query, key, value = qkv
     heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
     fits = (
         query.ndim == key.ndim == value.ndim >= 3
@@ -196,7 +189,7 @@ def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
         raise LayoutError(
             "attention of a sharded sequence takes query, key and value of (..., heads, local length, width) with one "
             "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor of them; got "
-            f"{shapes[0]}, {shapes[1]}, {shapes[2]}{'' if enable_gqa else ' without enable_gqa'}"
+            f"{', '.join(str(tuple(x.shape)) for x in qkv)}{'' if enable_gqa else ' without enable_gqa'}"
         )
     layout = options.layout_of(query.shape[-2], comm)
     if attn_mask is not None:
@@ -205,14 +198,6 @@ def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     if documents is not None and len(documents.rows) not in (1, batch):
         raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
     return layout
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    """Attention of (batch, heads, length, width), computed with heads of keys in the first dim, their queries' next."""
-    heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
-    keys, values = (x.reshape(x.shape[0] * heads, 1, *x.shape[2:]) for x in (k, v))
-    queries = q.reshape(q.shape[0] * heads, group, *q.shape[2:]).contiguous()
-    return rotated_attention(queries, keys, values, task).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:

@@ -78,7 +78,7 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
         sizes: elements of each rank's block.
         comm: the axis.
     """
-    owner = comm.rank
+    owner = comm.rank  # of three ranks, rank 1 yields the blocks of 1 0 2
     for step in range(comm.size):
         last = step == comm.size - 1
         pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
@@ -213,17 +213,18 @@ class _RotatedAttention(Function):
 
 
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    """The rank's rows of the attention.
+    """The rank's rows of the attention, (batch, heads, local length, width of values).
 
     Args:
-        q: (n, group, local length, width): heads of keys and batch rows in `n`.
-        k: (n, 1, local length, width).
-        v: (n, 1, local length, width of values).
+        q: (batch, heads, local length, width).
+        k: (batch, heads of keys, local length, width).
+        v: (batch, heads of keys, local length, width of values).
         task: everything else.
-
-    Returns:
-        (n, group, local length, width of values).
     """
+    # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that read each in the next.
+    folded = k.shape[0] * k.shape[1]
+    keys, values = (x.reshape(folded, 1, *x.shape[2:]) for x in (k, v))
+    queries = q.reshape(folded, q.shape[1] // max(k.shape[1], 1), *q.shape[2:]).contiguous()
     with unwatched():
-        out: Tensor = apply(_RotatedAttention, q, k, v, task)
-    return out
+        out: Tensor = apply(_RotatedAttention, queries, keys, values, task)
+    return out.reshape(*q.shape[:-1], v.shape[-1])

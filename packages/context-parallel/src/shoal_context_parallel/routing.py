@@ -106,17 +106,17 @@ class RoutedAttention(ReplacedAttention):
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
                 "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
             )
-        tensors = query, key, value
+        qkv: Any = query, key, value
         options = self.options
         spec = query.spec if isinstance(query, DTensor) else None
-        if spec is not None or any(isinstance(x, DTensor) for x in (*tensors, attn_mask)):
-            options = self._options_of(tensors, attn_mask)
-            query, key, value = (x.to_local(grad_placements=x.placements) for x in tensors)  # type: ignore[attr-defined]  # DTensors all
+        if spec is not None or any(isinstance(x, DTensor) for x in (*qkv, attn_mask)):
+            options = self._options_of(qkv, attn_mask)
+            qkv = tuple(x.to_local(grad_placements=x.placements) for x in qkv)
         with unwatched_functions():
             if not self._agreed:
-                check = partial(check_attention, query, key, value, attn_mask, enable_gqa, self.comm, options)
+                check = partial(check_attention, qkv, attn_mask, enable_gqa, self.comm, options)
                 self._agree(check, query.device)
-            out = sharded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, self.comm, options)
+            out = sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, self.comm, options)
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
                 stride = torch.empty(shape, device="meta").stride()
