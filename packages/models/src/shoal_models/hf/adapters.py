@@ -19,7 +19,7 @@ from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, sh
 
 from ..errors import CheckpointError
 from ..weights.loading import boxes_of, local_of, reader_of
-from ..weights.saving import is_first
+from ..weights.saving import own_rank
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,7 +45,8 @@ def parallelize_adapters(model: Model) -> Model:
         >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
         >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
-    found = [(layer, *record) for layer in _layers(model) for record in shardings_of(layer.base_layer)]
+    around: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]  # by peft
+    found = [(layer, *record) for layer in around for record in shardings_of(layer.base_layer)]
     for layer, record, _ in found:
         if record.lowering not in (ColumnLinear, RowLinear) or record.options is not None or _unsupported(layer):
             raise UnsupportedModuleError(
@@ -60,13 +61,6 @@ def parallelize_adapters(model: Model) -> Model:
     unwatch_draws(model)
     watch_draws(model)  # of the adapters' Dropouts too
     return model
-
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    """The modules that peft put around others."""
-    for module in model.modules():
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
-            yield module
 
 
 def _unsupported(layer: Any) -> bool:
@@ -106,7 +100,7 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
-    if is_first():
+    if own_rank() == 0:
         from safetensors.torch import save_file
 
         Path(directory).mkdir(parents=True, exist_ok=True)

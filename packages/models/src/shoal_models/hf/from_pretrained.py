@@ -87,19 +87,16 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         wanted = _dtype(dtype, config, reader)
         model = _on_meta(_class_of(config, model_class), config, wanted)
         converted = Converted(model, reader)
-        _parallelize(model, mesh, plan)
+        with warnings.catch_warnings():
+            if plan is None:  # a plan of an architecture has entries for all its variants
+                warnings.simplefilter("ignore", UnmatchedPlanWarning)
+                plan = plan_of(model, mesh)
+            parallelize_module(model, mesh, plan, src_data_rank=None)
         loaded = load_sharded(model, converted, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
     _finish(model.eval(), home, mesh)
     return (model, loaded) if output_loading_info else model
-
-
-def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
-    with warnings.catch_warnings():
-        if plan is None:  # a plan of an architecture has entries for all its variants
-            warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        parallelize_module(model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None)
 
 
 def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
@@ -226,7 +223,12 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
                     continue
                 rest[f"{path}.{name}" if path else name] = module, name
                 places.setdefault(id(tensor), []).append((tensor, table, name))
-                filled, table[name] = False, _allocated(tensor, mesh.device_type)
+                with torch.no_grad():
+                    local = _unset_like(local_of(tensor), mesh.device_type)
+                    value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, tensor.requires_grad)
+                filled, table[name] = False, value
         module._is_hf_initialized = filled
     model.initialize_weights()
     for (_, first, name), *others in places.values():  # each draws values, and the first one's count
@@ -262,13 +264,6 @@ def _initialize(module: nn.Module, names: set[str]) -> None:
             rule()
             for name, value in values.items():
                 tensors[name].copy_(value)
-
-
-def _allocated(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    with torch.no_grad():
-        local = _unset_like(local_of(tensor), device)
-        value: torch.Tensor = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -26,11 +26,9 @@ from torch import Tensor
 
 from shoal_dtensor import clip_grad_norm_, get_optimizer_state_dict, set_optimizer_state_dict
 from shoal_dtensor.errors import PlanError
-from shoal_mesh.internal import agree
 
-from ..errors import CheckpointError
 from ..weights.loading import load_sharded
-from ..weights.saving import is_first, save_sharded
+from ..weights.saving import on_first, own_rank, save_sharded
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
@@ -102,7 +100,7 @@ def prepare_trainer(trainer: Any) -> Any:
         >>> prepare_trainer(trainer).train()  # doctest: +SKIP
     """
     prepare_accelerator(trainer.accelerator)
-    if not is_first():
+    if own_rank() != 0:
         trainer.args.save_total_limit = None  # rank 0 deletes old ones
     trainer._save = partial(_save, trainer, trainer._save)
     trainer._save_checkpoint = partial(_save_checkpoint, trainer, trainer._save_checkpoint)
@@ -123,7 +121,7 @@ def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = Non
     else:
         save_sharded(trainer.model, directory)
     with _doing_nothing(trainer.model, "save_pretrained"):
-        _on_first("the Trainer's files", lambda: inner(directory, state_dict))
+        on_first("cannot write the Trainer's files", lambda: inner(directory, state_dict))
 
 
 def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial: Any) -> None:
@@ -142,7 +140,7 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
         return trainer.state.best_model_checkpoint
 
     with _doing_nothing(trainer, "save_model", "_save_optimizer_and_scheduler"):
-        trainer.state.best_model_checkpoint = _on_first("the Trainer's checkpoint", rest)
+        trainer.state.best_model_checkpoint = on_first("cannot write the Trainer's checkpoint", rest)
 
 
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
@@ -177,11 +175,6 @@ def _optimizer(trainer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's."""
     found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return found
-
-
-def _on_first(what: str, step: Callable[[], Any]) -> Any:
-    """What the step returns on rank 0, on every rank; raises on all if it fails there."""
-    return agree(lambda: step() if is_first() else None, None, CheckpointError, f"cannot write {what}")[0]
 
 
 @contextmanager

@@ -183,26 +183,22 @@ class _Storages(TorchDispatchMode):
         return sum(nbytes for key, (storage, nbytes) in made if key not in without and not storage.expired())
 
 
-def _attention(  # noqa: PLR0913  # torch's signature
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Attention, which keeps on the meta device what a fused kernel keeps."""
     fits = query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1]
     if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
-        out: Tensor = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out
+        attend = functional.scaled_dot_product_attention
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
     mask = attn_mask if attn_mask is None or attn_mask.is_floating_point() else attn_mask.to(query.dtype)
-    return flash_attention(query, key, value, is_causal, mask, scale)[0]
+    return flash_attention(query, key, value, is_causal, mask, options.get("scale"))[0]
 
 
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:

@@ -185,7 +185,7 @@ class _Blocks:
             three = "gate" not in by_role["fused"][0] and not by_role["fused"][0].endswith("Wi")
             packed = PackedColwiseParallel(blocks=3 if three else 2)
             fused = [dict.fromkeys(by_role["fused"], style) for style in (packed, ColwiseParallel())]
-        for counts in self._counts(block, by_role["column"] + by_role["fused"], by_role["row"]):
+        for counts in self._counts(by_role["column"] + by_role["fused"], by_role["row"]):
             for between in self._between(block, roles):
                 for style in fused:
                     yield {**base, **style, **between, **rows, **counts}
@@ -211,11 +211,11 @@ class _Blocks:
                 return value
         return None
 
-    def _counts(self, block: str, columns: list[str], rows: list[str]) -> Iterator[Entries]:
+    def _counts(self, columns: list[str], rows: list[str]) -> Iterator[Entries]:
         """No counts; those of heads alone; those of heads and of all their features; each with the vectors of heads."""
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
         widths = {int(self.modules[path].weight.numel() // out_features(self.modules[path])) for path in rows}
-        yield self._own_parameters(paths, ())
+        yield {path: own for path in paths if (own := self._own_parameters(path, ()))}
         for features in (False, True):
             counts: Entries = {}
             for path in paths:
@@ -226,18 +226,16 @@ class _Blocks:
                     for name, value in ints.items()
                     if _HEADS.search(name) or (features and value in widths and not name.startswith("head_"))
                 )
-                counts |= self._own_parameters({path: None}, chosen)
+                if own := self._own_parameters(path, chosen):
+                    counts[path] = own
             if counts:
                 yield counts
 
-    def _own_parameters(self, paths: Mapping[str, None], counts: tuple[str, ...]) -> Entries:
-        found: Entries = {}
-        for path in paths:
-            vectors = {name: p for name, p in self.modules[path]._parameters.items() if p is not None and p.ndim == 1}
-            dims = {name: 0 for name, param in vectors.items() if param.shape[0] == self._heads(path)}
-            if dims or counts:
-                found[path] = OwnParameters(dims=dims, counts=counts)
-        return found
+    def _own_parameters(self, path: str, counts: tuple[str, ...]) -> OwnParameters | None:
+        """Vectors with an entry for each head, and the counts; None if there is neither."""
+        vectors = {name: p for name, p in self.modules[path]._parameters.items() if p is not None and p.ndim == 1}
+        dims = {name: 0 for name, param in vectors.items() if param.shape[0] == self._heads(path)}
+        return OwnParameters(dims=dims, counts=counts) if dims or counts else None
 
     def _vocabulary(self) -> Entries:
         """Embeddings of tokens and output projections, with all that shares a parameter with one of them."""

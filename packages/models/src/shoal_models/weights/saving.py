@@ -11,14 +11,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError
 from .loading import Entry, boxes_of, entries_of, local_of
+
+T = TypeVar("T")
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _INDEX = "model.safetensors.index.json"
@@ -114,30 +116,29 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     """
     target, boxes = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
-    first, rank = is_first(), dist.get_rank() if dist.is_initialized() else 0
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors")
     tensors = merged(described)
     files = _pack(tensors, max_file_bytes)
     try:
-        agree(
-            lambda: _prepare(module, stage, tensors, files) if first else None,
-            None,
-            CheckpointError,
-            f"{failed} prepare the files",
-        )
+        on_first(f"{failed} prepare the files", lambda: _prepare(module, stage, tensors, files))
         unwritten = f"{failed} write to {stage} (is it visible on all ranks?)"
         mine = agree(lambda: _write(boxes, tensors, stage), None, CheckpointError, unwritten)
-        agree(lambda: _publish(stage, target) if first else None, None, CheckpointError, f"{failed} replace {target}")
+        on_first(f"{failed} replace {target}", lambda: _publish(stage, target))
     finally:
-        if first:
+        if own_rank() == 0:
             shutil.rmtree(stage, ignore_errors=True)
-    return Saved(tuple(files), mine[rank])
+    return Saved(tuple(files), mine[own_rank()])
 
 
-def is_first() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+def own_rank() -> int:
+    """This process's rank in the world; 0 of the only process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_first(failed: str, step: Callable[[], T]) -> T | None:
+    """What a step returns on rank 0, on every rank; if it fails there, all raise a CheckpointError that begins so."""
+    return agree(lambda: step() if own_rank() == 0 else None, None, CheckpointError, failed)[0]
 
 
 def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], f
 
 def _write(shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
     """Write the boxes of which this rank is the writer; returns their bytes."""
-    rank, written = dist.get_rank() if dist.is_initialized() else 0, 0
+    rank, written = own_rank(), 0
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for name, boxes in progress(shards.items(), "saving parameters"):
