@@ -328,6 +328,17 @@ def test_sums_in_two_dtypes_are_refused() -> None:
                 model(torch.ones(2, 8))
 
 
+def test_ids_without_a_row_are_refused() -> None:
+    with fake_world(2), invariant_arithmetic():
+        mesh = init_device_mesh("cpu", (2,))
+        plans: list[dict[str, ParallelStyle]] = [{"0": ColwiseParallel()}, {"0": RowwiseParallel()}, {}]
+        for styles in plans:
+            model = parallelize_module(nn.Sequential(nn.Embedding(8, 8)), mesh, styles)
+            for outside in (-1, 8):
+                with pytest.raises(IndexError, match=f"id {outside} is out of bounds for a table of 8 rows"):
+                    model(torch.tensor([[0, outside]]))
+
+
 def test_sizes_and_blocks_that_do_not_fit_are_refused() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))

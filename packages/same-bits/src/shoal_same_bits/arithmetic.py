@@ -66,7 +66,6 @@ _WHOLE: dict[type[nn.Module], type[Lowered]] = {
     nn.LayerNorm: InvariantTokenwiseWhole,
     nn.RMSNorm: InvariantTokenwiseWhole,
 }
-_SUPPORTED = "It has one for Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +186,7 @@ def refuse_tied(module: nn.Module) -> None:
 
 def _without_form(what: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. {_SUPPORTED}"
-        "RowwiseParallel, SequenceParallel or none; leave the mode for this model, or replace the module"
+        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. It has one for "
+        "Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, RowwiseParallel, "
+        "SequenceParallel or none; leave the mode for this model, or replace the module"
     )

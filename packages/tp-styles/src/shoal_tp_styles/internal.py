@@ -12,13 +12,19 @@ from .lowering.boundary import Boundary as Boundary, from_local as from_local, l
 from .lowering.collective_functions import find_token as find_token, keep_token as keep_token
 from .lowering.lowered import lowered_of as lowered_of
 from .lowering.ports import (
+    declares as declares,
     nbytes as nbytes,
     partial_output as partial_output,
     replicated_input as replicated_input,
     sharded_input as sharded_input,
 )
 from .modules.column_linear import ColumnLinear as ColumnLinear
-from .modules.embedding import ColumnEmbedding as ColumnEmbedding, RowEmbedding as RowEmbedding
+from .modules.embedding import (
+    ColumnEmbedding as ColumnEmbedding,
+    OwnRows as OwnRows,
+    RowEmbedding as RowEmbedding,
+    check_ids as check_ids,
+)
 from .modules.norm import (
     Params as Params,
     SequenceDropout as SequenceDropout,

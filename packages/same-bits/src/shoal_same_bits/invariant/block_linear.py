@@ -12,7 +12,8 @@ axes. Readers of one activation (q, k and v) add their products in each block j,
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -118,6 +119,23 @@ class _Rows(Function):
         return dx, dw, None, None
 
 
+def _of_samples(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Decorator of a Linear's call: one token is a sample of its own, and autocast is refused."""
+
+    @wraps(call)
+    def checked(lowered: Any, input: Tensor) -> Tensor:
+        if autocast_dtype(input) is not None:
+            raise StyleError(
+                "invariant_arithmetic: under autocast a rank adds gradients of its samples in the lower precision, and "
+                "ranks and passes add theirs in that of the parameters. Leave autocast, and convert the model "
+                "(model.to(torch.bfloat16)), or compute in MixedPrecisionPolicy(param_dtype=torch.bfloat16) of "
+                "fully_shard"
+            )
+        return call(lowered, input.unsqueeze(0)).squeeze(0) if input.ndim == 1 else call(lowered, input)
+
+    return checked
+
+
 class InvariantColumn(ColumnLinear):
     """A column-wise Linear in blocks."""
 
@@ -127,10 +145,8 @@ class InvariantColumn(ColumnLinear):
         super().resolve()
         self.blocks: int = own_blocks(self, "weight", 0)
 
+    @_of_samples
     def __call__(self, input: Tensor) -> Tensor:
-        if input.ndim == 1:
-            return self(input.unsqueeze(0)).squeeze(0)
-        _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
         x, readers = self.read(input)
         out, again = apply(_OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
@@ -155,15 +171,6 @@ class InvariantColumn(ColumnLinear):
         return self.comm, self.port_in.layout, self.blocks
 
 
-def _refuse_autocast(input: Tensor) -> None:
-    if autocast_dtype(input) is not None:
-        raise StyleError(
-            "invariant_arithmetic: under autocast a rank adds gradients of its samples in the lower precision, and "
-            "ranks and passes add theirs in that of the parameters. Leave autocast, and convert the model "
-            "(model.to(torch.bfloat16)), or compute in MixedPrecisionPolicy(param_dtype=torch.bfloat16) of fully_shard"
-        )
-
-
 def _held(tensor: Tensor) -> Tensor:
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -177,10 +184,8 @@ class InvariantRow(RowLinear):
         super().resolve()
         self.blocks: int = own_blocks(self, "weight", 1)
 
+    @_of_samples
     def __call__(self, input: Tensor) -> Tensor:
-        if input.ndim == 1:
-            return self(input.unsqueeze(0)).squeeze(0)
-        _refuse_autocast(input)
         reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
         x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
         out: Tensor = apply(_Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None)
@@ -192,10 +197,8 @@ class InvariantWhole(Unstyled):
 
     __slots__ = ()
 
+    @_of_samples
     def __call__(self, input: Tensor) -> Tensor:
-        if input.ndim == 1:
-            return self(input.unsqueeze(0)).squeeze(0)
-        _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
         out: Tensor
         out, _ = apply(_OutputColumns, input, local["weight"], local["bias"], 1, _Readers(None), 0)

@@ -24,15 +24,15 @@ from shoal_mesh.internal import tree_sum
 from shoal_tp_styles import Collective, Lowered, ModuleCall
 from shoal_tp_styles.internal import (
     ColumnEmbedding,
+    OwnRows,
     Params,
     RowEmbedding,
     Tokenwise,
+    check_ids,
     class_of,
+    declares,
     from_local,
-    local_input,
     nbytes,
-    partial_output,
-    replicated_input,
 )
 
 from .block_sums import Measured, contiguous_block, entered, tree_of
@@ -68,7 +68,7 @@ def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tens
     return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
 
 
-def _sums_one_by_one(blocks: int, cells: Tensor) -> Tensor:
+def _sums_one_by_one(_: int, cells: Tensor) -> Tensor:
     sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
@@ -147,10 +147,7 @@ class Unstyled(Lowered):
     """A module that no style shards: it sends nothing."""
 
     __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
+    collectives = declares()
 
 
 class InvariantTokenwise(Tokenwise):
@@ -164,12 +161,8 @@ class InvariantTokenwise(Tokenwise):
             if param.requires_grad:  # the sums of each sample
                 yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
 
-    def __call__(self, input: Tensor) -> Tensor:
-        shape = tuple(input.shape) if isinstance(input, DTensor) else None
-        x = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired) if shape else input
-        self.check_dim(x)
-        out = _normalized(self, x) if x.numel() else self.compute(self.module, x, self.local(*self.params))
-        return out if self.sharding.local_outputs else from_local(out, self.port_in.desired, self.mesh, shape)
+    def computed(self, local: Tensor) -> Tensor:
+        return _normalized(self, local) if local.numel() else self.compute(self.module, local, self.local(*self.params))
 
 
 class InvariantTokenwiseWhole(Unstyled, Tokenwise):
@@ -184,25 +177,16 @@ class InvariantTokenwiseWhole(Unstyled, Tokenwise):
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-class _Lookup(Function):
-    """tokens: (B, ...), rows `first` and on of a table -> (B, ..., D); zeros for tokens of other rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None) -> Tensor:
-        local_rows = tokens - first
-        local_rows = torch.where((local_rows >= 0) & (local_rows < table.shape[0]), local_rows, table.shape[0])
-        ctx.save_for_backward(local_rows)
-        ctx.table = table.shape[0], -1 if padding is None or not 0 <= padding - first < len(table) else padding - first
-        out = functional.embedding(local_rows.clamp(max=max(len(table) - 1, 0)), table)
-        return out.masked_fill_((local_rows == len(table)).unsqueeze(-1), 0)
+class _RowsOfSamples(OwnRows):
+    """`OwnRows`, of which the gradient of the table is a tree over samples."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         (local_rows,) = ctx.saved_tensors
-        rows, padding = ctx.table
+        rows, padding, _ = ctx.table
         tokens, grads = (local_rows.unsqueeze(0), grad.unsqueeze(0)) if local_rows.ndim < 2 else (local_rows, grad)
-        return None, embedding_gradient(grads, tokens, rows, padding), None, None
+        return None, embedding_gradient(grads, tokens, rows, padding), None, None, None
 
 
 def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
@@ -217,14 +201,20 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
     return tree_of(len(tokens), of_sample)
 
 
-def _look_up(lowered: Lowered, tokens: Tensor, first: int) -> Tensor:
+def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
     module: Any = lowered.module
     if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
         raise UnsupportedModuleError(
             f"invariant_arithmetic: {module} counts or changes rows over all samples (scale_grad_by_freq, max_norm, "
             "sparse), so its gradient is no sum over samples"
         )
-    out: Tensor = apply(_Lookup, tokens, lowered.local("weight")["weight"], first, module.padding_idx)
+    table: Any = lowered.local("weight")["weight"]
+    first = 0
+    if isinstance(lowered, RowEmbedding):  # which has checked the ids
+        first = lowered.spec("weight").offset(0)
+    else:
+        check_ids(tokens, len(table))
+    out: Tensor = apply(_RowsOfSamples, tokens, table, first, module.padding_idx, False)
     return out
 
 
@@ -232,19 +222,14 @@ class InvariantRowEmbedding(RowEmbedding):
     """An embedding whose vocabulary is sharded."""
 
     __slots__ = ()
-
-    def __call__(self, input: Tensor) -> Tensor:
-        rows = _look_up(self, replicated_input(self, input), self.spec("weight").offset(0))
-        return partial_output(self, rows, None)
+    look_up = _look_up
 
 
 class InvariantColumnEmbedding(ColumnEmbedding):
     """An embedding whose features are sharded."""
 
     __slots__ = ()
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return self.finish(_look_up(self, replicated_input(self, input), 0))
+    look_up = _look_up
 
 
 class InvariantEmbedding(Unstyled):
@@ -253,4 +238,4 @@ class InvariantEmbedding(Unstyled):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        return _look_up(self, input, 0)
+        return _look_up(self, input)

@@ -155,16 +155,15 @@ def _with_gradient(function: Callable[..., Tensor], _: int, grad: Tensor, *input
 
 def _norm(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     grad = draw(ROWS, FEATURES)
+
+    def norm(parts: Iterable[Tensor]) -> Tensor:
+        params = [torch.zeros_like(part, requires_grad=True) for part in parts]
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.clone()
+        return clip_grad_norm_(params, 1.0)
+
     with sums_in_tree():
-        want, got = (clip_grad_norm_(_with_grads(parts), 1.0) for parts in ([grad], grad.chunk(ranks)))
-        yield "clip_grad_norm_", want, got
-
-
-def _with_grads(grads: Iterable[Tensor]) -> list[Tensor]:
-    params = [torch.zeros_like(grad, requires_grad=True) for grad in grads]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
-    return params
+        yield "clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks))
 
 
 _CHECKS: tuple[Check, ...] = (_samples, _features, _tokens, _attention, _norm)

@@ -19,7 +19,7 @@ from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, while_replaced
-from ..lowering.ports import nbytes
+from ..lowering.ports import declares, nbytes
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding
 
 
@@ -114,10 +114,7 @@ class DividedInput(Lowered):
     """A module without parameters, among experts whose outputs are summed over the ranks: its share of that sum."""
 
     __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
+    collectives = declares()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module

@@ -18,7 +18,7 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import current_watch, global_stride, is_compiling, unwatched_functions
 from shoal_mesh import DeviceMesh
 
-from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import uneven_output
 from .lowered import Lowered
 
@@ -77,14 +77,16 @@ def _positive(placement: Placement, ndim: int) -> Placement:
     return placement
 
 
-def output_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
-    """The DTensor in the port's desired layout; a plain tensor has the layout of the computation, the port's `layout`.
+def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None) -> Tensor:
+    """An output in the port's desired layout: a DTensor, or its local shard where plain tensors leave.
 
-    `shape` is the global shape of a plain tensor where ranks may hold shards of different sizes.
+    A plain tensor has the layout of the computation, the port's `layout`. `shape` is its global shape where ranks may
+    hold shards of different sizes.
     """
-    if isinstance(tensor, DTensor):
-        return _redistributed(tensor, port.desired)
-    return _redistributed(from_local(tensor, port.layout, mesh, shape), port.desired)
+    if not isinstance(tensor, DTensor):
+        tensor = from_local(tensor, port.layout, lowered.mesh, shape)
+    left = _redistributed(tensor, port.desired)
+    return local_output(left, lowered.sharding.style) if lowered.sharding.local_outputs else left
 
 
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
@@ -133,7 +135,14 @@ class Boundary(Lowered):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding, module, inner = self.sharding, self.module, self.inner
         if isinstance(module, nn.EmbeddingBag):
-            _refuse_own_offsets(sharding, args[1] if len(args) > 1 else kwargs.get("offsets"))
+            offsets, layout = args[1] if len(args) > 1 else kwargs.get("offsets"), self.port_in.layout
+            if isinstance(layout, Shard) and offsets is not None and not isinstance(offsets, DTensor):
+                raise LayoutError(
+                    f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its own, lower=False) "
+                    f"takes the offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside "
+                    f"input_layouts={layout}. Give DTensors, or input_layouts=Replicate() and all tokens, or 2-D "
+                    "tokens, whose rows are the bags"
+                )
         args = self._through(args, sharding.inputs, self._enter, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
@@ -178,8 +187,7 @@ class Boundary(Lowered):
 
     def _leave(self, value: Any, port: Port) -> Any:
         with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
-            left = output_dtensor(value, port, self.mesh)
-            return local_output(left, self.sharding.style) if self.sharding.local_outputs else left
+            return leaving(self, value, port)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -189,13 +197,3 @@ class Boundary(Lowered):
             yield from port_moves(port, call.kwargs.get(name))
         for value, port in zip(call.outputs, call.sharding.outputs or (), strict=False):
             yield from port_moves(port, value)
-
-
-def _refuse_own_offsets(sharding: ModuleSharding, offsets: Any) -> None:
-    layout = sharding.input_port().layout
-    if isinstance(layout, Shard) and offsets is not None and not isinstance(offsets, DTensor):
-        raise LayoutError(
-            f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its own, lower=False) takes the "
-            f"offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside input_layouts={layout}. Give "
-            "DTensors, or input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the bags"
-        )

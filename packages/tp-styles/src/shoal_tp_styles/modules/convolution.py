@@ -199,15 +199,11 @@ class GroupedChannels(Lowered):
     """A convolution of which each rank holds some groups."""
 
     __slots__ = ("groups", "options")
+    collectives = ports.declares(ports.declare_sharded_input, ports.declare_sharded_output)
 
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
         self.groups: list[int] = self.options.per_rank(self.comm.size)
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_sharded_input(call)
-        yield from ports.declare_sharded_output(call)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options, groups = self.options, self.groups[self.comm.rank]

@@ -44,9 +44,8 @@ def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:
         raise UnsupportedModuleError(f"{sharding.style}: {module} has sparse gradients, which DTensors do not hold")
 
 
-def _check_ids(lowered: Lowered, tokens: Tensor) -> None:
+def check_ids(tokens: Tensor, rows: int) -> None:
     """Refuse ids that no rank has a row for, on all ranks; they would be zeros. Accelerators report them later."""
-    rows = lowered.spec("weight").shape[0]
     valid = (tokens >= 0) & (tokens < rows)
     if is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor):
         torch.ops.aten._assert_async.msg(valid.all(), f"an id is out of bounds for a table of {rows} rows")
@@ -58,21 +57,19 @@ class ColumnEmbedding(Lowered):
     """An embedding whose features are sharded."""
 
     __slots__ = ()
+    collectives = ports.declares(ports.declare_replicated_input, ports.declare_sharded_output)
 
     def resolve(self) -> None:
         _check_table(self.module, self.sharding)
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_replicated_input(call)
-        yield from ports.declare_sharded_output(call)
-
     def __call__(self, input: Tensor) -> Tensor:
-        tokens = ports.replicated_input(self, input)
+        return self.finish(self.look_up(ports.replicated_input(self, input)))
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """This rank's features of the tokens."""
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
-        out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
-        return self.finish(out)
+        return functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
 
     def finish(self, out: Tensor, port: Port | None = None) -> Tensor:
         """The output in the layout that leaves the module."""
@@ -80,7 +77,7 @@ class ColumnEmbedding(Lowered):
         return ports.sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1), port)
 
 
-class _OwnRows(Function):
+class OwnRows(Function):
     """tokens: R, rows of this rank from `first` on -> y: P.  Tokens of other ranks give zeros.
 
     Of 8 rows on 2 ranks, on the second (first = 4): tokens 1 5 7 -> own rows 4 1 3, of which 4 is behind the last one.
@@ -93,7 +90,8 @@ class _OwnRows(Function):
         # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
         local_rows = torch.where((local_rows >= 0) & (local_rows < rows), local_rows, rows)
         ctx.save_for_backward(local_rows)
-        ctx.table = rows, -1 if padding is None else padding - first, scale
+        padding = -1 if padding is None or not 0 <= padding - first < rows else padding - first
+        ctx.table = rows, padding, scale
         outside = (local_rows == rows).unsqueeze(-1)
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
@@ -107,15 +105,13 @@ class _OwnRows(Function):
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, scale = ctx.table
-        if not 0 <= padding < rows:
-            padding = -1
         dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), local_rows, rows + 1, padding, scale)[:rows]
         return None, dense, None, None, None
 
 
 @whole_when_compiled
 def _own_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
-    out: Tensor = apply(_OwnRows, tokens, table, first, padding, scale)
+    out: Tensor = apply(OwnRows, tokens, table, first, padding, scale)
     return out
 
 
@@ -123,24 +119,22 @@ class RowEmbedding(Lowered):
     """An embedding whose vocabulary is sharded."""
 
     __slots__ = ()
+    collectives = ports.declares(ports.declare_replicated_input, ports.declare_partial_output)
 
     def resolve(self) -> None:
         _check_table(self.module, self.sharding)
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_replicated_input(call)
-        yield from ports.declare_partial_output(call)
-
     def __call__(self, input: Tensor) -> Tensor:
-        module: Any = self.module
         tokens = ports.replicated_input(self, input)
-        _check_ids(self, tokens)
+        check_ids(tokens, self.spec("weight").shape[0])
+        return ports.partial_output(self, self.look_up(tokens), None)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """The tokens' rows of the table; zeros for those of other ranks."""
+        module: Any = self.module
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
-        return ports.partial_output(
-            self, _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq), None
-        )
+        return _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +209,7 @@ class ColumnEmbeddingBag(ColumnEmbedding):
     """An embedding bag whose features are sharded; every mode works, since bags are local."""
 
     __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from _Bags.collectives(call)
-        yield from ports.declare_sharded_output(call)
+    collectives = ports.declares(_Bags.collectives, ports.declare_sharded_output)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -244,6 +234,7 @@ class RowEmbeddingBag(Lowered):
     """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
 
     __slots__ = ()
+    collectives = ports.declares(_Bags.collectives, ports.declare_partial_output)
 
     def resolve(self) -> None:
         module: Any = self.module
@@ -254,17 +245,12 @@ class RowEmbeddingBag(Lowered):
                 "use ColwiseParallel"
             )
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from _Bags.collectives(call)
-        yield from ports.declare_partial_output(call)
-
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         module: Any = self.module
         bags = _Bags.of(self, input, offsets, per_sample_weights)
-        _check_ids(self, bags.tokens)
+        check_ids(bags.tokens, self.spec("weight").shape[0])
         weight: Any = self.local("weight")["weight"]
         rows, own = weight.shape[0], bags.tokens - self.spec("weight").offset(0)
         counted = torch.ones_like(own, dtype=torch.bool)

@@ -22,7 +22,7 @@ from shoal_dtensor.internal import shard_sizes
 from ..lowering.boundary import Boundary, from_local, input_dtensor
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, while_replaced
-from ..lowering.ports import declare_summed_gradients, own_input, sharded_output
+from ..lowering.ports import declare_summed_gradients, declares, own_input, sharded_output
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, ModuleCall
 
@@ -48,24 +48,12 @@ def _plain(module: Any, x: Tensor, p: Params) -> Tensor:
     return out
 
 
-TOKENWISE: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _rms_norm,
-    nn.Linear: _linear,
-    nn.Identity: _plain,
-    nn.ReLU: _plain,
-    nn.GELU: _plain,
-    nn.SiLU: _plain,
-    nn.Tanh: _plain,
-    nn.Sigmoid: _plain,
-}
-
-
-# What these read of their module, in place of all of its parameters.
-READ: dict[Any, tuple[str, ...]] = {
-    _layer_norm: ("weight", "bias"),
-    _rms_norm: ("weight",),
-    _linear: ("weight", "bias"),
+# The computation, and the parameters that it reads.
+TOKENWISE: dict[type[nn.Module], tuple[Callable[[Any, Tensor, Params], Tensor], tuple[str, ...]]] = {
+    nn.LayerNorm: (_layer_norm, ("weight", "bias")),
+    nn.RMSNorm: (_rms_norm, ("weight",)),
+    nn.Linear: (_linear, ("weight", "bias")),
+    **dict.fromkeys((nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid), (_plain, ())),
 }
 
 
@@ -93,8 +81,9 @@ class Tokenwise(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.compute: Callable[[Any, Tensor, Params], Tensor] = TOKENWISE.get(type(module), _own_forward)
-        self.read: tuple[str, ...] | None = READ.get(self.compute)  # None: all parameters
+        self.compute: Callable[[Any, Tensor, Params], Tensor]
+        self.read: tuple[str, ...] | None  # None: all parameters
+        self.compute, self.read = TOKENWISE.get(type(module), (_own_forward, None))
         # Dims of the input that belong to one token; elementwise modules have none.
         self.features: int = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
 
@@ -106,13 +95,16 @@ class Tokenwise(Lowered):
         global_shape = (*input.shape,) if isinstance(input, DTensor) else None
         input = own_input(self, input)
         self.check_dim(input)
-        names = self.read or self.params
-        params = self.local(*names, comm=self.comm) if names else {}
-        out = self.compute(self.module, input, params)
+        out = self.computed(input)
         if self.sharding.local_outputs:
             return out
         shape = global_shape if out.shape == input.shape else None
         return from_local(out, self.port_in.desired, self.mesh, shape)
+
+    def computed(self, local: Tensor) -> Tensor:
+        """What the module makes of this rank's tokens."""
+        names = self.params if self.read is None else self.read
+        return self.compute(self.module, local, self.local(*names, comm=self.comm) if names else {})
 
     def check_dim(self, local: Tensor) -> None:
         """Raise LayoutError if a dim of features is sharded, or this is no tensor."""
@@ -151,6 +143,7 @@ class ChannelShards(Lowered):
     """
 
     __slots__ = ("channels", "groups", "runs_locally", "sizes")
+    collectives = declares()
 
     def resolve(self) -> None:
         module: Any = self.module
@@ -167,10 +160,6 @@ class ChannelShards(Lowered):
         kept = any(keeps_forward(module, kind) for kind in (nn.PReLU, nn.GroupNorm, nn.BatchNorm1d))
         self.runs_locally: bool = kept and (own > 0 or isinstance(module, nn.GroupNorm))
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
-
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
         expected = self.sizes[self.comm.rank]
@@ -184,7 +173,14 @@ class ChannelShards(Lowered):
         if not self.runs_locally:
             return self._on_dtensors(input)
         x, params = own_input(self, input), self.local(*self.params)
-        out = _own_forward(module, x, params, self.groups) if expected else _without_channels(x, params)
+        if expected:
+            out = _own_forward(module, x, params, self.groups)
+        else:  # a group norm's: of no channel, which kernels refuse; the gradients are empty, but they arrive
+            out = x.movedim(1, -1)
+            for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+                param = params[name]
+                out = out if param is None else combine(out, param)
+            out = out.movedim(-1, 1)
         return sharded_output(self, out, 1, self.channels, None)
 
     def _on_dtensors(self, input: Tensor) -> Tensor:
@@ -198,12 +194,3 @@ class ChannelShards(Lowered):
             return out  # type: ignore[no-any-return]  # a module's forward has no type
         local: Tensor = out.to_local(grad_placements=(port.desired,))
         return local
-
-
-def _without_channels(input: Tensor, params: Params) -> Tensor:
-    """What a group norm gives for no channel, which kernels refuse; the gradients are empty, but they arrive."""
-    out = input.movedim(1, -1)
-    for name, combine in (("weight", torch.mul), ("bias", torch.add)):
-        param = params[name]
-        out = out if param is None else combine(out, param)
-    return out.movedim(-1, 1)
