@@ -32,13 +32,13 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _RowStatistics(Function):
-    """x: S(-1) over classes -> per row: log-sum-exp, x[target], sum of q * x, sum of w * x; all R.
+    """x: S(-1) over classes -> per row: log-sum-exp, x[target], sum of q * x; all R.
 
-    Each of target, q (per row and class) and w (per class) may be None; its sum is then zero.
+    Target and q (per class, or per row and class) may be None; their sums are then zero.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, w: Tensor | None, vocab: Vocab) -> Any:
+    def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, vocab: Vocab) -> Any:
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         rows = x.shape[:-1]
         peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
@@ -50,19 +50,18 @@ class _RowStatistics(Function):
         own = None if target is None else own_classes(target, vocab)
         sums.append(zero if own is None else pick(work, *own))
         sums.append(zero if q is None else vocab.sum_of_classes(work * q))
-        sums.append(zero if w is None else vocab.sum_of_classes(work * w))
         stacked = all_reduce(torch.stack(sums), vocab.comm)
         lse = stacked[0].log().add_(peak)
-        ctx.save_for_backward(x, lse, *(own or (None, None)), q, w)
+        ctx.save_for_backward(x, lse, *(own or (None, None)), q)
         ctx.set_materialize_grads(False)
-        return lse, stacked[1], stacked[2], stacked[3]
+        return lse, stacked[1], stacked[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
-        x, lse, index, inside, q, w = ctx.saved_tensors
-        to_lse, to_picked, to_q, to_w = grads
+        x, lse, index, inside, q = ctx.saved_tensors
+        to_lse, to_picked, to_q = grads
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if to_lse is None:
             dx = torch.zeros_like(work)
@@ -71,10 +70,8 @@ class _RowStatistics(Function):
         if to_picked is not None and index is not None and x.shape[-1]:
             dx.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
         if to_q is not None and q is not None:
-            dx.addcmul_(to_q.unsqueeze(-1).expand_as(q).to(dx.dtype), q.to(dx.dtype))
-        if to_w is not None and w is not None:
-            dx.addcmul_(to_w.unsqueeze(-1).expand_as(dx), w.to(dx.dtype).expand_as(dx))
-        return dx.to(x.dtype), None, None, None, None
+            dx.addcmul_(to_q.unsqueeze(-1).expand_as(dx).to(dx.dtype), q.to(dx.dtype).expand_as(dx))
+        return dx.to(x.dtype), None, None, None
 
 
 def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
@@ -98,7 +95,7 @@ def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
         x: this rank's logits `(..., classes of this rank)`.
         vocab: the classes of each rank.
     """
-    lse: Tensor = apply(_RowStatistics, x, None, None, None, vocab)[0]
+    lse: Tensor = apply(_RowStatistics, x, None, None, vocab)[0]
     return lse
 
 
@@ -143,11 +140,11 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         return _soft(x, probabilities, weight, classes, rows, reduction, label_smoothing)
     labels = rows.shard(target)
     weights = plain(weight)
-    of_class = None if weights is None else classes.shard(weights)
-    smooth = label_smoothing > 0
-    ones = x.new_ones(classes.own) if smooth and of_class is None else of_class
-    lse, picked, _, total = apply(_RowStatistics, x, labels, None, ones if smooth else None, classes)
-    found = of_labels((lse, picked, total), labels, weights, ignore_index, label_smoothing, 0.0, classes)
+    q = None
+    if label_smoothing > 0:
+        q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
+    statistics = apply(_RowStatistics, x, labels, q, classes)
+    found = of_labels(statistics, labels, weights, ignore_index, label_smoothing, 0.0, classes)
     return reduced(*found, reduction, rows)
 
 
@@ -191,11 +188,14 @@ def _own_probabilities(target: Tensor, logits: Tensor, classes: Vocab, class_dim
             "cross_entropy on a sharded vocabulary returns no gradient of probability targets; detach them"
         )
     if isinstance(target, DTensor) and isinstance(logits, DTensor):
-        there = target.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
-        return there.to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
+        return _placed_as(logits, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
     given = plain(target)
     assert given is not None, "a target was given"
     return classes.shard(LogitRows.of(logits, class_dim).shard(given.movedim(class_dim, -1)))
+
+
+def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
+    return tensor.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
 
 
 def _soft(  # noqa: PLR0913  # everything that one loss depends on
@@ -209,7 +209,7 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
         assert weights is not None, "a weight was given"
         q = q * classes.shard(weights)
     mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-    lse, _, by_q, _ = apply(_RowStatistics, x, None, q, None, classes)
+    lse, _, by_q = apply(_RowStatistics, x, None, q, classes)
     loss = lse * mass - by_q
     return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
 
@@ -220,7 +220,7 @@ def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: Logi
         return loss
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-    total = rows.total(rows.sum_of_own(loss))
+    total = rows.total(loss)
     if reduction == "sum":
         return total
     return total / (rows.count(weight) if isinstance(weight, Tensor) else weight)
@@ -245,7 +245,7 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
         tensor([-1.3863, -1.3863])
     """
     x, classes = local_logits(logits, vocab, dim)
-    lse, picked, _, _ = apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, None, classes)
+    lse, picked, _ = apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, classes)
     found: Tensor = picked - lse
     return found
 
@@ -333,15 +333,13 @@ def kl_div(
     """
     x, classes = local_logits(logits, vocab, dim)
     if isinstance(logits, DTensor) and isinstance(target_logits, DTensor):
-        target_logits = target_logits.redistribute(
-            logits.device_mesh, logits.placements, shard_order=logits.shard_order
-        )
+        target_logits = _placed_as(logits, target_logits)
     teacher, _ = local_logits(target_logits.detach(), vocab, dim)
     lse_t = log_sum_exp(teacher, classes)
     log_q = teacher - lse_t.unsqueeze(-1)
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
-    lse, _, by_q, _ = apply(_RowStatistics, x, None, q, None, classes)
+    lse, _, by_q = apply(_RowStatistics, x, None, q, classes)
     divergence = lse - by_q - entropy
     rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)

@@ -57,7 +57,11 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     if route == "accumulate" and param.spec is spec:
         accumulated = param.grad
         if accumulated is None:
-            _set_grad(param, spec, local)
+            try:  # asking for `grad_dtype` costs more than being refused where nobody has chosen one
+                param.grad = DTensor.__new__(DTensor, local, spec)
+            except RuntimeError:
+                dtype = param.grad_dtype
+                param.grad = DTensor.__new__(DTensor, local.to(dtype), spec.with_(dtype=dtype))
             return None
         if _adds_to(accumulated, spec):
             local_shard(accumulated).add_(local)
@@ -81,15 +85,6 @@ def deliver_product(route: GradRoute, param: Any, spec: Spec, left: Tensor, righ
                 total.add_(block.mm(right))
             return None
     return deliver_grad(route, param, spec, left.mm(right))
-
-
-def _set_grad(param: Any, spec: Spec, local: Tensor) -> None:
-    """The first gradient, in the dtype that `param.grad_dtype` asks for."""
-    try:  # asking costs more than being refused where nobody has chosen a dtype
-        param.grad = DTensor.__new__(DTensor, local, spec)
-    except RuntimeError:
-        dtype = param.grad_dtype
-        param.grad = DTensor.__new__(DTensor, local.to(dtype), spec.with_(dtype=dtype))
 
 
 def _adds_to(accumulated: Tensor, spec: Spec) -> bool:

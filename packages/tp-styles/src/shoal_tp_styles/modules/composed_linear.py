@@ -225,7 +225,7 @@ class AttentionHeads(FusedLowering):
         if need_weights or drops:
             scores = torch.matmul(q, k.transpose(-2, -1)) * module.head_dim**-0.5
             attention = (scores if mask is None else scores + mask).softmax(-1)
-            attention = self.dropped(attention, self.heads()) if drops else attention
+            attention = self.dropped(attention) if drops else attention
             mixed = attention @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -239,11 +239,6 @@ class AttentionHeads(FusedLowering):
             return out, None
         weights = reduce(attention.sum(1), self.comm) / module.num_heads
         return out, weights if batched else weights.squeeze(0)
-
-    def heads(self) -> Heads:
-        """All heads of the module."""
-        module: Any = self.module
-        return Heads(module.num_heads, module.head_dim)
 
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
@@ -263,12 +258,12 @@ class AttentionHeads(FusedLowering):
         head: Any = self.module.head_dim
         return [x.view(*x.shape[:-1], width // head, head).transpose(1, 2) for x in projected]
 
-    def dropped(self, attention: Tensor, heads: Heads) -> Tensor:
+    def dropped(self, attention: Tensor) -> Tensor:
         """Attention weights after dropout, which draws the values that one device with all heads would draw."""
         module: Any = self.module
         batch, _, queries, keys = attention.shape
-        shape = torch.Size((batch, heads.count, queries, keys))
-        placement = HeadShard(1, Heads(heads.count, 1)).on(self.comm.size)
+        shape = torch.Size((batch, module.num_heads, queries, keys))
+        placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
         stride = torch.empty(shape, device="meta").stride()
         every = DTensor.from_local(attention, self.mesh, (placement,), run_check=False, shape=shape, stride=stride)
         out: Any = functional.dropout(every, module.dropout)

@@ -71,23 +71,18 @@ class Recurrent(Lowered):
             )
         local = local_parameters(dict(module._parameters), self.comm)
         flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
-        forward = partial(_forward, module, ports.own_input(self, input), self.states(hx))
+        port = Port(Shard(1), Shard(1))
+        initial = tuple(ports.own_input(self, each, port) for each in _tensors(hx))
+        hx = initial if isinstance(hx, tuple | list) else initial[0]
+        forward = partial(_forward, module, ports.own_input(self, input), hx)
         out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
         if self.sharding.local_outputs:
             return out, state
-        states = state if type(state) is tuple else (state,)
         batch = 0 if module.batch_first else 1
         rows = input.shape[batch] if isinstance(input, DTensor) else None
-        wrapped = tuple(from_local(each, Shard(1), self.mesh, _with_rows(each, 1, rows)) for each in states)
+        wrapped = tuple(from_local(each, Shard(1), self.mesh, _with_rows(each, 1, rows)) for each in _tensors(state))
         full = from_local(out, self.port_out.desired, self.mesh, _with_rows(out, batch, rows))
         return full, wrapped if type(state) is tuple else wrapped[0]
-
-    def states(self, hx: Any) -> Any:
-        """This rank's shard of the initial state: one tensor, or two for an LSTM."""
-        port = Port(Shard(1), Shard(1))
-        if isinstance(hx, tuple):
-            return tuple(ports.own_input(self, each, port) for each in hx)
-        return ports.own_input(self, hx, port)
 
 
 def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] | None:
@@ -107,7 +102,7 @@ def _forward(module: Any, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
     shape = list(x.shape)
     shape[batch] = 1
     out, state = forward(module, x.new_zeros(shape))
-    none = tuple(each.narrow(1, 0, 0) for each in (state if type(state) is tuple else (state,)))
+    none = tuple(each.narrow(1, 0, 0) for each in _tensors(state))
     return out.narrow(batch, 0, 0), none if type(state) is tuple else none[0]
 
 
@@ -304,4 +299,5 @@ def _gates(x: Tensor, units: int, gates: int) -> list[Tensor]:
 
 
 def _tensors(state: Any) -> tuple[Tensor, ...]:
+    """Of an RNN or GRU one state, of an LSTM two."""
     return tuple(state) if isinstance(state, tuple | list) else (state,)

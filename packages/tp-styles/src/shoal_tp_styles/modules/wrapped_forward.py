@@ -23,6 +23,7 @@ from shoal_dtensor.internal import eager_only
 from .._torch import watching_functions
 from ..lowering.boundary import Boundary
 from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.ports import nbytes
 from ..sharding.module_sharding import Collective, ModuleCall, OwnOptions
 
 
@@ -82,7 +83,7 @@ class ContextAttention(Boundary):
 def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Iterator[Collective]:
     """The collectives of one attention; in a step of the ring each rank sends a block, `1 / ranks` of the whole."""
     trained = any(x.requires_grad for x in (q, k, v))
-    block, out = _nbytes(k) + _nbytes(v), _nbytes(q) // q.shape[-1] * v.shape[-1]
+    block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
     # Sums of low precision travel in float32.
     sums = block * max(4 // k.element_size(), 1)
     step = 1 if ranks == 1 else ranks - 1
@@ -98,7 +99,7 @@ def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Itera
             yield Collective("reduce_scatter", sums, backward=True)
     else:
         for backward in (False, True) if trained else (False,):
-            yield Collective("all_to_all", _nbytes(q) + block, backward=backward)
+            yield Collective("all_to_all", nbytes(q) + block, backward=backward)
             yield Collective("all_to_all", out, backward=backward)
 
 
@@ -122,7 +123,3 @@ def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     with torch.enable_grad(), _AttentionRecorder():
         torch.func.functional_call(module, state, call.args, dict(call.kwargs))
     return found
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
