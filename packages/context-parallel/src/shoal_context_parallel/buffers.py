@@ -87,15 +87,21 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in zip(held, dims, strict=True)] if known else []
-    originals = [buffer.data for buffer in held]
-    for buffer, shard in zip(held, shards, strict=True):
+    with _replaced(held, shards, no_restore_buffers or set()), RoutedAttention(comm, options):
+        yield known
+
+
+@contextmanager
+def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
+    """Inside the block, buffers have other contents."""
+    originals = [buffer.data for buffer in buffers]
+    for buffer, shard in zip(buffers, shards, strict=True):
         _replace(buffer, shard)
     try:
-        with RoutedAttention(comm, options):
-            yield known
+        yield
     finally:
-        for buffer, original in zip(held, originals, strict=True):
-            if not any(buffer is other for other in no_restore_buffers or ()):
+        for buffer, original in zip(buffers, originals, strict=True):
+            if not any(buffer is other for other in unrestored):
                 _replace(buffer, original)
 
 

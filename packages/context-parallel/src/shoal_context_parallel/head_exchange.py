@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class HeadExchange:
         """`to_heads`, of plain tensors: one all-to-all for all of them."""
         of_ranks, sizes = [*zip(*ranges, strict=True)], self.layout.sizes  # rank -> its heads of each tensor
         sent = [[x[:, a:b] for x, (a, b) in zip(tensors, own, strict=True)] for own in of_ranks]
-        arrived = [self._empty(tensors, of_ranks[self.comm.rank], size) for size in sizes]
+        arrived = self._empty(tensors, [of_ranks[self.comm.rank]] * self.comm.size, sizes)
         with purpose("attention: heads for positions"):
             all_to_all_blocks(sent, self.comm, arrived)
         return [self.layout.in_order(blocks, 2) for blocks in zip(*arrived, strict=True)]
@@ -80,21 +81,26 @@ class HeadExchange:
         """`to_positions`, of plain tensors; heads that several ranks hold are summed."""
         of_ranks, size = [*zip(*ranges, strict=True)], self.layout.sizes[self.comm.rank]
         sent = [[self.layout.shard(x, 2, rank) for x in tensors] for rank in range(self.comm.size)]
-        arrived = [self._empty(tensors, own, size) for own in of_ranks]
+        arrived = self._empty(tensors, of_ranks, [size] * self.comm.size)
         with purpose("attention: heads for positions"):
             all_to_all_blocks(sent, self.comm, arrived)
-        summed = self._empty(tensors, [(0, count) for count in heads], size)
+        summed = [x.new_zeros(x.shape[0], count, size, x.shape[-1]) for x, count in zip(tensors, heads, strict=True)]
         for total, each, blocks in zip(summed, ranges, zip(*arrived, strict=True), strict=True):
-            total.zero_()
             for (a, b), block in zip(each, blocks, strict=True):
                 total[:, a:b] += block
         return summed
 
-    def _empty(self, tensors: list[Tensor], heads: Sequence[Range], positions: int) -> list[Tensor]:
-        """For each tensor a block of some heads and so many positions."""
-        return [
-            x.new_empty(x.shape[0], b - a, positions, x.shape[-1]) for x, (a, b) in zip(tensors, heads, strict=True)
+    def _empty(
+        self, tensors: list[Tensor], heads: Sequence[Sequence[Range]], positions: Sequence[int]
+    ) -> list[list[Tensor]]:
+        """From each rank a block of each tensor, of some heads and positions, in memory one after the other."""
+        shapes = [
+            [(x.shape[0], b - a, size, x.shape[-1]) for x, (a, b) in zip(tensors, own, strict=True)]
+            for own, size in zip(heads, positions, strict=True)
         ]
+        counts = [prod(shape) for blocks in shapes for shape in blocks]
+        flat = iter(torch.split_with_sizes(tensors[0].new_empty(sum(counts)), counts))
+        return [[next(flat).view(shape) for shape in blocks] for blocks in shapes]
 
 
 class _Exchange(Function):
