@@ -211,7 +211,9 @@ def test_uneven_local_parts_become_ragged_shards_or_raise() -> None:
 def test_copies_keep_the_layout() -> None:
     mesh = mesh_1d()
     p: Any = torch.nn.Parameter(spread(sample(5, 3), mesh, [S0]))
+    p.grad = p.detach()
     copies: list[Any] = [copy.deepcopy(p), pickle.loads(pickle.dumps(p))]
+    assert copies[0].grad is None  # as of a plain parameter
     for made in copies:
         assert getattr(made, "_is_param", False) and made.requires_grad
         assert made._spec is p._spec and torch.equal(made.to_local(), p.to_local())

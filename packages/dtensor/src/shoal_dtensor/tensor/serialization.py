@@ -24,7 +24,7 @@ _OWN = frozenset({"_reduced", "_source"})
 
 
 def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a leaf with its gradient and attributes; the one in `memo` where it was copied before.
+    """A copy of a leaf with its attributes, and its gradient unless it is a parameter; that in `memo` if it was copied.
 
     Raises:
         RuntimeError: the tensor has a history.
@@ -37,7 +37,7 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
     local = copy.deepcopy(tensor._local_tensor, memo)
     result = memo[id(tensor)] = cls(local, tensor._spec, requires_grad=tensor.requires_grad)
     result.__dict__.update(copy.deepcopy(_attributes(tensor), memo))
-    if tensor.grad is not None:
+    if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):  # as torch copies parameters
         result.grad = copy.deepcopy(tensor.grad, memo)
     return result
 
