@@ -80,10 +80,8 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     if notice := notice_of(what, [need], current()):
         warnings.warn(notice, stacklevel=2)
     digest = digest_of(tensors, mesh.device_type)
-    about, numbers = (
-        f"{what} with a plain tensor of shape {shapes}",
-        torch.stack([digest, digest.new_tensor(candidates)]),
-    )
+    numbers = torch.stack([digest, torch.full_like(digest, candidates)])
+    about = f"{what} with a plain tensor of shape {shapes}"
     with purpose(f"{what}: comparison of plain tensors"):
         (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
     if not accepted:
