@@ -12,7 +12,7 @@ import torch
 
 from quantized_models import X, model, quantized, ways
 from shoal_data_parallel import UnsupportedModuleError, fully_shard, replicate
-from shoal_data_parallel.sharded_parameters import check_plain_tensors
+from shoal_dtensor.internal import check_plain_tensors
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -396,6 +396,30 @@ def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_th
     assert not all(seen[0])
 
 
+class Recomputed(nn.Sequential):
+    """Layers of which all but the last run again in backward, each in a pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        *layers, last = self
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return last(x)  # type: ignore[no-any-return]  # of a Linear
+
+
+@on_ranks(4)
+def test_kept_gradients_of_a_unit_with_reentrant_checkpoints() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins(lambda: Recomputed(*(nn.Linear(6, 6) for _ in range(3))))
+    fully_shard(model[1], mesh["data"])
+    fully_shard(model, mesh["data"])
+    for last in (False, False, True):
+        x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+        plain(x).square().mean().backward()
+        model.set_requires_gradient_sync(last)
+        model(*own(mesh, x.detach().requires_grad_())).square().mean().backward()
+    same_gradients(plain, model)
+
+
 @on_ranks(2)
 def test_forwards_of_earlier_steps_are_freed() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh_of(2, 1)["data"])

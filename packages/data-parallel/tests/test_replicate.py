@@ -6,7 +6,7 @@ Covers: replicate.py, gradient_buckets.py, optimizer_shards.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -271,6 +271,50 @@ def test_a_module_inside_reduces_its_own_parameters() -> None:
     replicate(model.blocks[0], mesh["data"])
     replicate(model, mesh["data"])
     backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+class Tower(nn.Module):
+    """Two layers, of which a batch may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, deep: bool) -> Tensor:
+        out: Tensor = self.second(self.first(x) if deep else x)
+        return out
+
+
+class Towers(nn.Module):
+    """The sum of two towers of the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Tower() for _ in range(2))
+
+    def forward(self, x: Tensor, deep: Sequence[bool]) -> Tensor:
+        one, other = (tower(x, each) for tower, each in zip(self.towers, deep, strict=True))
+        out: Tensor = one.tanh() + 2 * other
+        return out
+
+
+@SHARDED
+@pytest.mark.parametrize("nested", [False, True])
+@on_ranks(4)
+def test_replicated_modules_of_which_ranks_use_different_parameters(nested: bool, shard_optimizer: bool) -> None:
+    """Each reduces its own; in another order on every rank, gradients of one would be those of the other."""
+    mesh = mesh_of(4, 1)
+    plain, model = twins(Towers)
+    for tower in model.towers:
+        replicate(tower, mesh["data"], bucket_bytes=1, shard_optimizer=shard_optimizer)
+    if nested:
+        replicate(model, mesh["data"], bucket_bytes=1, shard_optimizer=shard_optimizer)
+    rows = torch.randn(4, 3, 6, dtype=torch.float64)
+    deep = [(True, True), (True, False), (False, True), (True, True)]
+    torch.stack([plain(x, each).square().mean() for x, each in zip(rows, deep, strict=True)]).mean().backward()
+    rank = torch.distributed.get_rank()
+    model(rows[rank], deep[rank]).square().mean().backward()
     same_gradients(plain, model)
 
 

@@ -77,7 +77,7 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
 def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
     for comm in shared_and_gloo(4, slot_bytes):
         matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
-        (block,) = got(start_packed("reduce_scatter", matrices, comm, [33] * 4))
+        (block,) = got(start_packed("reduce_scatter", [*matrices], comm, [33] * 4))
         assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
         assert got(start_packed("reduce_scatter", [torch.ones(4, 0)], comm, [0] * 4))[0].shape == (0,)
         rows = got(start_packed("all_gather", [torch.full((33,), float(comm.rank))], comm, [33] * 4))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError
 from shoal_dtensor.internal import (
+    check_plain_tensors,
     complete_forms,
     extended,
     owners_of,
@@ -32,7 +33,7 @@ from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, Site, check_plain_tensors, make_whole, shard_parameter
+from .sharded_parameters import DataAxes, Site, make_whole, shard_parameter
 from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
 

@@ -160,10 +160,15 @@ class GradientBuckets:
             self._handles = [
                 handle for at, p in enumerate(self.parameters) for handle in p.ask(partial(self._take, at))
             ]
-        self._handles += [node.register_prehook(self._begin) for node in self._nodes]
-        # This hook also has lowered modules leave the accumulation to autograd, so `_begin` comes before it.
+        self._handles += [node.register_prehook(self.begin) for node in self._nodes]
+        # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes before it.
         for parameter in self.parameters:
             self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]  # torch
+
+    @property
+    def captures(self) -> bool:
+        """Whether the pass that is running is one of `torch.autograd.grad` for parameters."""
+        return any(leaf_route(node) == "return" for node in self.held)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -177,9 +182,9 @@ class GradientBuckets:
 
     def _begin_if_needed(self, grads: Any) -> None:
         if not self.running and any(leaf_route(node) != "unused" for node in self.held):
-            self._begin(grads)
+            self.begin(grads)
 
-    def _begin(self, _: Any) -> None:
+    def begin(self, _: Any = None) -> None:
         """Begin a pass, unless one is running: set aside what is in `.grad`."""
         if self.running:
             return
@@ -197,7 +202,9 @@ class GradientBuckets:
         self._reductions: list[GroupReduction] = []  # of the first buckets, in order
         self.running = True
         self.around(True)
-        running_pass().join(self)
+        running = running_pass()
+        self._earlier = [part for part in running.parts if isinstance(part, GradientBuckets)]
+        running.join(self)
 
     def _arrived(self, leaf: Tensor) -> None:
         """Hook: a gradient has been accumulated; buckets are reduced in order as soon as they are complete."""
@@ -208,14 +215,16 @@ class GradientBuckets:
         # Reentrant checkpointing runs passes inside of this one, each of which may bring a parameter's gradient.
         if at < len(self._reductions):
             self._late.add(at)
-        if not self.owner.syncs or backward_number() != self._number:
+        # Which parameters a pass uses may differ between ranks; the order of reductions must not.
+        in_turn = all(len(part._reductions) == len(part.buckets) for part in self._earlier)
+        if not in_turn or not self.owner.syncs or backward_number() != self._number:
             return
         while len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0:
             self._reduce(len(self._reductions))
 
     def _take(self, at: int, grad: Tensor) -> Tensor | None:
         """Keep a gradient that autograd does not accumulate; what it is to return instead."""
-        self._begin(None)
+        self.begin()
         parameter = self.parameters[at]
         if leaf_route(self.held[at]) != "return":
             parameter.leaf.grad = grad if parameter.leaf.grad is None else parameter.leaf.grad + grad

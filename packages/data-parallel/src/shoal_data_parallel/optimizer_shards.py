@@ -28,7 +28,7 @@ from shoal_mesh import purpose
 
 from ._torch import run_when_ready
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, ShardedParameter, Site, local_bytes, shard_parameter, shards_of
+from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter, shards_of
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +170,7 @@ class OptimizerShards:
         for replica in self.replicas:
             replica.adopt()
         stale = (replica for replica in self.replicas if replica.version != replica.sharded.version())
-        return in_groups(stale, lambda replica: local_bytes(replica.sharded.gathered), self._bucket_bytes)
+        return in_groups(stale, lambda replica: replica.sharded.gathered.local_bytes, self._bucket_bytes)
 
     def _start(self, group: Sequence[ShardedReplica]) -> Any:
         with purpose("replicate gathers updated parameters"):

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, redistribute_shards, takes
+from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, given_away, redistribute_shards, takes
 from shoal_mesh import purpose
 
 from .sharded_parameters import DataAxes
+
+Grads = dict[int, Tensor | None]  # by parameter
+Kept = dict[int, tuple[Tensor, Spec]]  # likewise, with the layouts that they have
 
 
 class ReducedParameter(Protocol):
@@ -79,7 +82,7 @@ class Group(Reducer):
     def __init__(self, name: str, axes: DataAxes) -> None:
         self.name = name
         self.axes = axes
-        self.kept: dict[int, tuple[Tensor, Spec]] = {}
+        self.kept: Kept = {}
         self.spoiled = False
         self.divisor = float(axes.mesh.size())
 
@@ -155,44 +158,41 @@ class GroupReduction:
 
     __slots__ = ("_flags", "_gradients", "_in_flight", "_kept", "_own", "group", "returned")
 
-    def __init__(
-        self,
-        group: Group,
-        grads: dict[int, Tensor | None],
-        returned: Collection[int] = (),
-        *,
-        with_kept: bool = True,
-    ) -> None:
+    def __init__(self, group: Group, grads: Grads, returned: Collection[int] = (), *, with_kept: bool = True) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
         self._gradients: Callable[[], list[Tensor]] | None = None  # of a reduction that has been waited for
         self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
-        kept: dict[int, tuple[Tensor, Spec]] = {}
+        kept: Kept = {}
         if with_kept:  # otherwise the group goes on keeping it
             kept, group.kept = group.kept, {}
-        self._kept: dict[int, tuple[Tensor, Spec]] = {} if group.spoiled else kept.copy()
-        shards, specs, own = [], [], []
-        for i in group.trained:
-            grad, before = grads.pop(i, None), kept.pop(i, None)
-            own.append(grad is not None or before is not None)
-            local, spec = group.parameters[i].gradient(grad) if grad is not None or before is None else before
-            if grad is not None and before is not None:
-                local, spec = before[0].add(*_converted([local], [spec], [before[1]])), before[1]
-            shards.append(local.to(spec.dtype).contiguous())
-            specs.append(spec)
-        self._own: list[bool] = own
+        self._kept: Kept = {} if group.spoiled else kept.copy()
+        shards, specs = self._taken(grads, kept)
         partial = [group.parameters[i].partial for i in group.trained]
         shards = _converted(shards, specs, partial)
         moves = [(spec, group.parameters[i].reduced) for i, spec in zip(group.trained, partial, strict=True)]
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
-        moves.append(_move_of_flags(partial[0], group.axes, len(own), moves[0][1].dtype))
-        flags = shards[0].new_ones((group.axes.ranks_of_shards, len(own)))
-        for at, there in enumerate(own):  # written on the device: the host waits for no copy
+        moves.append(_move_of_flags(partial[0], group.axes, len(moves), moves[0][1].dtype))
+        shards.append(shards[0].new_ones((group.axes.ranks_of_shards, len(self._own))))
+        for at, there in enumerate(self._own):  # written on the device: the host waits for no copy
             if not there:
-                flags[:, at].zero_()
-        shards.append(flags)
+                shards[-1][:, at].zero_()
         with purpose(f"{group.owner} reduces {group.name}"):
-            self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
+            self._in_flight: ShardsInFlight = redistribute_shards(given_away(shards), moves)
+
+    def _taken(self, grads: Grads, kept: Kept) -> tuple[list[Tensor], list[Spec]]:
+        """The sums of gradients of this pass and kept ones, taken out one by one, and their layouts."""
+        shards, specs = [], []
+        self._own: list[bool] = []  # whether this rank has one
+        for i in self.group.trained:
+            parameter, grad, before = self.group.parameters[i], grads.pop(i, None), kept.pop(i, None)
+            self._own.append(grad is not None or before is not None)
+            local, spec = parameter.gradient(grad) if grad is not None or before is None else before
+            if grad is not None and before is not None:
+                local, spec = before[0].add(*_converted([local], [spec], [before[1]])), before[1]
+            shards.append(local.to(spec.dtype).contiguous())
+            specs.append(spec)
+        return shards, specs
 
     def go_on(self) -> None:
         """Start the rest of it, over the axes of replicas, beside what follows; wait for it where it has started."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    check_plain_tensors,
     complete_forms,
     extended,
     in_groups,
@@ -37,7 +38,7 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter, reduced_of
 from .optimizer_shards import OptimizerShards, ShardedReplica
 from .reduction import Reducer, ReducingModule
-from .sharded_parameters import DataAxes, Site, check_plain_tensors, local_bytes, make_whole
+from .sharded_parameters import DataAxes, Site, make_whole
 
 _STATE = "_shoal_replicated"
 
@@ -164,7 +165,7 @@ class Replicas(Reducer):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         axes: DataAxes,
         bucket_bytes: int,
         dtype: torch.dtype | None,
@@ -278,7 +279,7 @@ class Replicas(Reducer):
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
-        groups = in_groups(reversed(trained), lambda one: local_bytes(reduced_of(one).partial), self._bucket_bytes)
+        groups = in_groups(reversed(trained), lambda one: reduced_of(one).partial.local_bytes, self._bucket_bytes)
         return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -288,11 +289,11 @@ class Replicas(Reducer):
         self._depth += 1
         if self._depth > 1 or self.gradients.running:
             return
-        if self.shards:
-            self.shards.gather()
-        self.attach(module)
-        if self.shards:
-            self.shards.show(True)
+        for state in reversed(self.module._reducers()):
+            if state.shards:
+                state.shards.gather()
+            state.attach(state.module)
+        self.around(False)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook, also of a forward that raised: a backward through the output begins there."""
@@ -305,9 +306,16 @@ class Replicas(Reducer):
                 self.gradients.watch(tensor)
 
     def around(self, running: bool) -> None:
-        """Have modules see replicas in forwards and in backward passes, which may run forwards again."""
+        """Have modules see replicas in forwards and in backward passes, which may run forwards again.
+
+        A pass begins in the replicated modules inside first, whether it reaches them or not: in one order on all ranks.
+        """
         if self.shards:
             self.shards.show(running or self._depth > 0)
+        inside = self.module._reducers()[1:] if running else []
+        if inside and not self.gradients.captures:
+            for state in reversed(inside):
+                state.gradients.begin()
 
 
 class ReplicateModule(ReducingModule):

@@ -11,7 +11,7 @@ May import: policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
-from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     FakeTensor,
     carry_gradient,
     carry_over,
     grad_hooked,
-    holds_tensors,
     local_shard,
     note_replaced,
     redistribute_shards,
@@ -182,30 +181,6 @@ def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) 
             "the embedding with sparse=False, or pass its weight in ignored_params"
         )
     return local_shard(grad) if isinstance(grad, DTensor) else grad
-
-
-def local_bytes(spec: Spec) -> int:
-    """Size of this rank's tensor."""
-    return spec.dtype.itemsize * spec.local_shape.numel()
-
-
-def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
-    """Refuse parameters that no collective can send.
-
-    Args:
-        name: of the function that got them.
-        params: plain, or DTensors.
-
-    Raises:
-        UnsupportedModuleError: if one is a tensor of tensors.
-    """
-    for param in params:
-        if holds_tensors(param):
-            raise UnsupportedModuleError(
-                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor of tensors "
-                "(as quantized weights are), of which only its library knows shards. Pass it in ignored_params: it "
-                "stays whole on every rank, and is not trained"
-            )
 
 
 def shard_parameter(

@@ -89,9 +89,9 @@ class Forward:
     unit: Unit
     gathered: Gathered
     trained: list[int]
+    units: Sequence[Unit]
     nodes: Sequence[Any] = ()
     before: Sequence[Unit] = ()
-    units: Sequence[Unit] = ()
 
 
 class Unit(Group):
@@ -103,6 +103,7 @@ class Unit(Group):
         receive: takes the gradients in backward; set by the owner.
         frees: whether the gathered parameters are freed between forward and backward.
         stands_in: whether `torch.autograd.grad` gets zeros while gradients are kept, for a pipeline stage.
+        backward: of the unit that leads its schedule, what the first pass that reached it, and runs, does to units.
         current: the gathered parameters; None before the first forward.
         used: the last forward.
         open: the forwards whose backward is running.
@@ -121,6 +122,7 @@ class Unit(Group):
         self.trained: list[int] = self._trained()
         self.frees = True
         self.stands_in = False
+        self.backward: Any = None  # it stands above, and is kept here
         self.current: Gathered | None = None
         self.used: Forward | None = None
         self.open: set[Forward] = set()
@@ -200,7 +202,7 @@ class Unit(Group):
         gathered = self.gather()
         views = [p.view(tensor) for p, tensor in zip(self.parameters, gathered.tensors, strict=True)]
         self.trained = self._trained()
-        forward = Forward(self, gathered, self.trained)
+        forward = Forward(self, gathered, self.trained, units=[self])
         if torch.is_grad_enabled() and self.trained:
             recorded = _GatheredUnit.apply(
                 forward, [views[i] for i in self.trained], *[self.parameters[i].leaf for i in self.trained]

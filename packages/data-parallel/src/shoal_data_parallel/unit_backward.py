@@ -22,15 +22,14 @@ from .unit import Forward, Unit
 class UnitBackward:
     """What one backward pass has done to units, and has still to deliver."""
 
-    __slots__ = ("_adds", "_captures", "_expected", "_open", "_opened", "_reductions", "_routes", "_units")
+    __slots__ = ("_captures", "_expected", "_open", "_opened", "_reductions", "_routes", "_units")
 
     def __init__(self) -> None:
-        self._units: dict[Unit, None] = {}  # all that belong together with those of the pass, in one order on all ranks
+        self._units: dict[Unit, Unit] = {}  # those of its schedules, in one order on all ranks, and which leads them
         self._open: list[Unit] = []
         self._opened: set[Forward] = set()  # not those that a pass around this one has opened
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
         self._reductions: list[GroupReduction] = []
-        self._adds: set[Unit] = set()  # to kept gradients of which the pass has added
         self._routes: dict[Forward, tuple[dict[int, GradRoute], set[int], bool]] = {}
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
@@ -43,19 +42,26 @@ class UnitBackward:
         unit = forward.unit
         if forward in unit.open:
             return
-        if unit not in self._adds:
-            unit.check_kept()
+        self._reach(forward)
         unit.refill(forward.gathered)
         unit.open.add(forward)
         self._opened.add(forward)
         self._open.append(unit)
-        self._units.update(dict.fromkeys(forward.units))
         self._expected.add(unit)
         for before in forward.before[-1:] if unit.next_backward is None else unit.next_backward:
             if before.current is not None and before.frees:
                 before.start()
         if self._reductions:
             self._reductions[-1].poll()
+
+    def _reach(self, forward: Forward) -> None:
+        """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
+        lead = forward.units[0]
+        if lead.backward is None:
+            for unit in forward.units:
+                unit.check_kept()
+            lead.backward = self
+        self._units.update(dict.fromkeys(forward.units, lead))
 
     def borrow(self, unit: Unit) -> None:
         """Have a unit that is gathered stay so until its gradients have arrived, or the pass ends."""
@@ -65,6 +71,7 @@ class UnitBackward:
         """Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank keeps them."""
         if forward not in self._routes:
             first_order_only()
+            self._reach(forward)
             unit, leaves = forward.unit, {i: forward.unit.parameters[i].leaf for i in forward.trained}
             routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}
             captured = {i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)}
@@ -77,7 +84,6 @@ class UnitBackward:
         adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
         if grad is None or routes[i] == "unused" or not adds:
             return False
-        self._adds.add(unit)
         unit.add_to_kept(i, grad)
         return True
 
@@ -86,7 +92,6 @@ class UnitBackward:
         unit, (routes, captured, stays) = forward.unit, self._routes_of(forward)
         returned = {i for i, route in routes.items() if route == "return"}
         self._expected.discard(unit)
-        self._units.update(dict.fromkeys(forward.units))
         if forward in self._opened:
             unit.open.discard(forward)
             if not unit.open:
@@ -111,17 +116,15 @@ class UnitBackward:
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
         reduced = {reduction.group for reduction in self._reductions}
-        for unit in self._units:
+        for unit, lead in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
-            late = unit in self._expected or (unit.kept and not self._captures)
+            late = unit in self._expected or (unit.kept and not self._captures and lead.backward is self)
             if unit.syncs and unit.trained and late and unit not in reduced:
-                if unit not in self._adds:
-                    unit.check_kept()
                 self._reductions.append(GroupReduction(unit, {}))
         deliver(self._reductions)
         self._reductions.clear()
-        for unit in self._adds:
-            unit.spoiled = False
+        for unit, lead in self._units.items():
+            unit.spoiled = unit.spoiled and lead.backward is not self
         self._close()
 
     def fail(self) -> None:
@@ -135,6 +138,8 @@ class UnitBackward:
             unit.open.clear()
             unit.leave()
         self._open.clear()
+        for lead in self._units.values():
+            lead.backward = None if lead.backward is self else lead.backward
 
 
 def running_backward() -> UnitBackward:

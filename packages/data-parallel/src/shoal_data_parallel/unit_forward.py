@@ -124,7 +124,7 @@ class UnitState:
         if is_compiling() or self.unit.shows_gathered or self.unit.frees:
             return
         forward, self._called = self.unit.enter_again(), module
-        forward.units = forward.units or self.schedule.units
+        forward.units = self.schedule.units
         self._guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
         self._guards[-1].__enter__()
 

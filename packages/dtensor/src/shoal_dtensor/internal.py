@@ -60,6 +60,7 @@ from .modules.forwards import ModuleForward as ModuleForward, forward_of as forw
 from .modules.owners import (
     carry_gradient as carry_gradient,
     carry_over as carry_over,
+    check_plain_tensors as check_plain_tensors,
     check_styled as check_styled,
     extended as extended,
     given_back as given_back,
@@ -87,7 +88,11 @@ from .redistribute.blocks import (
     move_blocks as move_blocks,
 )
 from .redistribute.scatter import Scatter as Scatter, scattering as scattering
-from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
+from .redistribute.shards_in_flight import (
+    ShardsInFlight as ShardsInFlight,
+    given_away as given_away,
+    redistribute_shards as redistribute_shards,
+)
 from .tensor.dtensor import local_shard as local_shard
 from .tensor.gradients import (
     GradRoute as GradRoute,

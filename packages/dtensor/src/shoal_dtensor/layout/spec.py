@@ -279,6 +279,11 @@ class Spec(SpecNames):
         order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))
         return dense_stride(self.local_shape, tuple(order))
 
+    @property
+    def local_bytes(self) -> int:
+        """Size of this rank's part."""
+        return self.dtype.itemsize * self.local_shape.numel()
+
     def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
         """Local shape on the rank at a mesh coordinate."""
         return torch.Size([s.size(coordinate) if s.axes else s.length for s in self.dim_shardings])

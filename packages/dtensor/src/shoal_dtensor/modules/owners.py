@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import DeviceMesh
 
-from ..errors import LayoutError, StyleError
+from ..errors import LayoutError, StyleError, UnsupportedModuleError
 from ..tensor.dtensor import DTensor
 
 Item = TypeVar("Item")
@@ -309,3 +309,22 @@ def holds_tensors(param: Tensor | None) -> bool:
         False
     """
     return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
+
+
+def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
+    """Refuse parameters that no collective can send.
+
+    Args:
+        name: of the function that got them.
+        params: plain, or DTensors.
+
+    Raises:
+        UnsupportedModuleError: if one is a tensor of tensors.
+    """
+    for param in params:
+        if holds_tensors(param):
+            raise UnsupportedModuleError(
+                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor of tensors "
+                "(as quantized weights are), of which only its library knows shards. Pass it in ignored_params: it "
+                "stays whole on every rank, and is not trained"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class ShardsInFlight:
 
     __slots__ = ("_after", "_messages", "_results", "_rounds", "_tensors")
 
-    def __init__(self, plans: Sequence[Plan], shards: Sequence[Tensor], *, packs: bool = False) -> None:
-        self._rounds, self._after = rounds_of(tuple(plans), tuple([shard.device for shard in shards]), packs)
+    def __init__(self, plans: Sequence[Plan], shards: Iterable[Tensor], *, packs: bool = False) -> None:
         self._tensors = list(shards)
+        self._rounds, self._after = rounds_of(tuple(plans), tuple([shard.device for shard in self._tensors]), packs)
         self._messages: list[tuple[Message, Pending | PackedPending]] = []
         self._results: list[Tensor] | None = None
         self._go_on()
@@ -94,7 +94,7 @@ class ShardsInFlight:
         return self._results
 
 
-def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> ShardsInFlight:
+def redistribute_shards(shards: Iterable[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> ShardsInFlight:
     """`src -> dst` of many local shards together, in as few collectives as possible, beside what follows.
 
     For modules that hold local tensors themselves; DTensors have `redistribute`, and `coalesce()` for many. It is not
@@ -102,7 +102,7 @@ def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Sp
 
     Args:
         shards: this rank's local tensors, each of its source's local shape. They must not be written to before the
-            results are there.
+            results are there. Those of an iterator are let go of when they have been sent.
         moves: for each, the spec that it has and the spec that it is to have: of one global shape and dtype.
 
     Raises:
@@ -121,6 +121,12 @@ def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Sp
         [(2,), (4,)]
     """
     return ShardsInFlight([plan(src, dst) for src, dst in moves], shards, packs=True)
+
+
+def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
+    """The tensors of a list, which holds them no longer: for those that are not to live beside what has been sent."""
+    while shards:
+        yield shards.pop(0)
 
 
 # --- asked for one by one, for DTensors -------------------------------------------------------------------------------

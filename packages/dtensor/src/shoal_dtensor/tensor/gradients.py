@@ -60,36 +60,36 @@ Part = TypeVar("Part", bound=PassPart)
 
 
 class BackwardPass:
-    """A backward pass, and its parts, which finish in the order in which they joined.
+    """A backward pass, and its `parts`, which finish in the order in which they joined.
 
     It lives as long as autograd's engine runs it, so parts must not refer to it.
     """
 
     def __init__(self) -> None:
-        self._parts: list[PassPart] = []
+        self.parts: list[PassPart] = []
 
     def join(self, part: Part) -> Part:
         """Take a part into the pass."""
-        self._parts.append(part)
+        self.parts.append(part)
         return part
 
     def part(self, kind: type[Part]) -> Part:
         """The part of a class of which a pass has one, made when it is first asked for."""
-        part = next((part for part in self._parts if isinstance(part, kind)), None)
+        part = next((part for part in self.parts if isinstance(part, kind)), None)
         return self.join(kind()) if part is None else part
 
     def finish(self) -> None:
         """Finish all parts; those that have not finished when one raises fail."""
         try:
-            while self._parts:
-                self._parts[0].finish()
-                del self._parts[0]
+            while self.parts:
+                self.parts[0].finish()
+                del self.parts[0]
         finally:
             self._fail()
 
     def _fail(self) -> None:
-        while self._parts:
-            self._parts.pop().fail()
+        while self.parts:
+            self.parts.pop().fail()
 
     __del__ = _fail  # of a pass that has raised, so that it was not finished
 

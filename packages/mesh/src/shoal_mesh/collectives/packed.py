@@ -69,7 +69,7 @@ _FUNCTIONAL = {
 
 
 def start_packed(
-    kind: str, tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int] = (), op: str = "sum"
+    kind: str, tensors: list[Tensor], comm: Along, sizes: Sequence[int] = (), op: str = "sum"
 ) -> PackedPending:
     """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
 
@@ -79,7 +79,8 @@ def start_packed(
             reduction; of an "all_reduce" the reduction of every tensor, in memory of its own.
         tensors: flat, of one dtype, in the same order on all ranks; not to be written to before the result has been
             waited for. Of a reduce-scatter those for the first rank, then those for the second, and so on; or matrices
-            of n rows, row i of each for rank i.
+            of n rows, row i of each for rank i. The list is emptied when they are in a message of their own, beside
+            which they need not live.
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an all-reduce.
         op: as for `all_reduce`.
@@ -120,7 +121,7 @@ def start_packed(
 
 
 def start_message(
-    kind: str, tensors: Sequence[Tensor], comm: Comm, sizes: Sequence[int], op: str = "", background: bool = True
+    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str = "", background: bool = True
 ) -> PackedPending:
     """`S -> R`, `P -> S` or `P -> R`: many tensors, checked, as one message.
 
@@ -149,21 +150,23 @@ def start_message(
 
 
 def _in_one_tensor(
-    kind: str, tensors: Sequence[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
+    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
 ) -> Pending:
     if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
         out = backend_calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
-        own = torch.cat(list(tensors), out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
+        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
         return backend_calls.all_gather(own, comm, background, out)
-    message = torch.cat(list(tensors), -1).view(-1) if len(tensors) > 1 else tensors[0].reshape(-1)
+    is_copy = len(tensors) > 1  # otherwise the message is the caller's tensor
+    message = torch.cat(tensors, -1).view(-1) if is_copy else tensors[0].reshape(-1)
+    tensors.clear()
     arriving: Tensor | Pending
     if kind == "all_gather":
         arriving = all_gather_v(message, comm, sizes, async_op=background)  # type: ignore[call-overload]  # bool for a literal
     elif kind == "reduce_scatter":
         arriving = reduce_scatter_v(message, comm, sizes, 0, op, async_op=background)  # type: ignore[call-overload]  # likewise
-    elif len(tensors) > 1:
+    elif is_copy:
         arriving = all_reduce_(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
-    else:  # the message is the caller's tensor
+    else:
         arriving = all_reduce(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
     return arriving if isinstance(arriving, Pending) else Pending(arriving, None)
 

@@ -142,7 +142,7 @@ class Message:
             buffers.append(leg.kernel.prepare(local))
         return self._start(buffers)
 
-    def _start(self, buffers: Sequence[Tensor]) -> Pending | PackedPending:
+    def _start(self, buffers: list[Tensor]) -> Pending | PackedPending:
         if self._is_call:
             leg = self._legs[0]
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
@@ -153,9 +153,11 @@ class Message:
             return start_packed("all_gather", [buffer.reshape(-1) for buffer in buffers], comm, self._sent)
         if self._kind == "reduce_scatter" and self._in_rows:
             rows = [buffer.reshape(comm.size, -1) for buffer in buffers]
+            buffers.clear()
             return start_packed("reduce_scatter", rows, comm, self._sent, op)
-        blocks = [_blocks(leg.call, buffer, comm.size) for leg, buffer in zip(self._legs, buffers, strict=True)]
+        blocks = (_blocks(leg.call, buffer, comm.size) for leg, buffer in zip(self._legs, buffers, strict=True))
         pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
+        buffers.clear()
         if self._kind == "reduce_scatter":
             return start_packed("reduce_scatter", pieces, comm, self._sent, op)
         return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
