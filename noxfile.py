@@ -422,7 +422,8 @@ def architecture_sweep(session: nox.Session) -> None:
 def hunt(session: nox.Session) -> None:
     """Random programs against one device: `nox -s hunt -- random_programs FIRST COUNT`.
 
-    Of operators (`random_programs`), or of modules, plans and optimizers (`integration_tests.random_modules`).
+    Of operators (`random_programs`), of modules, plans and optimizers (`integration_tests.random_modules`), or of data
+    parallelism (`integration_tests.random_training`).
     """
     install(session, *STACK)
     support = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/tests/support"))

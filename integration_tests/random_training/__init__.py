@@ -1,0 +1,6 @@
+"""Random training steps under data parallelism, alone and with tensor parallelism, on four ranks as on one device."""
+
+from integration_tests.random_training.compose import Program, compose
+from integration_tests.random_training.train import verdict
+
+__all__ = ["Program", "compose", "verdict"]
