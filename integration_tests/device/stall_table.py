@@ -32,12 +32,8 @@ MEMORY = """
 ## Memory of the device
 
 KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward,
-which adds to the gradients that an earlier one has kept. Where shoal's peak is the higher one:
-
-- `fully_shard` in bfloat16: kept gradients are in the dtype of the reduction, beside the packed message of a unit.
-- `replicate` has no buckets between backwards; DDP has them all the time, and so the higher live memory.
-
-Up to half a KiB of each peak of `fully_shard` says which gradients a rank has.
+which adds to the gradients that an earlier one has kept. Up to half a KiB of each peak of `fully_shard` says which
+gradients a rank has. `replicate` has no buckets between backwards; DDP has them all the time.
 
 | training | shoal live | peak | torch live | peak |
 |---|---|---|---|---|

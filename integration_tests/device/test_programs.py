@@ -71,7 +71,15 @@ FLAGS = 512
 
 @pytest.mark.skipif(not is_registered(), reason="a real device's allocator rounds: nox -s device")
 @pytest.mark.parametrize(
-    "name", ["fully_shard", "fully_shard, uneven", "hybrid", "tensor parallel x fully_shard", "replicate"]
+    "name",
+    [
+        "fully_shard",
+        "fully_shard, uneven",
+        "hybrid",
+        "fully_shard, bfloat16",
+        "tensor parallel x fully_shard",
+        "replicate",
+    ],
 )
 def test_the_peak_of_a_backward_is_not_above_torchs(name: str) -> None:
     ours, theirs = (measures(name, library)[0]["backward"] for library in ("shoal", "torch"))
