@@ -154,16 +154,15 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
     Names of child modules do not count: these are asked themselves.
     """
     names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}  # of keyword arguments
-    attends, before_dropout = (
-        "scaled_dot_product_attention" in code.co_names,
-        _BY_ARGUMENT["scaled_dot_product_attention"],
-    )
+    attends = "scaled_dot_product_attention" in code.co_names
+    before_dropout = _BY_ARGUMENT["scaled_dot_product_attention"]
     of_local = False  # whether the attribute is one of a local variable, such as `self`
     keywords = 0  # of the next call
     for instruction in get_instructions(code):
         kind, value, count = instruction.opname, instruction.argval, instruction.arg or 0
         if kind.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-            names |= set() if of_local and value in children else {value}
+            if not (of_local and value in children):
+                names.add(value)
             continue
         of_local = kind.startswith(("LOAD_FAST", "LOAD_DEREF"))
         if kind.startswith(("LOAD_GLOBAL", "LOAD_NAME")):

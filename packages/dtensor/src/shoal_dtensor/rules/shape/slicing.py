@@ -295,11 +295,8 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Every rank replaces what its shard has of the slice."""
-    selected, start, is_one = (
-        selection(local_call.call, spec.shape[dim]),
-        spec.offset(dim),
-        "index" in local_call.call.bound,
-    )
+    selected, start = selection(local_call.call, spec.shape[dim]), spec.offset(dim)
+    is_one = "index" in local_call.call.bound
     first, count = selected.before(start), selected.count(start, spec.local_shape[dim])
     bounds = local_bounds(selected, start, count)
 
