@@ -106,7 +106,7 @@ class Scatter:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
         self._waiting.setdefault((spec.mesh, sharding, tensor.dtype, device), []).append((tensor, spec, local))
-        self._bytes += tensor.nbytes
+        self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
         return local
