@@ -9,7 +9,7 @@ from shoal_mesh import CommDebugMode
 from shoal_mesh.internal import Event
 
 from .._torch import pytree
-from ..errors import ArgumentTypeError, ArgumentValueError
+from ..errors import ArgumentValueError
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
 
@@ -50,8 +50,7 @@ class ExplicitRedistributionContext:
         self._entered.pop().__exit__(None, None, None)
 
 
-# Options of torch's that say how it prints a line, and those that record something else.
-_NO_EFFECT = ("record_realtensor", "record_localtensor", "record_output", "record_profiler_context")
+# Options of torch's that record something else.
 _NOT_RECORDED = (
     "record_torchfunction", "record_faketensor", "record_tensor_attributes", "record_nn_module", "store_original_args",
     "record_stack_trace", "record_ids", "run_compile_with_interpreter",
@@ -61,17 +60,18 @@ _NOT_RECORDED = (
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
+    The options are those of torch's. What is not recorded here is refused where it is asked for; what says how torch
+    prints a line changes nothing.
+
     Args:
-        options: torch's. `record_realtensor`, `record_localtensor`, `record_output` and `record_profiler_context` say
-            how it prints a line, and change nothing. What is not recorded here is refused where it is asked for:
-            `record_torchfunction`, `record_faketensor`, `record_tensor_attributes`, `record_nn_module`,
-            `store_original_args`, `record_stack_trace`, `record_ids`, `run_compile_with_interpreter`.
+        record_realtensor, record_localtensor, record_output, record_profiler_context: change nothing.
+        record_torchfunction, record_faketensor, record_tensor_attributes, record_nn_module: refused.
+        store_original_args, record_stack_trace, record_ids, run_compile_with_interpreter: refused.
 
     Attributes:
         operators: a line for each operator and collective, in order; collectives that an operator starts are indented.
 
     Raises:
-        ArgumentTypeError: for an option that torch has not.
         ArgumentValueError: for an option of torch's that records something else.
 
     Example:
@@ -90,12 +90,25 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
           all_to_all_single of 32 bytes along 0
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(  # noqa: PLR0913  # torch's options
+        self,
+        *,
+        record_torchfunction: bool = False,
+        record_faketensor: bool = False,
+        record_realtensor: bool = True,
+        record_tensor_attributes: Any = None,
+        record_nn_module: bool = False,
+        store_original_args: bool = False,
+        record_stack_trace: bool = False,
+        record_output: bool = True,
+        record_ids: bool = False,
+        record_profiler_context: bool = True,
+        record_localtensor: bool = True,
+        run_compile_with_interpreter: bool = False,
+    ) -> None:
+        options = dict(locals())
         super().__init__()
-        unknown = ", ".join(options.keys() - {*_NO_EFFECT, *_NOT_RECORDED})
-        if unknown:
-            raise ArgumentTypeError(f"DebugMode: torch's has no option {unknown}")
-        names = ", ".join(name for name in _NOT_RECORDED if options.get(name))
+        names = ", ".join(name for name in _NOT_RECORDED if options[name])
         if names:
             raise ArgumentValueError(
                 f"DebugMode: {names}: this mode records operators on DTensors and collectives alone; CommDebugMode "

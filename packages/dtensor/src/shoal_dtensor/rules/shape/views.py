@@ -101,7 +101,8 @@ def _group_mappings(
     for i, j in product(dims, results):
         before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
         runs = max(before)
-        if (runs > 1) != in_runs or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
+        other_kind = runs == 1 if in_runs else runs != 1  # sizes may be symbols, whose comparisons are no bools
+        if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
         in_source, in_target = runs // before[0], runs // before[1]
         inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
