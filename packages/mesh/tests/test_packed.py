@@ -17,10 +17,12 @@ from shoal_mesh import (
     all_gather_coalesced,
     all_reduce,
     all_reduce_coalesced,
+    comm_over,
     reduce_scatter_coalesced,
 )
 from shoal_mesh.errors import CollectiveError
 from shoal_mesh.internal import PackedPending, start_packed
+from shoal_mesh.shared_memory.channel import channel_of
 from shoal_mesh.testing import on_ranks
 
 LENGTHS = {0: (3, 0, 4), 1: (0, 0, 0), 2: (40, 1, 0), 3: (5, 70, 9)}  # of the tensors of each rank
@@ -45,6 +47,19 @@ def test_what_is_of_one_size_is_packed_where_it_arrives() -> None:
                 rows = got(start_packed("all_gather", sent, comm, [sum(lengths)] * 4))
                 for rank, row in enumerate(rows):
                     assert torch.equal(row, torch.cat(values(lengths, rank, dtype)))
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@on_ranks(2)
+def test_a_reduction_of_any_size_uses_8_mib_of_each_rank(kind: str) -> None:
+    comm, n = comm_over((0, 1)), 3 << 20  # 12 MiB
+    ones = torch.ones(2, n // 2) if kind == "reduce_scatter" else torch.ones(n)
+    (total, *_) = got(start_packed(kind, [ones], comm, [n // 2] * 2 if kind == "reduce_scatter" else ()))
+    assert torch.equal(total, torch.full_like(total, 2.0))
+    channel = channel_of(comm.group)
+    assert channel is not None
+    own = channel.background["reductions"]._slots[0, comm.rank]
+    assert own[: 8 << 20].any() and not own[8 << 20 :].any()
 
 
 @pytest.mark.parametrize("slot_bytes", [64 * 4, 1 << 16])

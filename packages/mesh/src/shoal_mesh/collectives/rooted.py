@@ -141,7 +141,6 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     check_targets(targets, comm)
     send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
     receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
-
     if comm.size == 1:
         return tensor.clone(memory_format=torch.contiguous_format)
 

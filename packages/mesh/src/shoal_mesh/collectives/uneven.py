@@ -92,8 +92,7 @@ def _gathered_padded(rows: Tensor, comm: Comm, sizes: Sequence[int], background:
 
 def _gathered_exactly(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
     """The same, where padding would more than double what is sent: every rank sends its rows to each other rank."""
-    rest = rows.shape[1:]
-    flat = rows.reshape(-1)
+    rest, flat = rows.shape[1:], rows.reshape(-1)
     arrivals = [size * prod(rest) for size in sizes]
     pending = backend_calls.all_to_all_v(flat.repeat(comm.size), comm, [flat.numel()] * comm.size, arrivals, background)
     return pending.then(lambda out: out.view(sum(sizes), *rest))

@@ -27,9 +27,9 @@ from .stream import Stream
 
 SLOT_BYTES = 1 << 20  # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
-# For what goes on in the background: slots per rank, and bytes of each. It is large, so its slots are few, and long
+# For what goes on in the background: slots per rank, and bytes of each. They are large, so there is one, and long
 # under way, so gathers and reductions have a stream each: no reduction is waited for when the next gather starts.
-BACKGROUND = {"gathers": (2, 1 << 23), "reductions": (1, 1 << 24)}
+BACKGROUND = {"gathers": (1, 1 << 24), "reductions": (1, 1 << 24)}
 OPT_OUT = "SHOAL_SHARED_MEMORY"  # "0" on any rank keeps every group that it is in with its backend
 # Flags are stored after data without a fence, which is right where stores become visible in program order (TSO).
 _ORDERED = {"x86_64", "AMD64"}

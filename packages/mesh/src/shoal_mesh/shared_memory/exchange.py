@@ -52,10 +52,10 @@ class SharedMemoryTransport(Transport):
             return self._backend
         if not background:
             return self
-        if uneven:  # how many rounds these take, no rank knows before it has met the others
+        stream = self._channel.background["reductions" if op else "gathers"]
+        if uneven or tensor.nbytes > stream.slot_bytes:  # uneven: no rank knows how many rounds, before it meets others
             return self._backend
-        fitting = [stream for stream in self._channel.background.values() if tensor.nbytes <= stream.slot_bytes]
-        return SharedMemoryTransport(self._channel, self._backend, fitting[0]) if fitting else self._backend
+        return SharedMemoryTransport(self._channel, self._backend, stream)
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
         stream = self._stream
