@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 from weakref import WeakValueDictionary
 
 from shoal_mesh.internal import constant_when_compiled
@@ -37,7 +37,35 @@ _WHO_MOVES = (
 )
 
 
-class Placement:
+class Interned:
+    """Base of immutable values of which equal ones are the same object, so that they hash by identity."""
+
+    __slots__ = ()
+    _CHANGED_BY: ClassVar[str] = ""  # where there is a way to get another value
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}{self._CHANGED_BY}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__  # in C
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Placement(Interned):
     """Base of the placements; never instantiated itself."""
 
     __slots__ = ("__weakref__",)
@@ -72,30 +100,9 @@ class Placement:
         """Whether the value is the reduction (by `reduce_op`, when given) over this axis of what the ranks hold."""
         return False
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...
-    else:
-        __hash__ = object.__hash__  # in C
-
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """How code that torch.compile generates spells it."""
         return repr(self), {type(self).__name__: type(self)}
-
-    def __copy__(self) -> Placement:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self
 
 
 @constant_when_compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,7 +22,7 @@ from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
 from .dim_sharding import DimSharding, ShardOrder
 from .partition_spec import canonical_placements, normalize_placements, order_of
-from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .placements import Interned, Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames, spec_html
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
@@ -30,7 +30,7 @@ from .tensor_meta import ShardOrderEntry, TensorMeta, contiguous_stride, dense_s
 
 
 @constant_when_compiled
-class Spec(SpecNames):
+class Spec(SpecNames, Interned):
     """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
 
     Args:
@@ -68,6 +68,7 @@ class Spec(SpecNames):
         "local_shape", "mesh", "ndim", "partials", "placements", "replicated", "shape", "shard_order", "stride",
         "tensor_meta",
     )  # fmt: skip
+    _CHANGED_BY: ClassVar[str] = "; use with_()"
     at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is a DTensor: what an import must not do
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
@@ -335,31 +336,10 @@ class Spec(SpecNames):
                 placements[axis] = placement
         return Spec(self.mesh, placements, shape, stride, self.dtype, tuple((dim, each.axes) for dim, each in sharded))
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"Spec is immutable: cannot set {name!r}; use with_()")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"Spec is immutable: cannot delete {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...
-    else:
-        __hash__ = object.__hash__
-
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """How code that torch.compile generates spells it: by a name of its own."""
         name = f"spec_{id(self)}"
         return name, {name: self}
-
-    def __copy__(self) -> Spec:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
-        return self
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
