@@ -71,13 +71,9 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
     """What remains after the last step: a slice becomes a tensor of its own, memory order follows the global stride."""
     if not plan.steps or plan.dst.coordinate is None:
         return ()
-    order = memory_order(plan.dst)
-    if not plan.slices:
-        return () if order is None else (in_memory_order(plan.dst),)
-    if order is None:  # a slice must not keep the whole alive
-        return (lambda local: local.clone(memory_format=torch.contiguous_format),)
-    back = sorted(range(plan.dst.ndim), key=order.__getitem__)
-    return (lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back),)
+    if plan.slices:  # a slice must not keep the whole alive
+        return (in_memory_order(plan.dst, partial(torch.clone, memory_format=torch.contiguous_format)),)
+    return () if memory_order(plan.dst) is None else (in_memory_order(plan.dst),)
 
 
 def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
@@ -131,13 +127,13 @@ def memory_order(spec: Spec) -> list[int] | None:
     return None if significant == sorted(significant) else order
 
 
-def in_memory_order(spec: Spec) -> Callable[[Tensor], Tensor]:
-    """A function that gives a local tensor the memory order of the global stride; it copies only where they differ."""
+def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> Stage:
+    """A function that gives a local tensor the memory order of the global stride, by one that makes it row-major."""
     order = memory_order(spec)
     if order is None:
-        return torch.Tensor.contiguous
+        return row_major
     back = sorted(range(spec.ndim), key=order.__getitem__)
-    return lambda local: local.permute(order).contiguous().permute(back)
+    return lambda local: row_major(local.permute(order)).permute(back)
 
 
 # --- partial norms ----------------------------------------------------------------------------------------------------
