@@ -132,7 +132,10 @@ def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...]
     assert here is not None, "only ranks of the mesh have entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]
-    in_plane = all(here[axis] == source for axis in copying)
+    origin = (source,) * mesh.ndim
+    # The rank of the source's plane that has this rank's shards: source 0, sharded over axis 1: (0, 2) for (1, 2).
+    first = tuple([here[axis] if axis in sharding else source for axis in range(mesh.ndim)])
+    in_plane = here == first
     if in_plane and not sharding:
         for tensor, _, local in entries:
             local.copy_(tensor)
@@ -140,20 +143,13 @@ def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...]
         group = members(spec, sharding, here)
         sent: list[list[torch.Tensor]] = [[] for _ in group]
         received: list[list[torch.Tensor]] = [[] for _ in group]
-        if all(here[axis] == source for axis in sharding):
+        if here == origin:
             wholes = [(tensor.to(local.device), spec) for tensor, spec, local in entries]
             sent = [[whole[slices_of(spec.box(member))] for whole, spec in wholes] for member in group]
-        received[_index_of(source, sharding, mesh)] = shards
+        received[group.index(origin)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:
-        copied = broadcast(pack_blocks(shards), mesh.comm(copying), src=_index_of(source, copying, mesh))
+        src = members(spec, copying, here).index(first)
+        copied = broadcast(pack_blocks(shards), mesh.comm(copying), src=src)
         if not in_plane:
             unpack_blocks(copied, shards)
-
-
-def _index_of(source: int, axes: tuple[int, ...], mesh: DeviceMesh) -> int:
-    """Index among the ranks along some axes of the one at coordinate `source` of each."""
-    index = 0
-    for axis in axes:
-        index = index * mesh.shape[axis] + source
-    return index
