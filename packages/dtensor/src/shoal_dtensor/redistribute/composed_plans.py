@@ -75,11 +75,11 @@ def unfold_spec(spec: Spec) -> Spec:
     return unfolded
 
 
-def concatenated(first: Plan, second: Plan) -> Plan:
+def concatenated(*plans: Plan) -> Plan:
     """One plan after another."""
-    peak = max(first.peak_bytes, second.peak_bytes)
-    seconds, sent = first.seconds + second.seconds, first.bytes_sent + second.bytes_sent
-    return Plan(first.src, second.dst, (*first.steps, *second.steps), seconds, sent, peak)
+    steps = tuple(step for plan in plans for step in plan.steps)
+    seconds, sent = sum(plan.seconds for plan in plans), sum(plan.bytes_sent for plan in plans)
+    return Plan(plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans))
 
 
 def _is_strided(spec: Spec, dim: int) -> bool:
@@ -151,16 +151,13 @@ def plan_across(
     best: Plan | None = None
     leanest = 0
     for sent, received in product(_without_partials(src), _spread(dst)):
-        first, last = within(src, sent), within(received, dst)
-        step = _transfer(sent, received, links)
-        leanest = min(leanest or step.peak_bytes, step.peak_bytes)
-        if memory_limit is not None and step.peak_bytes > memory_limit:
+        first, transfer, last = within(src, sent), _transfer(sent, received, links), within(received, dst)
+        leanest = min(leanest or transfer.peak_bytes, transfer.peak_bytes)
+        if memory_limit is not None and transfer.peak_bytes > memory_limit:
             continue
-        seconds = first.seconds + step.seconds + last.seconds
-        if best is None or seconds < best.seconds:
-            peak = max(first.peak_bytes, step.peak_bytes, last.peak_bytes)
-            total = first.bytes_sent + step.bytes + last.bytes_sent
-            best = Plan(src, dst, (*first.steps, step, *last.steps), seconds, total, peak)
+        way = concatenated(first, transfer, last)
+        if best is None or way.seconds < best.seconds:
+            best = way
     if best is None:
         raise RedistributeError(
             f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
@@ -205,7 +202,7 @@ def _replaced(spec: Spec, axes: list[int], dim: int | None) -> Spec:
     return spec.with_(placements=placements, shard_order=tuple(sorted(order.items())))
 
 
-def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Transfer:
+def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
     biggest = [max(volume(spec.box(c)) for c in _corners(spec)) * src.dtype.itemsize for spec in (src, dst)]
     if len(ranks) <= EXACT_RANKS:
@@ -216,7 +213,8 @@ def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Transfer:
     bandwidth = min(link for side in links for link in side.bandwidth)
     seconds = latency + moved / bandwidth
     peak = 2 * sum(biggest)
-    return Transfer(src=src, dst=dst, ranks=ranks, seconds=seconds, bytes=moved, peak_bytes=peak)
+    step = Transfer(src=src, dst=dst, ranks=ranks, seconds=seconds, bytes=moved, peak_bytes=peak)
+    return Plan(src, dst, (step,), seconds, moved, peak)
 
 
 def _corners(spec: Spec) -> Iterator[tuple[int, ...]]:
