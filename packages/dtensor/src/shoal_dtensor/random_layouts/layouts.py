@@ -24,9 +24,10 @@ from .._torch import out_of_sight, pytree
 from ..errors import LayoutError
 from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec
+from ..layout.tensor_meta import flatten
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
-from .local_layout import LocalLayout, global_stride, spec_of, tensors_in
+from .local_layout import LocalLayout, global_stride, spec_of
 
 _MOST_ENTRIES = 4096
 _results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
@@ -51,7 +52,7 @@ def followed(
     """The layouts of what a function returned, given those of its tensors."""
     for layout in layouts:
         if layout is not None and layout.unknown:
-            taken = _taken_blocks(next(tensors_in(args)), layout, outs) if layout.blocks else []
+            taken = _taken_blocks(next(flatten(args)), layout, outs) if layout.blocks else []
             return taken or [LocalLayout(unknown=layout.unknown)] * len(outs)
     drawn = any(layout is not None and layout.drawn for layout in layouts)
     specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]
@@ -123,8 +124,7 @@ def _run(
     def shadow(value: Any) -> Any:
         value = replicated(mesh, value) if isinstance(value, Tensor) else value
         if isinstance(value, Spec):
-            order = sorted(range(value.ndim), key=lambda dim: -value.stride[dim])
-            local = torch.empty_permuted(value.local_shape, order, dtype=value.dtype, device="meta")
+            local = torch.empty_strided(value.local_shape, value.local_stride, dtype=value.dtype, device="meta")
             return DTensor(local, value)
         return torch.device("meta") if isinstance(value, torch.device) else value
 

@@ -5,7 +5,7 @@ It is an attribute of the tensor object: it lives as long as the tensor, and cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,15 +77,6 @@ def spec_of(value: Any) -> Spec | None:
 def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
     """Leave a layout on a tensor."""
     setattr(tensor, _ATTRIBUTE, layout)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists and tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (tuple, list):
-            yield from tensors_in(value)
 
 
 def _memory_order(tensor: Tensor) -> list[int]:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from shoal_mesh import DeviceMesh
 
 from .._torch import backward_number, eager_only, is_compiling, unwatched_functions
+from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.modes import get_random_mode
 from .functions import active, drawers_of
-from .local_layout import PLAIN, LocalLayout, active_watch, current_watch, layout_of, note_layout, tensors_in
+from .local_layout import PLAIN, LocalLayout, active_watch, current_watch, layout_of, note_layout
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -135,7 +136,7 @@ class DrawRegion(ModuleForward):
                 if layout_of(tensor) is None and key in self.arrived:
                     note_layout(tensor, self.arrived[key])
         elif self.batch is not None:
-            watch.enter_batch([*tensors_in((*args, *kwargs.values()))], self.batch)
+            watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
         with _replaced(_lowered(self.module), watch), watch:
             return self.under(watch, args, kwargs)

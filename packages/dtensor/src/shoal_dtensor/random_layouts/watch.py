@@ -23,12 +23,13 @@ from .._torch import FunctionMode, saving_state, unwatched_functions
 from ..errors import LayoutError
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
+from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor, local_shard
 from .functions import active, drawers_of, draws, name_of
 from .layouts import WAY_OUT, extents, followed, replicated
-from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of, tensors_in
+from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of
 
 _Sharding = tuple[int, Sequence[int] | None]
 """The dim that an axis shards, and the sizes of its shards; None for equal ones."""
@@ -111,7 +112,7 @@ class Watch(FunctionMode):
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
     ) -> None:
         """Leave layouts on what a function returned."""
-        tensors = [*tensors_in((*args, *kwargs.values()))]
+        tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         if not any(layout is not None and layout is not PLAIN for layout in layouts):
             for out in outs:
@@ -135,7 +136,7 @@ class Watch(FunctionMode):
 
     def call(self, forward: ModuleForward, *args: Any, **kwargs: Any) -> Any:
         """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
-        source = next(tensors_in((*args, *kwargs.values())), None)
+        source = next(flatten((*args, *kwargs.values())), None)
         with unwatched_functions():
             self._check(forward, args, source)
         with nullcontext() if forward.sampling == "watched" else unwatched_functions():
@@ -268,7 +269,7 @@ class Watch(FunctionMode):
         Raises:
             LayoutError: on all ranks, if the layout of an argument is unknown.
         """
-        tensors = [*tensors_in((*args, *kwargs.values()))]
+        tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
             self._check_known(name, tensor, layout)
@@ -295,8 +296,8 @@ class Watch(FunctionMode):
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)
         with implicit_replication():
-            named = {key: self._as_dtensor(value) for key, value in kwargs.items()}
-            drawn = func(*map(self._as_dtensor, args), **named)
+            given, named = mapped((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
+            drawn = func(*given, **named)
         out = tuple(_local(each, like, name) for each in drawn) if type(drawn) is tuple else _local(drawn, like, name)
         if target is None:
             return out
@@ -319,9 +320,7 @@ class Watch(FunctionMode):
                 f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
             )
 
-    def _as_dtensor(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(self._as_dtensor, value))
+    def _as_dtensor(self, value: Tensor) -> Tensor:
         if type(value) is not Tensor:
             return value
         spec = spec_of(value)
