@@ -327,9 +327,7 @@ class Spec(SpecNames, Interned):
         self, dim_shardings: Sequence[AnyDimSharding | None], shape: Sequence[int], stride: Sequence[int]
     ) -> Spec:
         """The spec of another shape, its dims sharded so (None: replicated), partial over the same mesh axes."""
-        placements: list[Placement] = [Replicate()] * self.mesh.ndim
-        for axis, op in self.partials:
-            placements[axis] = Partial(op)
+        placements: list[Placement] = [p if isinstance(p, Partial) else Replicate() for p in self.placements]
         sharded = [(dim, each) for dim, each in enumerate(dim_shardings) if each is not None and each.axes]
         for dim, sharding in sharded:
             for axis, placement in sharding.placements(dim).items():

@@ -94,7 +94,9 @@ class SpecNames:
         ]
         partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
         mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
-        return f"Spec({_short(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+        # bfloat16 -> bf16, float32 -> f32, uint8 -> u8, bool -> bool
+        dtype = re.sub(r"^(bf|f|u|i|c)[a-z]+", r"\1", str(self.dtype).removeprefix("torch."))
+        return f"Spec({dtype}[{', '.join(dims)}]{partial} on ({mesh}))"
 
 
 def _sizes(sharding: Any) -> str:
@@ -106,11 +108,6 @@ def _sizes(sharding: Any) -> str:
     if sharding.ragged is None and sharding.shards > 16:  # all is said by the first, and there may be thousands
         return f"=[{sharding.step}, ...]"
     return f"={list(sharding.sizes)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    """bfloat16 -> bf16, float32 -> f32, uint8 -> u8, bool -> bool."""
-    return re.sub(r"^(bf|f|u|i|c)[a-z]+", r"\1", str(dtype).removeprefix("torch."))
 
 
 # --- which ranks hold which elements ----------------------------------------------------------------------------------
