@@ -93,6 +93,7 @@ from .redistribute.shards_in_flight import (
     given_away as given_away,
     redistribute_shards as redistribute_shards,
 )
+from .redistribute.steps import format_bytes as format_bytes
 from .tensor.dtensor import local_shard as local_shard
 from .tensor.gradients import (
     GradRoute as GradRoute,

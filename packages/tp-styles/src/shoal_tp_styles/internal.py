@@ -32,7 +32,7 @@ from .modules.norm import (
     is_norm as is_norm,
 )
 from .modules.row_linear import RowLinear as RowLinear
-from .plan.preview import format_bytes as format_bytes, to_meta as to_meta
+from .plan.preview import to_meta as to_meta
 from .plan.resolve import (
     AutoPlan as AutoPlan,
     Plan as Plan,

@@ -20,10 +20,10 @@ from torch.nn import functional
 from shoal_context_parallel.internal import flash_attention
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, pytree, takes
+from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, format_bytes, pytree, takes
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_tp_styles import preview
-from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, format_bytes, to_meta
+from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, to_meta
 
 from .auto import auto_plan
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor.internal import current_arithmetic, takes
+from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
 
 from ..lowering.boundary import Boundary
@@ -218,12 +218,3 @@ def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
     for _, _, size, sizes in use.shard_sizes(name, mesh):
         nbytes = nbytes * max(sizes) // max(size, 1)
     return nbytes
-
-
-def format_bytes(nbytes: float) -> str:
-    """A number of bytes in a unit that fits."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
