@@ -1,4 +1,4 @@
-"""Covers: modules/convolution.py."""
+"""Covers: modules/convolution.py, modules/channel_groups.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: modules/norm.py, styles/channel.py, styles/sequence.py."""
+"""Covers: modules/norm.py, modules/channel_groups.py, styles/channel.py, styles/sequence.py."""
 
 from __future__ import annotations
 
@@ -60,10 +60,18 @@ def scrambled(module: nn.Module) -> Any:
     return module
 
 
+class Shifted(nn.BatchNorm2d):
+    """A batch norm with a forward of its own, which runs on DTensors."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
 NORMS: list[tuple[str, Any]] = [
     ("even groups", lambda: nn.GroupNorm(4, 12)),
     ("uneven groups", lambda: nn.GroupNorm(6, 12)),
     ("batch", lambda: nn.BatchNorm2d(12)),
+    ("own forward", lambda: Shifted(12)),
     ("channels", lambda: nn.PReLU(12)),
     ("one slope", lambda: nn.PReLU()),
     ("no parameters", lambda: nn.GroupNorm(4, 12, affine=False)),

@@ -16,11 +16,12 @@ asked for (`backward(inputs=...)`) is not computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Spec
@@ -239,3 +240,10 @@ def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapp
     finally:
         for table, before in saved:
             table.update(before)
+
+
+def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """What a module's own forward returns with other parameters, buffers and attributes of these names."""
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    changes = [(table, {name: values[name] for name in values if name in table}) for table in tables if table]
+    return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)

@@ -8,8 +8,7 @@ from torch import nn
 
 from shoal_dtensor import Placement, Shard
 
-from ..modules.convolution import ChannelsOfGroups, GroupedChannels
-from ..modules.norm import ChannelShards
+from ..modules.channel_groups import ChannelsOfGroups, GroupedChannels
 from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
@@ -37,42 +36,32 @@ class ChannelParallel(DeclaredStyle):
     use_local_output: bool = True
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        if is_grouped(module):
-            return sharded_groups(self, module, None, None)
-        if not isinstance(module, _KINDS):
+        if not is_grouped(module) and not isinstance(module, _KINDS):
             raise unsupported("ChannelParallel", module, _KINDS, "convolutions of several groups")
-        unit = self.multiple_of
-        if isinstance(module, nn.GroupNorm):
-            unit = module.num_channels // module.num_groups
-        one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
-        names = [] if one_slope else ["weight", "bias", "running_mean", "running_var"]
-        port = Port(Shard(1, multiple_of=unit), Shard(1, multiple_of=unit))
-        return ModuleSharding(
-            "ChannelParallel",
-            {name: Shard(0, multiple_of=unit) for name in names},
-            inputs=(port,),
-            outputs=(port,),
-            lowering=None if one_slope else ChannelShards,
-            local_outputs=self.use_local_output,
+        if not isinstance(module, nn.PReLU) or module.num_parameters > 1:
+            return sharded_groups(self, module, None, None)
+        port = Port(Shard(1, multiple_of=self.multiple_of), Shard(1, multiple_of=self.multiple_of))
+        return ModuleSharding(  # one slope for all channels
+            "ChannelParallel", inputs=(port,), outputs=(port,), local_outputs=self.use_local_output
         )
 
 
 def sharded_groups(
     style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
 ) -> ModuleSharding:
-    """The sharding of a convolution of several groups, by channels outside where no other layout is given.
+    """The sharding of a module by groups of channels, by channels outside where no other layout is given.
 
     Args:
         style: whose name, multiple of output channels and choice of local outputs count.
-        module: the convolution.
+        module: a convolution of several groups, or one of the other modules of `ChannelParallel`.
         arriving: layout of a plain input.
         leaving: layout of the output.
 
     Raises:
-        UnsupportedModuleError: if the module has a forward of its own.
+        UnsupportedModuleError: if it is a convolution with a forward of its own.
     """
     name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
-    if not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
+    if isinstance(module, CONVOLUTIONS) and not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
         raise unsupported(name, module, CONVOLUTIONS)
     return ModuleSharding(
         name,

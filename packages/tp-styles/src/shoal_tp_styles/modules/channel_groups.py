@@ -1,0 +1,138 @@
+"""Modules that treat every channel, or every group of channels, alone: norms, PReLU, convolutions of several groups.
+
+groups   x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
+
+A rank holds complete groups, depthwise ones among them: it reads their input channels and computes their output
+channels alone, by the module's own forward. Ranks may hold unequally many, also none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shoal_dtensor import Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes
+
+from ..lowering import ports
+from ..lowering.boundary import from_local, local_input
+from ..lowering.lowered import Lowered
+from ..lowering.parameters import local_parameters, own_forward
+from ..sharding.module_kinds import CONVOLUTIONS, keeps_forward
+from ..sharding.module_sharding import OwnOptions
+from .convolution import with_zeros
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelsOfGroups(OwnOptions):
+    """How the groups of channels of a module are sharded.
+
+    Attributes:
+        groups: number of groups.
+        unit: groups that stay together.
+        into, out_of: input and output channels of a group.
+        rows: of a group in the weight, along dim 0.
+        dim: the dim of the channels.
+        counted_as: the module's attribute that is the number of groups; "" without one.
+    """
+
+    groups: int
+    unit: int
+    into: int
+    out_of: int
+    rows: int
+    dim: int = 1
+    counted_as: str = ""
+
+    @classmethod
+    def of(cls, module: Any, multiple_of: int) -> Self:
+        """Of a module, whose ranks hold multiples of so many output channels; of a group norm any complete groups."""
+        if isinstance(module, CONVOLUTIONS):
+            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
+            unit = lcm(out_of, multiple_of) // out_of
+            rows = into if module.transposed else out_of
+            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size), "groups")
+        if isinstance(module, nn.GroupNorm):
+            size = module.num_channels // module.num_groups
+            return cls(module.num_groups, 1, size, size, size, counted_as="num_groups")
+        channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
+        return cls(channels, multiple_of, 1, 1, 1)
+
+    @property
+    def input(self) -> Shard:
+        """The layout of the input."""
+        return Shard(self.dim, multiple_of=self.unit * self.into)
+
+    @property
+    def output(self) -> Shard:
+        """The layout of the output."""
+        return Shard(self.dim, multiple_of=self.unit * self.out_of)
+
+    @property
+    def parameters(self) -> dict[str, Shard]:
+        """The placements of the weight, and of what has an entry for each output channel."""
+        weight, others = (Shard(0, multiple_of=self.unit * rows) for rows in (self.rows, self.out_of))
+        return {"weight": weight, **dict.fromkeys(("bias", "running_mean", "running_var"), others)}
+
+    def per_rank(self, ranks: int) -> list[int]:
+        """Groups of each rank.
+
+        Example:
+            >>> ChannelsOfGroups.of(nn.Conv1d(6, 12, 3, groups=6), 4).per_rank(4)
+            [2, 2, 2, 0]
+        """
+        return shard_sizes(self.groups, Shard(0, multiple_of=self.unit), ranks)
+
+
+class GroupedChannels(Lowered):
+    """A module of which each rank holds some groups; one with a forward of its own runs on DTensors."""
+
+    __slots__ = ("groups", "into", "options", "out_of", "runs_locally")
+    collectives = ports.declares(ports.declare_sharded_input, ports.declare_sharded_output)
+
+    def resolve(self) -> None:
+        self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
+        groups = self.options.per_rank(self.comm.size)
+        self.groups: int = groups[self.comm.rank]
+        # 5 groups of 2 input and 3 output channels on 4 ranks: 4 4 2 0 and 6 6 3 0.
+        self.into: tuple[int, ...] = tuple(count * self.options.into for count in groups)
+        self.out_of: tuple[int, ...] = tuple(count * self.options.out_of for count in groups)
+        kinds = (*CONVOLUTIONS, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d)  # whose forward all batch norms have
+        self.runs_locally: bool = any(keeps_forward(self.module, kind) for kind in kinds)
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = self.options.dim
+        x = ports.sharded_input(self, input, dim % input.ndim, self.into)
+        if x.shape[dim] != self.into[self.comm.rank]:
+            raise LayoutError(
+                f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, of "
+                f"{self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard the module before it "
+                f"by the same channels: ColwiseParallel().aligned({self.options.unit * self.options.into})"
+            )
+        out = self.computed(x, *args, **kwargs) if self.runs_locally else self.on_dtensors(x)
+        return ports.sharded_output(self, out, dim % out.ndim, sum(self.out_of), self.out_of)
+
+    def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""
+        module, options, dim = self.module, self.options, self.options.dim % x.ndim
+        values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
+        if not self.groups:
+            x = with_zeros(x, dim, options.into)
+            for name, tensor in values.items():
+                if tensor is not None and tensor.ndim:  # of a batch norm one is a number
+                    values[name] = with_zeros(tensor, 0, options.rows if name == "weight" else options.out_of)
+        if options.counted_as:
+            values[options.counted_as] = max(self.groups, 1)
+        out: Tensor = own_forward(module, values, x, *args, **kwargs)
+        return out if self.groups else out.narrow(dim, 0, 0)
+
+    def on_dtensors(self, x: Tensor) -> Tensor:
+        """What a forward of the module's own makes of the channels of all ranks."""
+        layout, shape = self.port_in.desired, [*x.shape]
+        shape[self.options.dim] = sum(self.into)
+        out = type(self.module).forward(self.module, from_local(x, layout, self.mesh, shape))
+        return local_input(out, self.port_in, self.mesh, grad=layout)
