@@ -8,7 +8,7 @@ import torch
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles.experts.token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
-from shoal_tp_styles.sharding.dim_shards import ExpertOwner, PackedShard
+from shoal_tp_styles.sharding.dim_shards import ExpertOwner, Heads, HeadShard
 from shoal_tp_styles.testing import all_ranks
 
 
@@ -52,7 +52,7 @@ def test_what_an_exchange_sends_and_receives() -> None:
 
 
 def test_experts_and_features_of_each_rank() -> None:
-    assert PackedShard(1, 2, 5).on(2) == StridedShard(1, split_factor=2, sizes=(3, 2))
+    assert HeadShard(1, Heads(5, 1, chunked=True), 2).on(2) == StridedShard(1, split_factor=2, sizes=(3, 2))
     assert [ExpertOwner(i, 3, 7).on(2) for i in range(3)] == [
         Shard(0, sizes=sizes) for sizes in ((7, 0), (7, 0), (0, 7))
     ]

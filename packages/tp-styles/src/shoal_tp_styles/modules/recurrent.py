@@ -30,7 +30,7 @@ from ..lowering.boundary import from_local, port_moves
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, while_replaced
-from ..sharding.dim_shards import PackedShard
+from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 
@@ -136,7 +136,7 @@ def sharded_hidden_units(
             f"got {leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; give "
             "output_layouts=Replicate()"
         )
-    gates = Shard(0) if _GATES[kind] == 1 else PackedShard(0, _GATES[kind], module.hidden_size)
+    gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[kind])
     port = Port(_UNITS, leaving)
     return ModuleSharding(
         style,

@@ -1,4 +1,4 @@
-"""How a dim of heads, of packed blocks or of experts is sharded, once a style is applied to a number of ranks."""
+"""How a dim of heads or of experts is sharded, once a style is applied to a number of ranks."""
 
 from __future__ import annotations
 
@@ -60,12 +60,19 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied."""
+    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied.
+
+    Attributes:
+        dim: the dim.
+        heads: of one block.
+        blocks: number of equal blocks that the dim holds behind each other (gate, up), each of them sharded.
+    """
 
     dim: int
     heads: Heads
+    blocks: int = 1
 
-    def on(self, ranks: int) -> Shard:
+    def on(self, ranks: int) -> Shard | StridedShard:
         """The placement over so many ranks.
 
         Raises:
@@ -74,42 +81,24 @@ class HeadShard:
         Example:
             >>> HeadShard(0, Heads(6, 8)).on(4)
             Shard(dim=0, sizes=(16, 16, 8, 8))
+            >>> HeadShard(1, Heads(6, 1), blocks=2).on(3)
+            StridedShard(dim=1, split_factor=2, sizes=(2, 2, 2))
         """
         count, size = self.heads.count, self.heads.size
-        if self.heads.chunked:
-            return Shard(self.dim, multiple_of=size)
-        if count < ranks:
+        if count < ranks and not self.heads.chunked:
             raise LayoutError(
                 f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are replicated only where "
                 "the number of ranks is a multiple of the number of heads, and not by row-wise styles"
             )
-        if count % ranks == 0:
-            return Shard(self.dim, multiple_of=size)
-        return Shard(self.dim, sizes=tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks)))
-
-
-@dataclass(frozen=True, slots=True)
-class PackedShard:
-    """A dim that holds several blocks behind each other (gate, up), each of them sharded.
-
-    Attributes:
-        dim: the dim.
-        blocks: number of blocks.
-        features: elements of one block.
-    """
-
-    dim: int
-    blocks: int
-    features: int
-
-    def on(self, ranks: int) -> Placement:
-        """The placement over so many ranks.
-
-        Example:
-            >>> PackedShard(1, 2, 6).on(4)
-            StridedShard(dim=1, split_factor=2, sizes=(2, 2, 2, 0))
-        """
-        return StridedShard(self.dim, split_factor=self.blocks, sizes=shard_sizes(self.features, Shard(0), ranks))
+        if count % ranks == 0 or self.heads.chunked:
+            shard = Shard(self.dim, multiple_of=size)
+        else:
+            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))
+            shard = Shard(self.dim, sizes=sizes)
+        if self.blocks == 1:
+            return shard
+        in_block = shard_sizes(self.heads.features, shard, ranks)
+        return StridedShard(self.dim, split_factor=self.blocks, sizes=in_block)
 
 
 @dataclass(frozen=True, slots=True)

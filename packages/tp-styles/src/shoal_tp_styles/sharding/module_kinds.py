@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from .dim_shards import ExpertOwner, PackedShard
+from .dim_shards import ExpertOwner, Heads, HeadShard
 from .module_sharding import Experts, ParameterPlacement
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -243,4 +243,4 @@ def _hidden(module: nn.Module, dim: int, blocks: int, param: Tensor) -> Paramete
     # Gate and up lie behind each other; or every other feature is one of them.
     if getattr(module, "is_concatenated", True) is False:
         return Shard(dim, multiple_of=blocks)
-    return PackedShard(dim, blocks, param.shape[dim] // blocks)
+    return HeadShard(dim, Heads(param.shape[dim] // blocks, 1, chunked=True), blocks)

@@ -12,14 +12,14 @@ from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.internal import shard_sizes
 
-from .dim_shards import ExpertOwner, Heads, HeadShard, PackedShard
+from .dim_shards import ExpertOwner, Heads, HeadShard
 
 COMPLETION = "completed by the arithmetic that is entered"
 """The style of what stands in on modules that no style shards; a style that comes later replaces it."""
 
 Options = TypeVar("Options")
 
-ParameterPlacement = Placement | HeadShard | PackedShard | ExpertOwner
+ParameterPlacement = Placement | HeadShard | ExpertOwner
 """Of a parameter: a placement, or what becomes one when the number of ranks is known."""
 
 
@@ -71,11 +71,7 @@ class FusedBlocks:
     def placement(self, name: str, ranks: int) -> Shard | StridedShard:
         """The placement over so many ranks of the fused weight or bias, where it is one parameter."""
         heads = next(iter(self.blocks.values()))
-        shard = HeadShard(int(self.transposed and name == self.names[0]), heads).on(ranks)
-        if len(self.blocks) == 1:
-            return shard
-        sizes = shard_sizes(heads.features, shard, ranks)
-        return StridedShard(shard.dim, split_factor=len(self.blocks), sizes=sizes)
+        return HeadShard(int(self.transposed and name == self.names[0]), heads, len(self.blocks)).on(ranks)
 
     def rows(self, ranks: int) -> list[int]:
         """Rows of all blocks on each rank."""
@@ -194,7 +190,7 @@ class ModuleSharding:
         if self.fused is not None and name in self.fused.names:
             return True
         asked = (self.parameters.get(name), (self.second_axis or {}).get(name))
-        return any(isinstance(each, Shard | HeadShard | PackedShard | ExpertOwner) for each in asked)
+        return any(isinstance(each, Shard | HeadShard | ExpertOwner) for each in asked)
 
     def input_port(self, index: int = 0) -> Port:
         """The port of a positional input; replicated where none is declared."""
