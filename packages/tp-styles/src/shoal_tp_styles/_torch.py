@@ -12,24 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
-
-transforming = torch._C._are_functorch_transforms_active
-
 # How many refer to a tensor; all of Python counts as one.
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
-
-
-def direct(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without the search for functorch's wrappers, for callers that know no transform is active."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # defined in C
 
 
 # A block in which modes see calls of torch functions, inside of `unwatched_functions` too.
 watching_functions: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, which torch leaves untyped."""
+def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` as compilers know it; what they see as one node takes the faster `apply` of shoal_dtensor."""
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 

@@ -1,4 +1,4 @@
 """Mixtures of experts: tokens sorted by expert, sent to the ranks that hold the experts, and back.
 
-May import: _torch, lowering, sharding.
+May import: lowering, sharding.
 """

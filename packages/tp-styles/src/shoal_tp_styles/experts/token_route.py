@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor.internal import first_order_only
+from shoal_dtensor.internal import apply, first_order_only
 from shoal_mesh import Comm, all_to_all_v, differentiable
 from shoal_mesh.internal import Pending
-
-from .._torch import apply
 
 
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from shoal_dtensor.errors import LayoutError, SecondOrderError
 from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
 
-from .._torch import apply
+from .._torch import traced_apply
 from .logits import LogitRows, Vocab, local_logits, plain
 
 Reduction = Literal["none", "mean", "sum"]
@@ -95,7 +95,7 @@ def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
         x: this rank's logits `(..., classes of this rank)`.
         vocab: the classes of each rank.
     """
-    lse: Tensor = apply(_RowStatistics, x, None, None, vocab)[0]
+    lse: Tensor = traced_apply(_RowStatistics, x, None, None, vocab)[0]
     return lse
 
 
@@ -143,7 +143,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     q = None
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
-    statistics = apply(_RowStatistics, x, labels, q, classes)
+    statistics = traced_apply(_RowStatistics, x, labels, q, classes)
     found = of_labels(statistics, labels, weights, ignore_index, label_smoothing, 0.0, classes)
     return reduced(*found, reduction, rows)
 
@@ -209,7 +209,7 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
         assert weights is not None, "a weight was given"
         q = q * classes.shard(weights)
     mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-    lse, _, by_q = apply(_RowStatistics, x, None, q, classes)
+    lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
     loss = lse * mass - by_q
     return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
 
@@ -245,7 +245,7 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
         tensor([-1.3863, -1.3863])
     """
     x, classes = local_logits(logits, vocab, dim)
-    lse, picked, _ = apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, classes)
+    lse, picked, _ = traced_apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, classes)
     found: Tensor = picked - lse
     return found
 
@@ -261,7 +261,7 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
         vocab: the classes of each rank, for plain local logits.
     """
     x, classes = local_logits(logits, vocab, dim)
-    out: Tensor = apply(_LogSoftmax, x, classes)
+    out: Tensor = traced_apply(_LogSoftmax, x, classes)
     return out.movedim(-1, dim)
 
 
@@ -339,7 +339,7 @@ def kl_div(
     log_q = teacher - lse_t.unsqueeze(-1)
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
-    lse, _, by_q = apply(_RowStatistics, x, None, q, classes)
+    lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
     divergence = lse - by_q - entropy
     rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)

@@ -19,7 +19,7 @@ from shoal_dtensor.errors import LayoutError, SecondOrderError
 from shoal_mesh import all_reduce
 from shoal_mesh.internal import all_reduce_
 
-from .._torch import apply, autocast_dtype
+from .._torch import autocast_dtype, traced_apply
 from .functional import Reduction, of_labels, own_classes, pick, reduced
 from .logits import LogitRows, Vocab, plain
 
@@ -171,7 +171,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     labels, weights = rows.shard(target), plain(weight)
     q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
     task = _LogitBlocks(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
-    found = apply(_LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task)
+    found = traced_apply(_LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task)
     statistics = tuple(each.view(labels.shape) for each in found)
     ignored = -100 if ignore_index is None else ignore_index
     return reduced(*of_labels(statistics, labels, weights, ignored, label_smoothing, z_loss, vocab), reduction, rows)

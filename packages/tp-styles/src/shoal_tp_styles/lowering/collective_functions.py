@@ -46,6 +46,7 @@ from shoal_dtensor import Placement, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     FakeTensor,
+    apply,
     in_memory_as,
     is_compiling,
     selectively_checkpointed,
@@ -55,7 +56,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
 from shoal_mesh.internal import all_reduce_, sums_are_in_tree
 
-from .._torch import apply, split_sizes
+from .._torch import split_sizes
 
 _ATTRIBUTE = "_shoal_token"
 

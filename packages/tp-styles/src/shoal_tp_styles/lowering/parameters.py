@@ -28,6 +28,7 @@ from shoal_dtensor import DTensor, Spec
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     GradRoute,
+    apply,
     first_order_only,
     grad_route,
     holds_tensors,
@@ -37,7 +38,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import Comm
 
-from .._torch import apply, use_count
+from .._torch import use_count
 from ..sharding.module_kinds import HOW_TO_QUANTIZE
 from .collective_functions import sum_over_ranks
 
@@ -110,7 +111,7 @@ def note_parameters(ctx: Any, weight: DTensor, bias: DTensor | None) -> None:
 
 def save_operands(ctx: Any, x: Tensor, w: Tensor) -> None:
     """Keep what the backward reads: a frozen weight needs no input, an input without gradient no weight."""
-    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    needs_input, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, w if needs_input else None)
 
 

@@ -14,8 +14,7 @@ The weight is a DTensor parameter: one autograd function works on its local shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from functools import partial
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from shoal_dtensor import DTensor, Partial
-from shoal_dtensor.internal import first_order_only, is_compiling, local_shard, unwatched
+from shoal_dtensor.internal import apply, first_order_only, is_compiling, local_shard, unwatched
 from shoal_mesh import Comm
 from shoal_mesh.internal import Pending, all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting, direct, transforming
+from .._torch import autocast_dtype, autocasting
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import (
     ShardedDim,
@@ -142,11 +141,6 @@ def _reduced_gradient(ctx: Any, grad: Tensor | None, others: Tensor | None, w: T
     return all_reduce_(dx, where, async_op=True) if overlaps(dx, w) else all_reduce_(dx, where)
 
 
-Product = Callable[..., Any]
-_column_direct: Product = direct(_ColumnProduct)
-_column: Product = partial(apply, _ColumnProduct)
-
-
 class ColumnLinear(Lowered):
     """A column-wise Linear; plain replicated inputs take the shortest path."""
 
@@ -174,7 +168,7 @@ class ColumnLinear(Lowered):
         if is_compiling():
             local: Any = self.local("weight", "bias")
             return self.finish(linear(replicated_input(self, input), local["weight"], local["bias"]))
-        if type(input) is not Tensor or not self.plain or autocasting() or transforming():
+        if type(input) is not Tensor or not self.plain or autocasting():
             return self.finish(self.general(input))
         params = self.params
         try:
@@ -189,17 +183,15 @@ class ColumnLinear(Lowered):
                 check_plain(weight)
             out = linear(input, local_shard(weight), None if bias is None else local_shard(bias))
         elif input.is_leaf:  # not shared with other readers
-            out = _column_direct(input, weight, bias, self.comm, None)
+            out = apply(_ColumnProduct, input, weight, bias, self.comm, None)
         else:
-            out = self.product(_column_direct, input, self.comm, weight, bias, None)
+            out = self.product(input, self.comm, weight, bias, None)
         return out
 
-    def product(
-        self, column: Product, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any
-    ) -> Tensor:
+    def product(self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any) -> Tensor:
         """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once.
 
-        `column` is `_column_direct` where no transform is active, `dtype` that of the product where autocast has one.
+        `dtype` is that of the product where autocast has one.
         """
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
@@ -211,13 +203,13 @@ class ColumnLinear(Lowered):
             alone = input.is_leaf or not grad
         token = None if alone else find_token(input, key, grad)
         if token is not None:
-            out = column(token, weight, bias, None, dtype)
+            out = apply(_ColumnProduct, token, weight, bias, None, dtype)
             return out
         chunks = self.chunks if input.ndim > 1 else 1
         if alone:
-            out = column(input, weight, bias, where, dtype, False, chunks)
+            out = apply(_ColumnProduct, input, weight, bias, where, dtype, False, chunks)
             return out
-        out, token = column(input, weight, bias, where, dtype, True, chunks)
+        out, token = apply(_ColumnProduct, input, weight, bias, where, dtype, True, chunks)
         keep_token(input, key, token)
         return out
 
@@ -228,16 +220,16 @@ class ColumnLinear(Lowered):
         dtype = autocast_dtype(input)
         if not isinstance(input, DTensor):
             if self.where is not None:
-                return self.product(_column, input, self.where, weight, bias, dtype)
+                return self.product(input, self.where, weight, bias, dtype)
         elif self.chunks > 1 and input.device_mesh == self.mesh:
             (placement,) = input.placements
             where = sharded_dim(placement, self.comm)
             if where is not None:
                 local = input.to_local(grad_placements=(placement,))
                 sizes = input.spec.sizes(where[1])
-                return self.product(_column, local, (*where[:2], sizes), weight, bias, dtype)
+                return self.product(local, (*where[:2], sizes), weight, bias, dtype)
         local = local_input(input, self.port_in, self.mesh, grad=Partial())
-        out: Tensor = _column(local, weight, bias, None, dtype)
+        out: Tensor = apply(_ColumnProduct, local, weight, bias, None, dtype)
         return out
 
     def finish(self, out: Tensor) -> Tensor:

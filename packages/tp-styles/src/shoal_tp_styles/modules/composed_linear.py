@@ -25,10 +25,10 @@ from torch.nn.functional import linear
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import UnsupportedModuleError
-from shoal_dtensor.internal import is_compiling, shard_sizes
+from shoal_dtensor.internal import apply, is_compiling, shard_sizes
 from shoal_mesh import Comm
 
-from .._torch import apply, split_sizes
+from .._torch import split_sizes
 from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered

@@ -19,6 +19,7 @@ from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import (
     FakeTensor,
+    apply,
     first_order_only,
     is_compiling,
     selectively_checkpointed,
@@ -26,7 +27,6 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import all_gather, all_gather_v
 
-from .._torch import apply
 from ..lowering import ports
 from ..lowering.boundary import port_moves
 from ..lowering.collective_functions import gather_partial

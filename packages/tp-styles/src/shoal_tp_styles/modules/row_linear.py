@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from shoal_dtensor import DTensor, Spec
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
+    apply,
     dispatch_modes,
     first_order_only,
     is_compiling,
@@ -30,7 +31,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting, direct, transforming
+from .._torch import autocast_dtype, autocasting
 from ..lowering.boundary import from_local
 from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim, uneven_output
 from ..lowering.lowered import Lowered, spec_of
@@ -104,9 +105,6 @@ class _RowProduct(Function):
         return dx, *weight_grads(ctx, grad, x), None, None, None
 
 
-_row_direct = direct(_RowProduct)
-
-
 class RowLinear(Lowered):
     """A row-wise Linear; plain sharded inputs and plain outputs take the shortest path."""
 
@@ -133,7 +131,7 @@ class RowLinear(Lowered):
             weight: Any = self.local("weight")["weight"]
             input = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
             return partial_output(self, linear(input, weight), "bias")
-        if type(input) is not Tensor or not self.fast or autocasting() or transforming():
+        if type(input) is not Tensor or not self.fast or autocasting():
             return self.general(input)
         params = self.params
         try:
@@ -143,7 +141,7 @@ class RowLinear(Lowered):
         if weight is None:
             return self.general(input)
         try:
-            out: Tensor = _row_direct(input, weight, bias, self.comm, None)
+            out: Tensor = apply(_RowProduct, input, weight, bias, self.comm, None)
         except RuntimeError:
             self.check_features(input, spec_of(weight, "weight"))
             raise
