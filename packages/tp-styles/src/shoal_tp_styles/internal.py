@@ -41,7 +41,7 @@ from .plan.resolve import (
     resolve as resolve,
     sharded_parameters as sharded_parameters,
 )
-from .plan.trial import try_plan as try_plan
+from .plan.trial import map_tensors as map_tensors, try_plan as try_plan
 from .progress import progress as progress
 from .sharding.module_kinds import (
     HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,

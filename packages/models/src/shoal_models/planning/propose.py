@@ -23,7 +23,7 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, format_bytes, pytree, takes
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_tp_styles import preview
-from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, to_meta
+from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, map_tensors, to_meta
 
 from .auto import auto_plan
 
@@ -153,12 +153,11 @@ def _candidates(  # noqa: PLR0913  # all that a candidate depends on
 
 def _of_one(value: Any, replicas: int) -> Any:
     """The inputs of one replica, on the meta device."""
-    if isinstance(value, Tensor):
-        rows = -(-value.shape[0] // replicas) if value.ndim else 0
-        return value[:rows].to("meta") if value.ndim else value
-    if isinstance(value, dict):
-        return {key: _of_one(item, replicas) for key, item in value.items()}
-    return type(value)(_of_one(item, replicas) for item in value) if type(value) in (list, tuple) else value
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor[: -(-tensor.shape[0] // replicas)].to("meta") if tensor.ndim else tensor
+
+    return map_tensors(rows, value)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import pytree, takes
 from shoal_mesh import DeviceMesh
 
 
@@ -38,7 +37,8 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
     hooks: list[_Resharding] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook = _Resharding(tp_device_mesh, input_reshard_dim, list(_tensors([*args, *kwargs.values()])))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        hook = _Resharding(tp_device_mesh, input_reshard_dim, tensors)
         hook.start()
         hooks.append(hook)
 
@@ -48,14 +48,6 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
     return module
-
-
-def _tensors(values: list[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(list(value))
 
 
 class _Resharding:
