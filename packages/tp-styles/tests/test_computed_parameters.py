@@ -73,6 +73,25 @@ def test_values_and_gradients_are_those_of_one_device(kind: str, plan: str) -> N
         torch.testing.assert_close(grads[name], param.grad)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Any) -> Any:
+        return weight * 2
+
+
+@pytest.mark.parametrize(
+    "style", [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())]
+)
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+@on_ranks(2)
+def test_convolutions_read_a_parametrized_weight(kind: Any, style: Any) -> None:
+    plain = kind(4, 6, 3).double()
+    parallel = parallelize_module(copy.deepcopy(plain), all_ranks(), style)
+    for model in (plain, parallel):
+        nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(parallel(x), plain(x))
+
+
 @fake_world(2)
 def test_a_result_with_other_placements_is_refused() -> None:
     layer: Any = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (2,)), ColwiseParallel())

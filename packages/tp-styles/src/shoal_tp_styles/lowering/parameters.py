@@ -244,7 +244,7 @@ def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapp
 
 
 def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """What a module's own forward returns with other parameters, buffers and attributes of these names."""
+    """What a module's own forward returns with other values of those parameters, buffers and attributes that it has."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
     changes = [(table, {name: values[name] for name in values if name in table}) for table in tables if table]
     return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)

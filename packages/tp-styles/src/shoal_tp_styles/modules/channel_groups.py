@@ -3,7 +3,7 @@
 groups   x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
 A rank holds complete groups, depthwise ones among them: it reads their input channels and computes their output
-channels alone, by the module's own forward. Ranks may hold unequally many, also none.
+channels alone. Ranks may hold unequally many, also none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, own_forward
 from ..sharding.module_kinds import CONVOLUTIONS, keeps_forward
 from ..sharding.module_sharding import OwnOptions
-from .convolution import with_zeros
+from .convolution import convolved, with_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class ChannelsOfGroups(OwnOptions):
         into, out_of: input and output channels of a group.
         rows: of a group in the weight, along dim 0.
         dim: the dim of the channels.
-        counted_as: the module's attribute that is the number of groups; "" without one.
     """
 
     groups: int
@@ -46,7 +45,6 @@ class ChannelsOfGroups(OwnOptions):
     out_of: int
     rows: int
     dim: int = 1
-    counted_as: str = ""
 
     @classmethod
     def of(cls, module: Any, multiple_of: int) -> Self:
@@ -55,10 +53,10 @@ class ChannelsOfGroups(OwnOptions):
             into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
             unit = lcm(out_of, multiple_of) // out_of
             rows = into if module.transposed else out_of
-            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size), "groups")
+            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))
         if isinstance(module, nn.GroupNorm):
             size = module.num_channels // module.num_groups
-            return cls(module.num_groups, 1, size, size, size, counted_as="num_groups")
+            return cls(module.num_groups, 1, size, size, size)
         channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
         return cls(channels, multiple_of, 1, 1, 1)
 
@@ -119,15 +117,18 @@ class GroupedChannels(Lowered):
     def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""
         module, options, dim = self.module, self.options, self.options.dim % x.ndim
-        values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
+        names = ("weight", "bias") if isinstance(module, CONVOLUTIONS) else self.params
+        values: dict[str, Any] = {**self.local(*names), **local_parameters(module._buffers)}
         if not self.groups:
             x = with_zeros(x, dim, options.into)
             for name, tensor in values.items():
                 if tensor is not None and tensor.ndim:  # of a batch norm one is a number
                     values[name] = with_zeros(tensor, 0, options.rows if name == "weight" else options.out_of)
-        if options.counted_as:
-            values[options.counted_as] = max(self.groups, 1)
-        out: Tensor = own_forward(module, values, x, *args, **kwargs)
+        groups = max(self.groups, 1)
+        if isinstance(module, CONVOLUTIONS):
+            out = convolved(module, x, values["weight"], values["bias"], groups, *args, **kwargs)
+        else:
+            out = own_forward(module, {**values, "num_groups": groups}, x)
         return out if self.groups else out.narrow(dim, 0, 0)
 
     def on_dtensors(self, x: Tensor) -> Tensor:

@@ -18,14 +18,40 @@ from torch.nn import functional
 from ..lowering import ports
 from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import own_forward
 from ..sharding.module_kinds import TransposedLinear, kinds_of
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Compute = Callable[..., Tensor]
 
 
-def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, *args: Any, **kwargs: Any) -> Tensor:
+def convolved(  # what a convolution is made of
+    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1, output_size: Any = None
+) -> Tensor:
+    """The convolution of a module, with other channels and as many groups.
+
+    Args:
+        module: a `nn.Conv` or `nn.ConvTranspose` of 1, 2 or 3 spatial dims.
+        x: (*batch, in, *spatial).
+        weight: (out, in / groups, *kernel), of a transposed one (in, out / groups, *kernel).
+        bias: (out,).
+        groups: number of groups.
+        output_size: of a transposed convolution, the spatial sizes of its output.
+    """
+    spatial = weight.ndim - 2
+    if module.transposed:
+        padding, extra = module.padding, (output_size, module.stride, module.padding, module.kernel_size, spatial)
+        more: tuple[Any, ...] = (module._output_padding(x, *extra, module.dilation), groups, module.dilation)
+    else:
+        padding, more = module.padding, (module.dilation, groups)
+        if module.padding_mode != "zeros":
+            x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            padding = 0
+    function = getattr(functional, f"conv{'_transpose' * module.transposed}{spatial}d")
+    out: Tensor = function(x, weight, bias, module.stride, padding, *more)
+    return out
+
+
+def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, output_size: Any = None) -> Tensor:
     """A convolution of an empty shard, which kernels refuse, goes by way of a channel of zeros.
 
     So a rank without channels takes part in every collective, forward and backward.
@@ -36,7 +62,7 @@ def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, *args: Any,
         x, weight = with_zeros(x, channels), with_zeros(weight, into)
     if no_output:
         weight, bias = with_zeros(weight, out_of), None if bias is None else with_zeros(bias, 0)
-    out: Tensor = own_forward(module, {"weight": weight, "bias": bias}, x, *args, **kwargs)
+    out = convolved(module, x, weight, bias, output_size=output_size)
     return out.narrow(channels, 0, 0) if no_output else out
 
 
