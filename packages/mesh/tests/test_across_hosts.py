@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +32,18 @@ from shoal_mesh.collectives.across_hosts import AcrossHosts
 from shoal_mesh.collectives.c10d_transport import C10dTransport
 from shoal_mesh.errors import RankError
 from shoal_mesh.shared_memory import channel
+from shoal_mesh.testing import rank_pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_host() -> Iterator[None]:
+    """What runs after this file begins with a world of one host."""
+    yield
+    rank_pool(4).run(_renew)
+
+
+def _renew() -> None:
+    restart_world()
 
 
 def on_hosts(hosts: tuple[int, ...], timeout: float | None = None) -> Comm:
@@ -59,7 +71,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Comm], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
 def test_values_are_those_of_gloo_alone(dtype: torch.dtype) -> None:
-    launch(_compare, 4, dtype)
+    rank_pool(4).run(_compare, dtype)
 
 
 def _compare(dtype: torch.dtype) -> None:
@@ -76,7 +88,7 @@ def _compare(dtype: torch.dtype) -> None:
 
 
 def test_large_messages_in_the_foreground_take_it() -> None:
-    launch(_choose, 4)
+    rank_pool(4).run(_choose)
 
 
 def _choose() -> None:
@@ -98,9 +110,9 @@ def _choose() -> None:
     assert mode.get_total_counts() == 1
 
 
-@pytest.mark.parametrize("hosts", [(7, 7, 9), (7, 9, 7, 9), (7, 8, 9, 10)])
+@pytest.mark.parametrize("hosts", [(7, 7, 7, 9), (7, 9, 7, 9), (7, 8, 9, 10)])
 def test_other_hosts_keep_gloo(hosts: tuple[int, ...]) -> None:
-    assert launch(_sum_on_hosts, len(hosts), hosts) == [("C10dTransport", float(len(hosts)))] * len(hosts)
+    assert rank_pool(4).run(_sum_on_hosts, hosts) == [("C10dTransport", 4.0)] * 4
 
 
 def _sum_on_hosts(hosts: tuple[int, ...]) -> tuple[str, float]:
