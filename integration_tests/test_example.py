@@ -41,23 +41,18 @@ def test_a_run_agrees_with_one_process_and_leaves_its_results(finished: Path) ->
     assert (finished / "checkpoint" / ".metadata").is_file()
 
 
-def test_a_run_with_tied_weights_under_torchrun(tmp_path: Path) -> None:
-    done = run(*TINY, "--tied", "--mesh", "1x2", "--out", tmp_path, torchrun=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal bit for bit" in done.stdout
-
-
 def test_weights_are_sharded_over_both_axes(tmp_path: Path) -> None:
     done = run(*TINY, "--fsdp", "--tied", "--dtype", "float64", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
 
 
-def test_a_checkpoint_is_resumed_on_another_mesh(finished: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_on_another_mesh_under_torchrun(finished: Path, tmp_path: Path) -> None:
     changed = ("--steps=6", "--mesh=1x2", "--dtype=float64")
-    done = run(*TINY, *changed, "--resume", finished / "checkpoint", "--out", tmp_path)
+    done = run(*TINY, *changed, "--resume", finished / "checkpoint", "--out", tmp_path, torchrun=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from step 5" in done.stdout
+    assert "equal bit for bit" in done.stdout
 
 
 BAD = {
@@ -96,8 +91,8 @@ def test_bad_input_ends_in_one_line_and_touches_nothing(finished: Path) -> None:
 
 
 def test_a_mesh_that_does_not_fit_the_world_is_refused_by_every_rank(tmp_path: Path) -> None:
-    done = run(*TINY, "--mesh", "2x2", "--out", tmp_path / "out", torchrun=3)
+    done = run(*TINY, "--mesh", "2x2", "--out", tmp_path / "out", torchrun=2)
     assert done.returncode != 0
-    assert done.stderr.count("train_llama: a mesh of 2x2 has 4 ranks, but torchrun started 3") == 3
+    assert done.stderr.count("train_llama: a mesh of 2x2 has 4 ranks, but torchrun started 2") == 2
     assert done.stderr.count("Traceback") <= 1  # torchrun's own, about the end of its children
     assert not (tmp_path / "out").exists()
