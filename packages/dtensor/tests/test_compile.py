@@ -197,7 +197,7 @@ PARTITIONERS = ("default_partition", "min_cut_rematerialization_partition")
 def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
     """The collectives in a rank's forward and backward, as between GPUs: compilers know them, and drop them.
 
-    Forward and backward as the first partitioner cuts the joint graph, then as the second one does.
+    Forward and backward as the first partitioner splits the joint graph, then as the second one does.
     """
     from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
     from torch._functorch import partitioners
