@@ -42,6 +42,8 @@ class RowScaled(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub has three arguments
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(args[0].data8, args[0].scale)
+        if func is torch.ops.aten._to_copy.default:  # torchao's can be copied to float64, and have no views
+            return cls(args[0].data8, args[0].scale.to(**(kwargs or {})))
         kinds = {type(leaf).__name__ for leaf in _pytree.tree_leaves(args)}
         raise NotImplementedError(f"{func} of {kinds}")
 

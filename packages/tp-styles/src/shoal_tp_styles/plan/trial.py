@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import active, drawers_of
+from shoal_dtensor.internal import active, drawers_of, holds_tensors
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import plain_module
@@ -142,7 +142,7 @@ def _vary_constants(module: nn.Module) -> None:
     """Noise on parameters whose elements are equal: a bias of zeros that is added once per rank would not show."""
     with torch.no_grad():
         for param in module.parameters():
-            if param.numel() and param.is_floating_point() and bool((param == param.flatten()[0]).all()):
+            if not holds_tensors(param) and param.is_floating_point() and (param == param.flatten()[:1]).all():
                 param.add_(torch.rand_like(param), alpha=0.1)
 
 
