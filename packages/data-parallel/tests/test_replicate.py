@@ -40,7 +40,7 @@ from data_parallel_model import (
     twins,
 )
 from shoal_data_parallel import LayoutError, StyleError, fully_shard, replicate
-from shoal_dtensor import Shard
+from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
@@ -469,6 +469,25 @@ def test_one_reduction_for_each_bucket_beside_backward(shard_optimizer: bool) ->
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@SHARDED
+@on_ranks(4)
+def test_ranks_of_uneven_tensor_shards_reduce_the_same_buckets(shard_optimizer: bool) -> None:
+    # Shards of 6 and 5 columns: 264 + 528 and 264 + 440 bytes, so by its own bytes one rank of two would join both.
+    plain = nn.Sequential(nn.Linear(6, 11, bias=False), nn.Linear(11, 11, bias=False)).double()
+    model: Any = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for linear in model:
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tensor"], [Shard(1)]))
+    replicate(model, mesh["data"], bucket_bytes=780, shard_optimizer=shard_optimizer)
+    x = torch.randn(2, 3, 6, dtype=torch.double)
+    plain(x).square().sum().div(2).backward()
+    rows = distribute_tensor(x[mesh.get_local_rank("data")], mesh["tensor"], [Replicate()])
+    model(rows.requires_grad_()).square().sum().backward()  # whose gradient is gathered after the last layer's weight
+    own_gradients = [p.grad.full_tensor() for p in model.parameters()]
+    for got, weight in zip(own_gradients, plain.parameters(), strict=True):
+        torch.testing.assert_close(got, weight.grad)
 
 
 @SHARDED

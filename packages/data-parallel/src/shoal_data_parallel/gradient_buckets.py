@@ -128,11 +128,10 @@ class Bucket(Group):
 
     def keep(self, i: int) -> None:
         """Keep the gradient that autograd has accumulated, in one tensor with what is kept already."""
-        if (grad := self.take(i)) is None:
-            return
-        if i in self.kept:
+        grad = self.take(i)
+        if grad is not None and i in self.kept:
             self.add_to_kept(i, grad)
-        else:
+        elif grad is not None:
             local, spec = self.parameters[i].gradient(grad)
             self.kept[i] = local.to(spec.dtype).contiguous(), spec
 
@@ -165,19 +164,13 @@ class GradientBuckets:
         for parameter in self.parameters:
             self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]  # torch
 
-    @property
-    def captures(self) -> bool:
-        """Whether the pass that is running is one of `torch.autograd.grad` for parameters."""
-        return any(leaf_route(node) == "return" for node in self.held)
-
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def watch(self, output: Tensor) -> None:
-        """Have a backward pass through a module's output begin here, whatever parameters it reaches."""
-        node: Any = output.grad_fn
+    def watch(self, node: Any) -> None:
+        """Have a backward pass through the node of a module's output begin here, whatever parameters it reaches."""
         node.register_prehook(self._begin_if_needed)
 
     def _begin_if_needed(self, grads: Any) -> None:

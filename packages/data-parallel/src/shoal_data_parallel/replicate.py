@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shoal_dtensor.internal import (
     extended,
     in_groups,
     is_compiling,
+    leaf_route,
     local_shard,
     owners_of,
     pytree,
@@ -279,7 +281,13 @@ class Replicas(Reducer):
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
-        groups = in_groups(reversed(trained), lambda one: reduced_of(one).partial.local_bytes, self._bucket_bytes)
+
+        def size_of(one: Replica) -> int:  # of uneven shards the mean: the ranks of a style make the same groups
+            leaf = one.leaf
+            axes = zip(leaf.placements, leaf.device_mesh.shape, strict=True) if isinstance(leaf, DTensor) else ()
+            return leaf.numel() * reduced_of(one).partial.dtype.itemsize // prod(n for p, n in axes if p.is_shard())
+
+        groups = in_groups(reversed(trained), size_of, self._bucket_bytes)
         return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -303,7 +311,7 @@ class Replicas(Reducer):
         self.around(self.gradients.running)
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                self.gradients.watch(tensor)
+                self.gradients.watch(tensor.grad_fn)
 
     def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again.
@@ -313,7 +321,7 @@ class Replicas(Reducer):
         if self.shards:
             self.shards.show(running or self._depth > 0)
         inside = self.module._reducers()[1:] if running else []
-        if inside and not self.gradients.captures:
+        if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):  # torch.autograd.grad
             for state in reversed(inside):
                 state.gradients.begin()
 
@@ -326,8 +334,7 @@ class ReplicateModule(ReducingModule):
         return ", ".join(filter(None, [super().extra_repr(), "replicate"]))
 
     def _reducers(self, recurse: bool = True) -> list[Replicas]:
-        owners = self.modules() if recurse else [self]
-        return [vars(owner)[_STATE] for owner in owners if _STATE in vars(owner)]
+        return [vars(owner)[_STATE] for owner in (self.modules() if recurse else [self]) if _STATE in vars(owner)]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what summed gradients are divided by: the number of ranks on the data axes by default.
