@@ -17,7 +17,7 @@ from shoal_dtensor.rules.index.indexing import INDEXING
 from shoal_dtensor.rules.math.ordering import ORDERING
 from shoal_dtensor.rules.shape.rearrangement import REARRANGEMENT
 from shoal_dtensor.rules.shape.slicing import SLICING
-from validated_calls import on_one_and_two_axes
+from shoal_dtensor.testing import validate
 
 aten = torch.ops.aten
 # Those of views are in test_views.py, embeddings in test_collectives_of_rules_on_ranks.py and test_all_rules.py.
@@ -237,14 +237,13 @@ CASES += [
     (aten.unique_consecutive.default, (N,)),
     (aten.repeat_interleave.Tensor, (T(2, 0, 3),)),
 ]
-FIRST = {case[0]: case for case in reversed(CASES)}  # the first call of each operator
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 def test_every_row_gives_what_the_unsharded_tensor_gives(case: tuple[Any, ...]) -> None:
     op, args, kwargs = (*case, {})[:3]
-    assert on_one_and_two_axes(op, args, kwargs, first=case is FIRST[op]).wrong == []
+    assert validate(op, *args, **kwargs).wrong == []
 
 
 def test_every_operator_has_a_case() -> None:

@@ -248,7 +248,7 @@ def _fail(fault: str) -> None:
     if fault.startswith("ends"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "is elsewhere":
-        time.sleep(3)  # twice as long as the others wait
+        time.sleep(5)
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:

@@ -155,9 +155,9 @@ def plan_across(
         leanest = min(leanest or transfer.peak_bytes, transfer.peak_bytes)
         if memory_limit is not None and transfer.peak_bytes > memory_limit:
             continue
-        way = concatenated(first, transfer, last)
-        if best is None or way.seconds < best.seconds:
-            best = way
+        seconds = first.seconds + transfer.seconds + last.seconds
+        if best is None or seconds < best.seconds:
+            best = concatenated(first, transfer, last)
     if best is None:
         raise RedistributeError(
             f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
