@@ -47,6 +47,12 @@ def test_weights_are_sharded_over_both_axes(tmp_path: Path) -> None:
     assert "equal bit for bit" in done.stdout
 
 
+def test_a_run_with_tied_weights_under_torchrun(tmp_path: Path) -> None:
+    done = run(*TINY, "--tied", "--mesh", "1x2", "--out", tmp_path, torchrun=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal bit for bit" in done.stdout
+
+
 def test_a_checkpoint_is_resumed_on_another_mesh_under_torchrun(finished: Path, tmp_path: Path) -> None:
     changed = ("--steps=6", "--mesh=1x2", "--dtype=float64")
     done = run(*TINY, *changed, "--resume", finished / "checkpoint", "--out", tmp_path, torchrun=2)
