@@ -9,7 +9,6 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class Sharding(NamedTuple):
     communicating: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardingProblem:
+class ShardingProblem(NamedTuple):
     """What an assignment is for.
 
     Attributes:

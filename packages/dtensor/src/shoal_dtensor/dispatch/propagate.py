@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal_mesh import DeviceMesh
@@ -130,7 +129,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
         if sharding is None:
             specs = tuple(_relaxed(s, sharded) if i in written else s for i, s in enumerate(problem.specs))
             outs = tuple(_relaxed(spec, sharded) for spec in problem.outs)
-            sharding = assign(rows, replace(problem, specs=specs, outs=outs), mesh)
+            sharding = assign(rows, problem._replace(specs=specs, outs=outs), mesh)
     if sharding is None:
         targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
         raise InPlaceError(
@@ -150,7 +149,7 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
         raise NeedsConstantsError
     example = OpCall(call.op, *map(example_of, (call.args, call.kwargs, call.tensors, call.outputs)))
     specs, outputs, outs = example_of((problem.specs, problem.outputs, problem.outs))
-    chosen = _sharding(rule, example, replace(problem, specs=specs, outputs=outputs, outs=outs))
+    chosen = _sharding(rule, example, problem._replace(specs=specs, outputs=outputs, outs=outs))
     there = [
         spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)
@@ -161,7 +160,7 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
         for row in rule.rows_of(call)
         if all(type(e.runs) is int for e in (*row.inputs, *row.outputs) if isinstance(e, S))
     ]
-    sharding = unmoved(rows, replace(problem, specs=tuple(there)), mesh, communicating=bool(chosen.communicating))
+    sharding = unmoved(rows, problem._replace(specs=tuple(there)), mesh, communicating=bool(chosen.communicating))
     if sharding is None:
         raise NeedsConstantsError
     return sharding

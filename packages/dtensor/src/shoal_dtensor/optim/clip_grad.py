@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import inf, ldexp, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +106,7 @@ class _Holder:
         self.grad = grad
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """The gradients of one mesh.
 
     Attributes:
@@ -122,8 +120,7 @@ class _Part:
     counted: tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class _Contribution:
+class _Contribution(NamedTuple):
     """What this rank adds to the norm.
 
     Attributes:

@@ -10,9 +10,8 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +31,7 @@ Shards = Sequence[tuple[Box, Tensor]]
 """This rank's boxes of a global tensor, each with the local tensor (or view) that holds its elements."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class Blocks(NamedTuple):
     """What one member of an exchange does.
 
     Attributes:

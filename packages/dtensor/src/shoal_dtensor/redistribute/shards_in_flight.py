@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -132,8 +131,7 @@ def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
 # --- asked for one by one, for DTensors -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Asked(NamedTuple):
     """A redistribution that has been asked for: of which local tensor, and of what tensor at which version."""
 
     plan: Plan
@@ -142,8 +140,7 @@ class _Asked:
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A DTensor whose local tensor is to arrive.
 
     Attributes:

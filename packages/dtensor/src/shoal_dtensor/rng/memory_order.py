@@ -7,8 +7,8 @@ flat range; `stretches` says which parts of a stretch of it belong to a box.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +17,7 @@ from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryOrder:
+class MemoryOrder(NamedTuple):
     """A global tensor in memory order, and one rank's box of it.
 
     Attributes:
@@ -97,8 +96,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A stretch of the walk that is a box itself, and the part of it that is wanted.
 
     Attributes:

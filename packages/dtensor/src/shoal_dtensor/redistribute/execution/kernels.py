@@ -9,10 +9,10 @@ ranks (`shoal_dtensor.testing.simulate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 Coordinate = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """One call of shoal_mesh's collectives.
 
     Attributes:
@@ -79,8 +78,7 @@ def received(got: Tensor, local: Tensor) -> Tensor:
     return got
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
+class Kernel(NamedTuple):
     """A step on one rank.
 
     Attributes:

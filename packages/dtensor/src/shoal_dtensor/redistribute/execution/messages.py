@@ -10,10 +10,10 @@ travels together follows from the plans alone, never from what this rank holds, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +31,17 @@ Places = Callable[[], Sequence[Tensor]]
 _SENT = torch.empty(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leg:
+class Leg(NamedTuple):
     """A plan's local steps up to a collective, and that.
 
     Attributes:
-        index: position of the plan among those that advance together.
+        position: of the plan among those that advance together.
         before: the local steps.
         step: what communicates; `kernel` and `call` are this rank's part of it, `shape` that of what it sends.
         gives_result: whether the collective gives the result of the plan as it is.
     """
 
-    index: int
+    position: int
     before: tuple[Stage, ...]
     step: Step
     kernel: Kernel
@@ -71,7 +70,7 @@ def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs
         together: dict[object, list[Leg]] = {}
         for leg in legs:
             if leg is not None:
-                together.setdefault(_key(leg, devices[leg.index]), []).append(leg)
+                together.setdefault(_key(leg, devices[leg.position]), []).append(leg)
         rounds.append(tuple([Message(each, packs) for each in together.values()]))
     return tuple(filter(None, rounds)), tuple(after for _, after in planned)
 
@@ -135,10 +134,10 @@ class Message:
         """
         buffers = []
         for leg in self._legs:
-            local = tensors[leg.index]
+            local = tensors[leg.position]
             for stage in leg.before:
                 local = stage(local)
-            tensors[leg.index] = local if self._kind == "all_to_all" else _SENT
+            tensors[leg.position] = local if self._kind == "all_to_all" else _SENT
             buffers.append(leg.kernel.prepare(local))
         return self._start(buffers)
 
@@ -171,7 +170,7 @@ class Message:
 
     def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
         for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
-            tensors[leg.index] = leg.kernel.finish(got, tensors[leg.index])
+            tensors[leg.position] = leg.kernel.finish(got, tensors[leg.position])
 
     def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
         """What its own collective would have given each leg.
@@ -191,7 +190,7 @@ class Message:
             parts = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
             return [part.view(_with(leg.shape, leg.call.dim)) for part, leg in zip(parts, legs, strict=True)]
         wanted = places()
-        into = [wanted[leg.index] if wanted and leg.gives_result else None for leg in legs]
+        into = [wanted[leg.position] if wanted and leg.gives_result else None for leg in legs]
         if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):
             return self._copied_rows(arrived, into)
         if self._kind == "all_to_all":
