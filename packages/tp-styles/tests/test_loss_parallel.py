@@ -51,3 +51,22 @@ def test_a_loss_that_backward_computes_again(reentrant: bool) -> None:
             loss.backward()
         assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
     assert_same_gradient(x, 1, full)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_of_log_probabilities(reduction: str) -> None:
+    full = torch.randn(6, 11, dtype=torch.double, requires_grad=True)
+    target, weight = torch.randint(11, (6,)), torch.rand(11, dtype=torch.double)
+    options: dict[str, Any] = {"weight": weight, "ignore_index": int(target[2]), "reduction": reduction}
+    expected: Any = functional.nll_loss(full, target, **options)
+    expected.sum().backward()
+    x, _ = sharded(full, 1)
+    with loss_parallel():
+        losses: list[Any] = [functional.nll_loss(x, target, **options)]
+        losses.append(functional.nll_loss(input=x, target=target, **options))
+    for loss in losses:
+        assert isinstance(loss, DTensor)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+    losses[0].sum().backward()
+    assert_same_gradient(x, 1, full)
