@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from one_device import as_one_device
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
@@ -57,7 +57,11 @@ def test_overlapped_reduction(layout: str, bias: bool, local: bool) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("layout", "forward", "backward"),
-    [(Replicate(), {"all_reduce": 1}, {}), (Shard(0), {"reduce_scatter": 1}, {"all_gather": 1})],
+    [
+        (Replicate(), {"all_reduce": 1}, {}),
+        (Shard(0), {"reduce_scatter": 1}, {"all_gather": 1}),
+        (Partial(), {}, {}),
+    ],
 )
 @pytest.mark.parametrize("local", [True, False])
 def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:

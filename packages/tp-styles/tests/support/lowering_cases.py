@@ -131,6 +131,7 @@ CASES: dict[str, Case] = {
     "rows of a replicated input": Case(linear, RowwiseParallel(input_layouts=Replicate())),
     "rows scattered": Case(linear, RowwiseParallel(output_layouts=Shard(0)), ROWS),
     "rows scattered as DTensor": Case(linear, RowwiseParallel(output_layouts=Shard(0), use_local_output=False), ROWS),
+    "rows left partial": Case(linear, RowwiseParallel(output_layouts=Partial()), ROWS),
     "overlapped rows": Case(linear, RowwiseParallel().overlapped(2), ROWS),
     "overlapped rows, scattered": Case(linear, RowwiseParallel(output_layouts=Shard(1)).overlapped(2), ROWS, (4, 4, 8)),
     "transposed columns": Case(Conv1D, ColwiseParallel()),

@@ -155,9 +155,12 @@ def partial_output(
             return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:
             raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
-    if bias is None and isinstance(port.desired, Partial):
-        return leaving(lowered, partial, Port(Partial(), port.desired))
-    full = _plus(reduce(partial, comm), _bias(lowered, bias), features)
+    whole = _bias(lowered, bias)
+    if isinstance(port.desired, Partial):
+        if whole is not None and comm.rank > 0:  # the first rank adds it; here are zeros that take its gradient
+            whole = whole - whole.detach()
+        return leaving(lowered, _plus(partial, whole, features), Port(Partial(), port.desired))
+    full = _plus(reduce(partial, comm), whole, features)
     if local and port.desired.is_replicate():
         return full
     return leaving(lowered, full, Port(Replicate(), port.desired))
@@ -167,6 +170,8 @@ def declare_partial_output(call: ModuleCall, bias: str | None = None, features: 
     """What `partial_output` runs; the gradients of a bias are summed where the output is sharded."""
     desired, out = call.sharding.output_port().desired, call.output
     size = nbytes(out)
+    if isinstance(desired, Partial):
+        return
     if not isinstance(desired, Shard):
         yield Collective("all_reduce", size)
         return
