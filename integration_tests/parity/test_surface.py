@@ -65,8 +65,6 @@ USES: dict[str, Callable[[Any], Any]] = {
     "contiguous": lambda x: x.contiguous(),
     "new_zeros": lambda x: x.new_zeros(3),
     "is_pinned": lambda x: x.is_pinned(),
-    "untyped_storage": lambda x: x.untyped_storage().nbytes(),
-    "data_ptr": lambda x: x.data_ptr(),
 }
 
 
