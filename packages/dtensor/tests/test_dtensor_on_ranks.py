@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -39,7 +40,15 @@ from shoal_dtensor.errors import (
     NoRuleError,
     PlacementError,
 )
-from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh, lockstep, restart_world
+from shoal_mesh import (
+    CommDebugMode,
+    DeviceMesh,
+    LockstepError,
+    differentiable,
+    init_device_mesh,
+    lockstep,
+    restart_world,
+)
 from shoal_mesh.testing import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -260,6 +269,42 @@ def test_plain_tensors_do_not_mix_silently() -> None:
         assert torch.equal((x * sample(8)).full_tensor(), sample(8) * sample(8))
     with pytest.raises(MixedTensorError):
         x + torch.ones(8, dtype=torch.float64)
+
+
+# What a plain tensor of 4 elements is made of, on a mesh (dp, tp) -> whether its whole gradient would be counted twice.
+HISTORIES: dict[str, tuple[Callable[[torch.Tensor, DeviceMesh], torch.Tensor], bool]] = {
+    "a leaf": (lambda x, mesh: x, False),
+    "a replicated DTensor": (lambda x, mesh: spread(x, mesh["tp"], [R]).to_local(), False),
+    "one whose ranks do different things": (
+        lambda x, mesh: spread(x, mesh["tp"], [R]).to_local(grad_placements=[Partial()]).view(2, 2).mul(2).flatten(),
+        True,
+    ),
+    "shards on the other axis": (
+        lambda x, mesh: spread(x.detach().repeat(2).requires_grad_(), mesh["dp"], [S0]).to_local(),
+        False,
+    ),
+    "a copy that sums gradients": (lambda x, mesh: differentiable.sum_gradients(x * 2, (mesh, "tp")), True),
+    "a sum": (lambda x, mesh: differentiable.all_reduce_replicated(x * 2, (mesh, "tp")), False),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_local_tensor_does_not_get_the_gradient_of_a_replicated_one(history: str) -> None:
+    make, twice = HISTORIES[history]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, w = sample(4).requires_grad_(), spread(sample(4), mesh["tp"], [S0])
+    y = make(x, mesh)
+    with implicit_replication():
+        loss: Any = (w * y.cos()).sum()
+    y.retain_grad()
+    if twice:
+        with pytest.raises(MixedTensorError, match=r"takes a share of its gradient from each of the ranks \([0-3], "):
+            loss.backward()
+        return
+    loss.backward()
+    assert y.grad is not None
+    torch.testing.assert_close(y.grad, -y.detach().sin() * sample(4))
 
 
 @on_ranks(4)

@@ -49,6 +49,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm, run: Map, adjoint: Map) -> Tensor:
         ctx.comm, ctx.run, ctx.adjoint = comm, run, adjoint
+        ctx.gradient_shares = None if adjoint == (_copy,) else comm.ranks  # see shoal_dtensor.dispatch.plain_tensors
         function, *arguments = run
         return function(tensor, comm, *arguments)
 

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import unserializable_hook
 
 from shoal_mesh import DeviceMesh, purpose
@@ -28,6 +29,7 @@ from .._torch import (
     TRACED,
     FakeTensor,
     OpOverload,
+    current_node,
     disabled_torch_function,
     in_backward,
     is_unrecorded,
@@ -35,6 +37,7 @@ from .._torch import (
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
+from ..layout.spec import Spec
 from ..rows_of_ranks import extremes_of_ranks
 from ..rules.language.op_call import schema_of
 from ..scopes import current
@@ -186,8 +189,38 @@ def keep_gradient_plain(tensor: torch.Tensor) -> None:
 def _as_plain(grad: Any) -> Any:
     if not hasattr(grad, "_spec"):
         return grad
+    _check_takes_whole(current_node(), grad._spec)
     with purpose("the gradient of a plain tensor that counts as replicated"):
         return grad.full_tensor()
+
+
+def _check_takes_whole(node: Any, spec: Spec) -> None:
+    """Refuse the whole gradient of a plain tensor that takes a share of it from each rank.
+
+    Its values do not tell, its history does, up to a function whose backward counts what each rank gives, such as
+    `to_local()` of a shard: `gradient_shares` of the autograd node are the global ranks that give something.
+
+    Raises:
+        MixedTensorError: on every rank, for all have the same history.
+    """
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # A function of torch's passes its gradient on; one in Python may do anything with it, if it does not say.
+        nothing = None if isinstance(node, BackwardCFunction) else ()
+        shares: Sequence[int] | None = getattr(node, "gradient_shares", nothing)
+        if shares == ():
+            waiting += [below for below, _ in node.next_functions]
+        elif shares is not None and len({*shares}.intersection(spec.mesh.ranks)) > 1:
+            raise MixedTensorError(
+                f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a replicated one, but it "
+                f"is local to a rank: {node.name()} takes a share of its gradient from each of the ranks {shares}, "
+                "and all of them would give the whole. Use DTensors up to there (use_local_output=False in a style, no "
+                "to_local()), or leave implicit_replication()"
+            )
 
 
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:

@@ -151,6 +151,7 @@ class ToLocal(Function):
         spec: Spec = tensor._spec
         ctx.cls = type(tensor)
         ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        ctx.gradient_shares = _shares(ctx.spec)
         ctx.checked = current().replicas_checked
         ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
         local: torch.Tensor = tensor._local_tensor
@@ -175,6 +176,13 @@ class ToLocal(Function):
 
 
 _in_memory_order = remembered(1024)(in_memory_order)
+
+
+@remembered(1024)
+def _shares(spec: Spec) -> tuple[int, ...] | None:
+    """The global ranks that each have a shard or a summand of what this rank has; None where all is replicated."""
+    axes = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Replicate)]
+    return None if not axes or spec.coordinate is None else spec.mesh.ranks_along(axes, spec.coordinate)
 
 
 class Redistribute(Function):

@@ -148,12 +148,17 @@ def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
+def _unchanged(tensor: Tensor, comm: Comm) -> Tensor:
+    return tensor
+
+
 class _ReversibleMove(Function):
     """A move of a tensor; `back`, another move, brings its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Move, back: Move, where: tuple[Any, ...]) -> Tensor:
         ctx.back, ctx.where = back, where
+        ctx.gradient_shares = None if back in (split, _unchanged) else where[0].ranks
         return in_memory_as(x, move(x, *where))
 
     @staticmethod
@@ -171,7 +176,7 @@ def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """`P -> R`: the sum over the axis."""
-    return _moved(tensor, all_reduce, lambda grad, _: grad, comm)
+    return _moved(tensor, all_reduce, _unchanged, comm)
 
 
 @whole_when_compiled

@@ -79,6 +79,8 @@ class _ColumnProduct(Function):
         chunks: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.where, ctx.input_dtype = where, x.dtype
+        comm = where[0] if isinstance(where, tuple) else where
+        ctx.gradient_shares = () if comm is None else comm.ranks  # none: those of the token, or of x
         note_parameters(ctx, weight, bias)
         w, b = local_shard(weight), None if bias is None else local_shard(bias)
         if dtype is not None:

@@ -71,6 +71,7 @@ class _RowProduct(Function):
         chunks: int = 1,
     ) -> Tensor:
         ctx.where, ctx.input_dtype, ctx.chunks = where, x.dtype, chunks
+        ctx.gradient_shares = where[0].ranks if isinstance(where, tuple) else None
         note_parameters(ctx, weight, bias)
         w = local_shard(weight)
         if dtype is not None:
