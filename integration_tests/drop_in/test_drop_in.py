@@ -15,7 +15,6 @@ from shoal_mesh.testing import fake_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
-QUICK = {"placements"}  # in the default session; the others with the comparisons of `nox -s parity`
 MOST = 30  # differences of signatures: fewer are welcome
 
 
@@ -45,9 +44,7 @@ def _signatures() -> list[tuple[str, str]]:
         return differences()
 
 
-@pytest.mark.parametrize(
-    "area", [pytest.param(area, marks=[] if area in QUICK else pytest.mark.parity) for area in AREAS]
-)
+@pytest.mark.parametrize("area", AREAS)
 def test_answers_differ_where_a_row_says_so(area: str) -> None:
     cases = snippets(area)
     verdicts = run_cases(compare, cases, 120.0)
