@@ -170,6 +170,6 @@ def test_second_derivatives_are_refused() -> None:
     for method in METHODS:
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
         out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]  # a literal
-        with pytest.raises(SecondOrderError):
+        with pytest.raises(SecondOrderError, match="first derivatives only"):
             torch.autograd.grad(out.sum(), q, create_graph=True)
     assert get_world_size() == 2

@@ -178,7 +178,7 @@ def test_a_second_derivative_is_refused() -> None:
     mesh = mesh_of(4, 1)
     _, model = pair(mesh)
     loss = loss_of(model, *own(mesh, *batch(0)))
-    with pytest.raises(SecondOrderError):
+    with pytest.raises(SecondOrderError, match="create_graph=True; second derivatives need"):
         torch.autograd.grad(loss, [model.head.weight], create_graph=True)
 
 

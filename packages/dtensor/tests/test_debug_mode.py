@@ -35,13 +35,13 @@ def test_implicit_redistribution_is_refused_and_explicit_is_not(sharded: tuple[D
     for _ in range(2):  # an object may be entered again
         with explicit:
             rows + columns.redistribute(placements=[Shard(0)])
-            with pytest.raises(CommunicationForbiddenError):
+            with pytest.raises(CommunicationForbiddenError, match="needs implicit communication"):
                 rows + columns
             with ExplicitRedistributionContext(enable=False):
                 rows + columns
             with suppress(RuntimeError), explicit:
                 rows + columns
-            with pytest.raises(RuntimeError):
+            with pytest.raises(RuntimeError, match="needs implicit communication"):
                 rows + columns
     rows + columns
 

@@ -267,7 +267,7 @@ def test_plain_tensors_do_not_mix_silently() -> None:
         with implicit_replication():
             pass
         assert torch.equal((x * sample(8)).full_tensor(), sample(8) * sample(8))
-    with pytest.raises(MixedTensorError):
+    with pytest.raises(MixedTensorError, match="together with a plain tensor"):
         x + torch.ones(8, dtype=torch.float64)
 
 

@@ -126,7 +126,7 @@ def test_an_element_of_both_kinds_is_refused() -> None:
     with fake_world(2):
         x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         plain = torch.ones(4)
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             torch._foreach_add([x, plain], [plain, plain])
 
 

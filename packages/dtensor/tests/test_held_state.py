@@ -104,7 +104,7 @@ def test_errors() -> None:
         held.recover({"x": torch.ones(2), "group": {"y": torch.ones(4 if dist.get_rank() else 3)}})
     with pytest.raises(CheckpointError, match="x is partial"):
         held.keep(0, {"x": DTensor.from_local(torch.ones(2), mesh, [Partial()])})
-    with pytest.raises(ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError, match="expected step to be an int"):
         held.keep("0", {})  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError, match="expected state_dict to be a dict"):
         held.recover([])  # type: ignore[arg-type]  # the mistake

@@ -206,7 +206,7 @@ def test_a_step_that_fails_leaves_dtensors() -> None:
     other = torch.optim.AdamW(spread, lr=0.1)
     give_gradients(plain, spread)
     other.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="cannot unpack"):
         other.step()
     assert all(a is b for a, b in zip(other.param_groups[0]["params"], spread, strict=True))
     other.param_groups[0]["betas"] = (0.9, 0.999)

@@ -61,7 +61,7 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
         x[[0, 1]]  # torch's own index of the same shape must not open the door
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             use(x, torch.ones(4))
 
 
@@ -70,7 +70,7 @@ def test_a_plain_tensor_of_compiled_code_opens_no_door() -> None:
     with fake_world(2):
         x = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         torch.compile(lambda x: x[[0, 1]], backend="eager")(x)
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             x + torch.ones(4)
         x[[0, 1]]
 
@@ -277,7 +277,7 @@ def test_what_an_operator_derives_from_a_plain_argument_is_compared() -> None:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
     own = torch.full((4,), float(dist.get_rank()))
-    with pytest.raises(MixedTensorError):
+    with pytest.raises(MixedTensorError, match="together with a plain tensor"):
         F.binary_cross_entropy_with_logits(x, x, pos_weight=own)
     assert x.sum().item() == 32
 
@@ -290,10 +290,13 @@ def test_who_holds_references_on_one_rank_divides_no_ranks() -> None:
     weight = torch.ones(4)
     kept: list[Any] = []
     if dist.get_rank() == 2:
-        with recording(lambda op, args, kwargs: kept.append(args)), pytest.raises(MixedTensorError):
+        with (
+            recording(lambda op, args, kwargs: kept.append(args)),
+            pytest.raises(MixedTensorError, match="together with a plain tensor"),
+        ):
             F.binary_cross_entropy_with_logits(x, x, pos_weight=weight)
     else:
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             F.binary_cross_entropy_with_logits(x, x, pos_weight=weight)
 
 
@@ -314,7 +317,7 @@ def test_a_comparison_obeys_the_communication_policy() -> None:
     with communication("forbid"):
         with pytest.raises(CommunicationForbiddenError, match="plain tensor"):
             torch.quantile(x, 0.3)
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             x + torch.ones(4)
 
 
@@ -326,7 +329,7 @@ def test_memory_is_asked_about_and_pinned_part_by_part() -> None:
         if torch.accelerator.is_available():
             assert x.pin_memory().is_pinned() and x.pin_memory().placements == (Shard(0),)
         else:
-            with pytest.raises(RuntimeError) as plain:
+            with pytest.raises(RuntimeError, match="accelerator") as plain:
                 torch.ones(4).pin_memory()
             with pytest.raises(RuntimeError, match=str(plain.value).splitlines()[0]):
                 x.pin_memory()

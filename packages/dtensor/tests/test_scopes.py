@@ -117,7 +117,7 @@ def test_what_was_allowed_is_forbidden_in_another_block(mesh: DeviceMesh) -> Non
     x, y = sharded(mesh, torch.ones(4, 4)), sharded(mesh, torch.ones(4, 4), dim=1)
     for _ in range(3):
         assert (x + y).shape == (4, 4)
-        with communication("forbid"), pytest.raises(CommunicationForbiddenError):
+        with communication("forbid"), pytest.raises(CommunicationForbiddenError, match="needs implicit communication"):
             x + y
         with communication("forbid"), communication("allow"):
             assert (x + y).shape == (4, 4)
@@ -138,11 +138,11 @@ def test_plain_tensors_count_as_replicated_inside_only(mesh: DeviceMesh) -> None
     for _ in range(3):
         with implicit_replication():
             assert (x + torch.ones(4)).placements == (Shard(0),)
-        with pytest.raises(MixedTensorError):
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             x + torch.ones(4)
         with implicit_replication(), communication("forbid"):
             assert (x + torch.ones(4)).placements == (Shard(0),)
-        with communication("forbid"), pytest.raises(MixedTensorError):
+        with communication("forbid"), pytest.raises(MixedTensorError, match="together with a plain tensor"):
             x + torch.ones(4)
 
 
@@ -153,14 +153,14 @@ def test_each_policy_treats_unknown_operators_its_way(mesh: DeviceMesh) -> None:
     for _ in range(3):
         with unknown_ops("local"):
             assert NO_RULE(x, x).placements == (Shard(0),)
-            with unknown_ops("error"), pytest.raises(NoRuleError):
+            with unknown_ops("error"), pytest.raises(NoRuleError, match="has no sharding rule"):
                 NO_RULE(x, x)
             with unknown_ops("replicate"):  # decided and warned of above
                 assert NO_RULE(x, x).placements == (Replicate(),)
             assert NO_RULE(x, x).placements == (Shard(0),)
-        with unknown_ops("error"), implicit_replication(), pytest.raises(NoRuleError):
+        with unknown_ops("error"), implicit_replication(), pytest.raises(NoRuleError, match="has no sharding rule"):
             NO_RULE(x, x)
-        with unknown_ops("error"), pytest.raises(NoRuleError):
+        with unknown_ops("error"), pytest.raises(NoRuleError, match="has no sharding rule"):
             NO_RULE(x, x)
 
 

@@ -98,7 +98,7 @@ def test_overlapping_parts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"\x80", b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(3), pickle.dumps(_Code())])
 def test_broken_metadata_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="metadata"):
         TrustedReader(tmp_path, {".metadata": len(data)}).read_metadata()
 
 

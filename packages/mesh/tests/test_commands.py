@@ -13,7 +13,7 @@ from shoal_mesh.commands import main
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["topology", "--mesh", "2x"]])
 def test_what_is_not_understood_ends_in_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "python -m shoal_mesh" in capsys.readouterr().err.splitlines()[-1]
 

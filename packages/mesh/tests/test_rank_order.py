@@ -118,7 +118,7 @@ def test_slow_links_decide_the_order() -> None:
 def test_wrong_orders_are_refused() -> None:
     with pytest.raises(MeshError, match="'rank' or 'topology'"):
         init_device_mesh("cpu", (2,), order="fastest")
-    with pytest.raises(MeshTypeError):
+    with pytest.raises(MeshTypeError, match="'rank' or 'topology'"):
         init_device_mesh("cpu", (2,), order=3)  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(MeshError):
+    with pytest.raises(MeshError, match="needs 3 ranks"):
         measured_order((3,))
