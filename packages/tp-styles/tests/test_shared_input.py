@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard
-from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
@@ -124,3 +125,18 @@ def test_readers_in_inference_mode() -> None:
         own = own_shard(x, 0)
         torch.testing.assert_close(module.k(own), own_shard(start.k(x), 1))
         torch.testing.assert_close(module.q(own), own_shard(start.q(x), 1))
+
+
+@fake_world(2)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_an_activation_that_was_read_goes_into_a_file_and_back(gathered: bool) -> None:
+    style = ColwiseParallel(input_layouts=Shard(0)) if gathered else ColwiseParallel()
+    module: Any = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (2,)), style)
+    x = torch.randn(3, 8, requires_grad=not gathered) * 1
+    out = module(x)
+    assert vars(x), "the reader left its token"
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded, x) and torch.equal(module(loaded), out)

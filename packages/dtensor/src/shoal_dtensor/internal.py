@@ -9,6 +9,7 @@ from ._torch import (
     FakeTensor as FakeTensor,
     FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
+    TensorNote as TensorNote,
     TorchDispatchMode as TorchDispatchMode,
     apply as apply,
     backward_number as backward_number,

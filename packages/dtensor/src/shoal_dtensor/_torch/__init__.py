@@ -66,6 +66,7 @@ from .tensors import (
     BASE as BASE,
     TRACED as TRACED,
     FakeTensor as FakeTensor,
+    TensorNote as TensorNote,
     around as around,
     count_write as count_write,
     disabled_torch_function as disabled_torch_function,

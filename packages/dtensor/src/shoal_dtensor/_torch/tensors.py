@@ -22,6 +22,22 @@ TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a te
 split: Callable[..., Any] = BASE.split
 
 
+class TensorNote:
+    """What is left on a tensor object as an attribute; it goes along into no copy and no file.
+
+    torch pickles attributes with a tensor.  A load of weights only builds few things, and None is none of them, but an
+    empty size is: a reader of notes takes what is false for none.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
+        return torch.Size, ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+
 def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> Any:
     """A wrapper of class `cls` with `local` as its `_local_tensor` and `spec` as its `_spec`.
 

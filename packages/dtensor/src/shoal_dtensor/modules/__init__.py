@@ -1,4 +1,4 @@
 """What layers on modules share: stand-ins for forwards, owners of parameters, what goes along when one is replaced.
 
-May import: errors, layout, tensor.
+May import: _torch, errors, layout, tensor.
 """

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import DeviceMesh
 
+from .._torch import TensorNote
 from ..errors import LayoutError, StyleError, UnsupportedModuleError
 from ..tensor.dtensor import DTensor
 
@@ -200,18 +201,12 @@ _Hooks = Mapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _CarriedState:
-    """Of a parameter that replaced another: its attributes before, and the hooks of the first.  Pickles as nothing."""
+class _CarriedState(TensorNote):
+    """Of a parameter that replaced another: its attributes before, and the hooks of the first."""
 
     attributes: frozenset[str]
     hooks: _Hooks
     post_hooks: _Hooks
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +223,7 @@ class _Carried:
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
     state: _CarriedState | None = getattr(param, _STATE, None)
-    if state is not None:
+    if state:
         return state.hooks, state.post_hooks
     return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
 
@@ -282,9 +277,9 @@ def carry_over(old: Any, new: Any) -> None:
     """Give a DTensor parameter the attributes and gradient hooks of the plain one that it replaces, or back."""
     note_replaced(old)
     state: _CarriedState | None = getattr(old, _STATE, None)
-    if state is None and isinstance(old, DTensor):
+    if not state and isinstance(old, DTensor):
         return  # it replaced a parameter that had nothing attached
-    internal = {*(state.attributes if state is not None else ()), _STATE, _REPLACED}
+    internal = {*(state.attributes if state else ()), _STATE, _REPLACED}
     attributes = {name: value for name, value in vars(old).items() if name not in internal}
     hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .._torch import is_compiling
+from .._torch import TensorNote, is_compiling
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride
 
@@ -20,8 +20,8 @@ _ATTRIBUTE = "_shoal_layout"
 
 
 @dataclass(frozen=True, slots=True)
-class LocalLayout:
-    """What is known of a local tensor.  It pickles and copies as nothing.
+class LocalLayout(TensorNote):
+    """What is known of a local tensor.
 
     Attributes:
         spec: its global tensor; None if that is unknown, or if nothing says that it is sharded.
@@ -34,12 +34,6 @@ class LocalLayout:
     unknown: str = ""
     drawn: bool = False
     blocks: tuple[Spec, ...] = ()
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return None
 
 
 PLAIN = LocalLayout()
@@ -62,7 +56,7 @@ def layout_of(tensor: Tensor) -> LocalLayout | None:
 
     That of a DTensor on some of the axes tells how its local shard is placed on all of them.
     """
-    layout: LocalLayout | None = getattr(tensor, _ATTRIBUTE, None)
+    layout: LocalLayout | None = getattr(tensor, _ATTRIBUTE, None) or None
     if layout is None or layout.spec is None or layout.spec.local_shape == tensor.shape:
         return layout
     return layout if hasattr(tensor, "device_mesh") else LocalLayout(unknown="its shape was changed in place")

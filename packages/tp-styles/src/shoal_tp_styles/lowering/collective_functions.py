@@ -46,6 +46,7 @@ from shoal_dtensor import Placement, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     FakeTensor,
+    TensorNote,
     apply,
     in_memory_as,
     is_compiling,
@@ -62,19 +63,13 @@ _ATTRIBUTE = "_shoal_token"
 
 
 @dataclass(slots=True, eq=False)
-class _Token:
-    """The token of a tensor, and the state of the tensor in which it may be used.  It pickles as nothing."""
+class _Token(TensorNote):
+    """The token of a tensor, and the state of the tensor in which it may be used."""
 
     key: Hashable
     version: int
     storage: int
     token: Tensor
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return None
 
 
 def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
@@ -89,7 +84,7 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
     if sums_are_in_tree() and not in_tree:
         return None
     entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
-    if entry is None or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):
+    if not entry or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):
         return None
     return entry.token if entry.token.requires_grad is grad else None
 

@@ -1,0 +1,41 @@
+"""Covers: random_layouts/local_layout.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal_dtensor.modules.owners import carry_over, has_hooks
+from shoal_dtensor.random_layouts.local_layout import PLAIN, layout_of, note_layout
+
+
+def through_a_file(tensor: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_a_layout_stays_with_its_tensor() -> None:
+    x = torch.ones(2)
+    note_layout(x, PLAIN)
+    assert layout_of(x) is PLAIN
+    assert layout_of(through_a_file(x)) is None
+    assert layout_of(copy.deepcopy(x)) is None
+
+
+def test_what_a_parameter_carries_of_another_stays_with_it() -> None:
+    first: Any = nn.Parameter(torch.ones(2))
+    second: Any = nn.Parameter(torch.ones(2))
+    first.tag = "weight"
+    first.register_hook(lambda grad: grad)
+    carry_over(first, second)
+    assert has_hooks(second) and second.tag == "weight"
+    second._backward_hooks.clear()  # torch refuses to save them
+    for alone in (through_a_file(second), copy.deepcopy(second)):
+        carry_over(alone, nn.Parameter(torch.ones(2)))
+        assert not has_hooks(alone)
