@@ -49,13 +49,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm, run: Map, adjoint: Map) -> Tensor:
         ctx.comm, ctx.run, ctx.adjoint = comm, run, adjoint
-        ctx.gradient_shares = None if adjoint == (_copy,) else comm.ranks  # see shoal_dtensor.dispatch.plain_tensors
         function, *arguments = run
         return function(tensor, comm, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _apply(grads[0], ctx.comm, ctx.adjoint, ctx.run), None, None, None
+
+    @staticmethod
+    def gradient_shares(ctx: Any) -> Sequence[int] | None:  # see shoal_dtensor.dispatch.plain_tensors
+        return None if ctx.adjoint == (_copy,) else ctx.comm.ranks
 
 
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:

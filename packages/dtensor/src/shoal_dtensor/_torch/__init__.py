@@ -22,6 +22,7 @@ from .engine import (
     at_end_of_backward as at_end_of_backward,
     backward_number as backward_number,
     current_node as current_node,
+    function_of as function_of,
     in_backward as in_backward,
     is_transformed as is_transformed,
     make_state as make_state,

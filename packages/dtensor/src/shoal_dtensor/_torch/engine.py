@@ -28,6 +28,11 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+def function_of(node: Any) -> type[torch.autograd.Function] | None:
+    """The autograd function of a node; None of torch's own nodes."""
+    return getattr(node, "_forward_cls", None)
+
+
 def saving_state() -> tuple[bool, object]:
     """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)

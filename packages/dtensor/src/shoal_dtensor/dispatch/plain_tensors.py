@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import unserializable_hook
 
 from shoal_mesh import DeviceMesh, purpose
@@ -31,6 +30,7 @@ from .._torch import (
     OpOverload,
     current_node,
     disabled_torch_function,
+    function_of,
     in_backward,
     is_unrecorded,
     make_wrapper,
@@ -197,8 +197,9 @@ def _as_plain(grad: Any) -> Any:
 def _check_takes_whole(node: Any, spec: Spec) -> None:
     """Refuse the whole gradient of a plain tensor that takes a share of it from each rank.
 
-    Its values do not tell, its history does, up to a function whose backward counts what each rank gives, such as
-    `to_local()` of a shard: `gradient_shares` of the autograd node are the global ranks that give something.
+    Its values do not tell, its history does, up to an autograd function whose backward counts what each rank gives,
+    such as `to_local()` of a shard: its `gradient_shares` are the global ranks that give something, none if it passes
+    on what it is given, None if it takes a whole gradient.
 
     Raises:
         MixedTensorError: on every rank, for all have the same history.
@@ -209,9 +210,10 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # A function of torch's passes its gradient on; one in Python may do anything with it, if it does not say.
-        nothing = None if isinstance(node, BackwardCFunction) else ()
-        shares: Sequence[int] | None = getattr(node, "gradient_shares", nothing)
+        function = function_of(node)
+        # Nodes of torch pass gradients on; a function in Python that does not say may do anything with them.
+        tell = getattr(function, "gradient_shares", None)
+        shares: Sequence[int] | None = () if function is None else tell and tell(node)
         if shares == ():
             waiting += [below for below, _ in node.next_functions]
         elif shares is not None and len({*shares}.intersection(spec.mesh.ranks)) > 1:

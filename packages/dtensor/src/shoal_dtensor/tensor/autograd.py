@@ -151,7 +151,6 @@ class ToLocal(Function):
         spec: Spec = tensor._spec
         ctx.cls = type(tensor)
         ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        ctx.gradient_shares = _shares(ctx.spec)
         ctx.checked = current().replicas_checked
         ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
         local: torch.Tensor = tensor._local_tensor
@@ -174,15 +173,14 @@ class ToLocal(Function):
             return apply(FromLocal, plain, ctx.cls, spec, None), None
         return wrap(ctx.cls, plain, spec), None
 
+    @staticmethod
+    def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        spec: Spec = ctx.spec
+        axes = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Replicate)]
+        return None if not axes or spec.coordinate is None else spec.mesh.ranks_along(axes, spec.coordinate)
+
 
 _in_memory_order = remembered(1024)(in_memory_order)
-
-
-@remembered(1024)
-def _shares(spec: Spec) -> tuple[int, ...] | None:
-    """The global ranks that each have a shard or a summand of what this rank has; None where all is replicated."""
-    axes = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Replicate)]
-    return None if not axes or spec.coordinate is None else spec.mesh.ranks_along(axes, spec.coordinate)
 
 
 class Redistribute(Function):

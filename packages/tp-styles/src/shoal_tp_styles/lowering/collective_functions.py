@@ -33,7 +33,7 @@ traces it carry the tokens.  What merely finds out shapes leaves none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -153,12 +153,15 @@ class _ReversibleMove(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Move, back: Move, where: tuple[Any, ...]) -> Tensor:
         ctx.back, ctx.where = back, where
-        ctx.gradient_shares = None if back in (split, _unchanged) else where[0].ranks
         return in_memory_as(x, move(x, *where))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return ctx.back(grad, *ctx.where), None, None, None
+
+    @staticmethod
+    def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        return None if ctx.back in (split, _unchanged) else ctx.where[0].ranks
 
 
 def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:

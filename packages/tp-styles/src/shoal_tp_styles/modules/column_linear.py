@@ -14,7 +14,7 @@ The weight is a DTensor parameter: one autograd function works on its local shar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,6 @@ class _ColumnProduct(Function):
         chunks: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.where, ctx.input_dtype = where, x.dtype
-        comm = where[0] if isinstance(where, tuple) else where
-        ctx.gradient_shares = () if comm is None else comm.ranks  # none: those of the token, or of x
         note_parameters(ctx, weight, bias)
         w, b = local_shard(weight), None if bias is None else local_shard(bias)
         if dtype is not None:
@@ -118,6 +116,11 @@ class _ColumnProduct(Function):
         if dx is not None and dx.dtype is not ctx.input_dtype:
             dx = dx.to(ctx.input_dtype)
         return dx, dw, db, None, None, None, None
+
+    @staticmethod
+    def gradient_shares(ctx: Any) -> Sequence[int]:
+        comm: Comm | None = ctx.where[0] if isinstance(ctx.where, tuple) else ctx.where
+        return () if comm is None else comm.ranks  # none: those of the token, or of x
 
 
 def _reduced_gradient(ctx: Any, grad: Tensor | None, others: Tensor | None, w: Tensor) -> Tensor | Pending | None:

@@ -9,7 +9,7 @@ next, in the backward the all-gather of the next beside the products of dx.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class _RowProduct(Function):
         chunks: int = 1,
     ) -> Tensor:
         ctx.where, ctx.input_dtype, ctx.chunks = where, x.dtype, chunks
-        ctx.gradient_shares = where[0].ranks if isinstance(where, tuple) else None
         note_parameters(ctx, weight, bias)
         w = local_shard(weight)
         if dtype is not None:
@@ -104,6 +103,10 @@ class _RowProduct(Function):
             if dx.dtype is not ctx.input_dtype:
                 dx = dx.to(ctx.input_dtype)
         return dx, *weight_grads(ctx, grad, x), None, None, None
+
+    @staticmethod
+    def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        return ctx.where[0].ranks if isinstance(ctx.where, tuple) else None
 
 
 class RowLinear(Lowered):
