@@ -1,6 +1,6 @@
 """Compiled programs on DTensors of changing lengths: one graph for the first, one for all others.
 
-Covers: layout/symbolic_sizes.py, _torch/compiling.py, dispatch/arguments.py, tensor/torch_requests.py.  Forward and
+Covers: layout/tensor_meta.py, _torch/compiling.py, dispatch/arguments.py, tensor/torch_requests.py.  Forward and
 backward give what they give eagerly.
 """
 
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor._torch import recorded
-from shoal_dtensor.layout.symbolic_sizes import has_symbols, hashable, settled, traced_with
+from shoal_dtensor.layout.tensor_meta import has_symbols, hashable, settled, traced_with
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 

@@ -17,8 +17,7 @@ from shoal_mesh import DeviceMesh
 from .._torch import OpOverload, is_collective
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import constant, traced_with
-from ..layout.tensor_meta import TensorMeta, flatten, is_list, mapped
+from ..layout.tensor_meta import TensorMeta, constant, flatten, is_list, mapped, traced_with
 from .plain_tensors import is_candidate, keep_gradient_plain
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")

@@ -98,7 +98,7 @@ def _assignments(
 ) -> Iterator[tuple[Sequence[Row], Sharding]]:
     """Every combination of a row per mesh axis, with a sharding by it that keeps written tensors' layouts."""
     for combination in islice(product(*choices), MAX_COMBINATIONS):
-        communicating = tuple([axis for axis, row in enumerate(combination) if row.communicates])
+        communicating = tuple([axis for axis, row in enumerate(combination) if row.traffic is not None])
         for inputs, outputs in _resolve(combination, problem, mesh):
             if _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
                 yield combination, Sharding(inputs, outputs, communicating)
@@ -114,7 +114,7 @@ def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence
 
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
     """Whether every input is already placed as a row asks along a mesh axis, which communicates only if it may."""
-    if row.communicates and not communicating:
+    if row.traffic is not None and not communicating:
         return False
     for entry, spec in zip(row.inputs, problem.specs, strict=True):
         if isinstance(entry, S):

@@ -21,11 +21,10 @@ from shoal_mesh import purpose
 
 from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
 from ..errors import OperatorArgumentError
-from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import flatten, mapped
+from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..rules.language.op_call import schema_of
-from ..scopes import blocks, current, entered, own_scope
+from ..scopes import Scope, blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, read_keywords, readers_of, specs_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
 from .decision import Decision, ResultKind, log_decision, watched
@@ -43,10 +42,10 @@ _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, 
 class _OpCache:
     """What a scope knows of one operator: how its arguments are read, and its decisions by key."""
 
-    __slots__ = ("decisions", "foreach", "keywords", "op", "positional", "tail_is_static")
+    __slots__ = ("decisions", "foreach", "keywords", "op", "positional", "scope", "tail_is_static")
 
-    def __init__(self, op: OpOverload, readers: Readers, foreach: bool) -> None:
-        self.op, self.keywords, self.foreach = op, readers, foreach
+    def __init__(self, op: OpOverload, scope: Scope, readers: Readers, foreach: bool) -> None:
+        self.op, self.scope, self.keywords, self.foreach = op, scope, readers, foreach
         self.positional = tuple([readers[a.name] for a in op._schema.arguments if not a.kwarg_only])
         # Whether all arguments but the first are part of the key as they are.
         self.tail_is_static = len(self.positional) > 1 and not any(self.positional[1:])
@@ -151,7 +150,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     scope = current()
     rule = rule_of(op, scope)
     readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
-    cache = _OpCache(op, readers, rule is not None and rule.kind == "each")
+    cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
     if op in BY_STRIDES:  # what they do depends on what a tensor is a view of, which no key says
         return cache
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
@@ -163,7 +162,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     The decision is kept before the local call runs: if that raises, the next such call need not decide again.
     """
     cls, op, args, kwargs, _, _ = call
-    scope = current()
+    scope = cache.scope
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
     if op in BY_STRIDES:

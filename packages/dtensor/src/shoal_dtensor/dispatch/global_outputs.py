@@ -18,8 +18,7 @@ from torch import Tensor
 from .._torch import Build, DataDependentError, OpOverload, direct, recorded, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride, mapped
+from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride, has_symbols, mapped
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
 

@@ -9,20 +9,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from shoal_mesh import DeviceMesh
 
 from .._torch import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import is_list
+from ..layout.tensor_meta import has_symbols, is_list
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
 from ..rules.language.local_ops import local_function, nothing_of
+from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, replicated
 from ..scopes import Scope
 from .arguments import NeedsConstantsError, constants_of, example_of, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
@@ -48,11 +50,17 @@ class Circumstances(NamedTuple):
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
-    """The rule of an operator: innermost overlay first, then the standing tables."""
-    from ..rules.all_rules import standing_rule  # here: the first operator pays 0.15 s for the tables, not `import`
+    """The rule of an operator: innermost overlay first, then the standing tables.
 
-    overlaid: Iterator[Rule] = (table[op] for table in scope.overlays if op in table)
-    return next(overlaid, None) or standing_rule(op)
+    One outside of ATen that torch's tag says to be pointwise has the rule of such.
+    """
+    from ..rules.all_rules import TABLE  # here: the first operator pays 0.15 s for the tables, not `import`
+
+    rules: Iterator[Rule | None] = (table.get(op) for table in (*scope.overlays, TABLE))
+    rule = next(filter(None, rules), None)
+    if rule is None and op.namespace != "aten" and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+        return _ELEMENT_BY_ELEMENT
+    return rule
 
 
 def decide(
@@ -271,8 +279,8 @@ def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, 
     return [*moves, f"  collectives of its local function along {', '.join(map(repr, axes))}"] if axes else moves
 
 
-_REPLICATE = Rule(lambda call: ())
-_LOCAL = Rule(lambda call: ())
+_ELEMENT_BY_ELEMENT = pointwise()
+_REPLICATE, _LOCAL = Rule(replicated), Rule(replicated)
 
 
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:

@@ -18,9 +18,8 @@ from torch import Tensor
 from .._torch import OpOverload, around, change_shape, count_write, has_views, is_tracing, view_of
 from ..errors import InPlaceError
 from ..layout.placements import Replicate
-from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import TensorMeta, flatten, mapped
-from ..redistribute.execution.execute import in_memory_order, memory_order
+from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memory_order
+from ..redistribute.execution.execute import in_memory_order
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -80,7 +79,7 @@ def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
     """
     if has_symbols((local.shape, local.stride())):
         return False
-    order = memory_order(spec) or range(spec.ndim)
+    order = memory_order(spec.shape, spec.stride) or range(spec.ndim)
     steps = [local.stride(dim) for dim in order if local.shape[dim] != 1]
     return any(outer < inner for outer, inner in pairwise(steps))
 

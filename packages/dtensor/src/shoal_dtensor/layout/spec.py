@@ -25,8 +25,16 @@ from .partition_spec import canonical_placements, normalize_placements, order_of
 from .placements import Interned, Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames, spec_html
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
-from .symbolic_sizes import has_symbols, hashable, settled, traced_with
-from .tensor_meta import ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
+from .tensor_meta import (
+    ShardOrderEntry,
+    TensorMeta,
+    contiguous_stride,
+    dense_stride,
+    has_symbols,
+    hashable,
+    settled,
+    traced_with,
+)
 
 
 @constant_when_compiled

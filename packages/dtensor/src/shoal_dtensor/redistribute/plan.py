@@ -17,7 +17,7 @@ from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
-from ..layout.symbolic_sizes import constant, has_symbols
+from ..layout.tensor_meta import constant, has_symbols
 from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
 from .search.costs import Links, axes_of, mask_of
 from .search.edges import Edge

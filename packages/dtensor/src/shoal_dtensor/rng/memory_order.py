@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layout.boxes import Box, intersect, shape_of, slices_of, volume, whole_box
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import remembered
+from ..layout.tensor_meta import remembered
 
 
 class MemoryOrder(NamedTuple):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
-from .._torch import OpOverload
 from .index.data_dependent import DATA_DEPENDENT
 from .index.gather_scatter import GATHER_SCATTER
 from .index.indexing import INDEXING
-from .language.rule import Rule, Table, merge
+from .language.rule import Table, merge
 from .math.creation import CREATION
 from .math.matmul import MATMUL
 from .math.ordering import ORDERING
-from .math.pointwise import ELEMENT_BY_ELEMENT, POINTWISE
+from .math.pointwise import POINTWISE
 from .math.reduction import REDUCTION
 from .nn.attention import ATTENTION
 from .nn.convolution import CONVOLUTION
@@ -41,11 +38,3 @@ TABLE: Table = merge(
     slicing=SLICING,
     views=VIEWS,
 )
-
-
-def standing_rule(op: OpOverload) -> Rule | None:
-    """The rule of a table; for operators outside of ATen that torch's tag says to be pointwise, the one of such."""
-    rule = TABLE.get(op)
-    if rule is None and op.namespace != "aten" and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
-        return ELEMENT_BY_ELEMENT
-    return rule

@@ -24,7 +24,7 @@ from ..dispatch.results import wrap
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import remembered
+from ..layout.tensor_meta import remembered
 from ..redistribute.execution.execute import in_memory_order, run_cached
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch, current_batch

@@ -21,8 +21,7 @@ from ..layout.dim_sharding import DimSharding, ShardOrder
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import remembered
-from ..layout.tensor_meta import contiguous_stride, dense_stride
+from ..layout.tensor_meta import contiguous_stride, dense_stride, remembered
 from ..rng.memory_order import is_contiguous
 from ..rows_of_ranks import rows_of_ranks
 from ..scopes import own_scope

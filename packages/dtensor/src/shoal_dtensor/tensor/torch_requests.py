@@ -12,7 +12,7 @@ import torch
 from .._torch import BASE, not_cached
 from ..errors import ArgumentTypeError, NoRuleError
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import has_symbols
+from ..layout.tensor_meta import has_symbols
 
 
 class Absent:

@@ -90,7 +90,7 @@ def validate(
     for row in trial.rows:
         cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
         used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
-        if row.communicates and cases and not any(used):
+        if row.traffic is not None and cases and not any(used):
             report.idle.append(
                 f"{op} {_format_call(trial.call)} {_format_rows((row,))}: declares traffic, starts no collective"
             )
@@ -225,13 +225,13 @@ class CallTrial:
             return set()
         report.checked += 1
         try:
-            communicates = any(row.communicates for row in rows)
+            communicates = any(row.traffic is not None for row in rows)
             functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
             problems = [*self._problems(on_threads(functions, meshes, SEED), meshes, rows, shardings)]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         used = axes_used(meshes[0])
-        if undeclared := used - {axis for axis, row in enumerate(rows) if row.communicates}:
+        if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
             problems.append(f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
         if problems:
             sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}

@@ -29,8 +29,7 @@ from shoal_mesh import (
 )
 
 from ...layout.placements import norm_order
-from ...layout.symbolic_sizes import remembered
-from ...layout.tensor_meta import contiguous_stride
+from ...layout.tensor_meta import memory_order, remembered
 from ..steps import Plan
 from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
 
@@ -73,7 +72,7 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
         return ()
     if plan.slices:  # a slice must not keep the whole alive
         return (in_memory_order(plan.dst, partial(torch.clone, memory_format=torch.contiguous_format)),)
-    return () if memory_order(plan.dst) is None else (in_memory_order(plan.dst),)
+    return (in_memory_order(plan.dst),) if memory_order(plan.dst.shape, plan.dst.stride) else ()
 
 
 def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
@@ -116,21 +115,10 @@ def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
 # --- the order in memory of a local tensor's dims: that of the global stride ------------------------------------------
 
 
-def memory_order(spec: Spec) -> list[int] | None:
-    """Tensor dims from the largest stride to the smallest; None if that is row-major."""
-    if spec.stride == contiguous_stride(spec.shape):
-        return None
-    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
-        return None  # an expanded tensor: its shards are plain
-    order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
-    significant = [dim for dim in order if spec.shape[dim] > 1]
-    return None if significant == sorted(significant) else order
-
-
 def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> Stage:
     """A function that gives a local tensor the memory order of the global stride, by one that makes it row-major."""
-    order = memory_order(spec)
-    if order is None:
+    order = memory_order(spec.shape, spec.stride)
+    if not order:
         return row_major
     back = sorted(range(spec.ndim), key=order.__getitem__)
     return lambda local: row_major(local.permute(order)).permute(back)

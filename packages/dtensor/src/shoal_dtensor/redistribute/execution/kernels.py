@@ -21,7 +21,7 @@ from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
 
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
-from ...layout.symbolic_sizes import has_symbols
+from ...layout.tensor_meta import has_symbols
 from ..blocks import Blocks, adjacent_rows, boxes_of_rank, exchange_blocks, regular
 from ..reductions import identity_of, powers, root
 from ..steps import (

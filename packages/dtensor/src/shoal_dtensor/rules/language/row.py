@@ -74,11 +74,6 @@ class Row:
     traffic: Traffic | None = None
     ordered: bool = False
 
-    @property
-    def communicates(self) -> bool:
-        """Whether the local function starts collectives over the axis."""
-        return self.traffic is not None
-
 
 def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
     """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`.

@@ -151,7 +151,7 @@ def _equal(local_call: LocalCall) -> LocalFunction:
     return run
 
 
-ELEMENT_BY_ELEMENT = _PLAIN = pointwise()
+_PLAIN = pointwise()
 _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
