@@ -179,30 +179,33 @@ def _relaxed(spec: Spec, sharded: bool) -> Spec:
     return spec.with_(placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements])
 
 
-def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
-    """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
+def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
+    """The elements of a `foreach` call as calls, with the flat indices of their inputs and outputs in the whole one.
+
+    Lists are walked in step, other arguments are shared.
+    """
     values = (*call.args, *call.kwargs.values())
     of_item: dict[int | None, list[int]] = {None: []}  # flat indices by element; None: of shared arguments
     for j, (_, item) in enumerate(places_of(enumerate(values))):
         of_item.setdefault(item, []).append(j)
     count = max(len(value) for value in values if is_list(value))
+    for i in range(count):
+        element = [value[i] if is_list(value) and value else value for value in values]
+        args, kwargs = element[: len(call.args)], dict(zip(call.kwargs, element[len(call.args) :], strict=True))
+        indices, results = sorted(of_item[None] + of_item.get(i, [])), range(i, len(call.outputs), count)
+        tensors, outputs = tuple(call.tensors[j] for j in indices), tuple(call.outputs[j] for j in results)
+        yield OpCall(call.op, tuple(args), kwargs, tensors, outputs), indices, results
+
+
+def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
+    """Assign every element of a `foreach` call by itself."""
     decided: list[Spec | None] = [None] * len(inputs)
     outputs: list[Spec | None] = [None] * len(call.outputs)
     communicating: set[int] = set()
-    for i in range(count):
-        element = [value[i] if is_list(value) and value else value for value in values]
-        indices = sorted(of_item[None] + of_item.get(i, []))
-        results = range(i, len(call.outputs), count)
-        sub = OpCall(
-            call.op,
-            tuple(element[: len(call.args)]),
-            dict(zip(call.kwargs, element[len(call.args) :], strict=True)),
-            tuple(call.tensors[j] for j in indices),
-            tuple(call.outputs[j] for j in results),
-        )
-        fixed = tuple((j, None) for j in sub.written)
-        problem = ShardingProblem(tuple(inputs[j] for j in indices), sub.outputs, fixed, (), rule.unordered)
-        sharding = _sharding(rule, sub, problem)
+    for element, indices, results in elements_of(call):
+        fixed = tuple((j, None) for j in element.written)
+        problem = ShardingProblem(tuple(inputs[j] for j in indices), element.outputs, fixed, (), rule.unordered)
+        sharding = _sharding(rule, element, problem)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
             if decided[j] not in (None, spec):

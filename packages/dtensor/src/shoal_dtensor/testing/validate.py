@@ -23,6 +23,7 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import pytree
 from ..dispatch.assign import is_plain, placed, placements_of
+from ..dispatch.propagate import elements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
 from ..layout.placements import Partial
 from ..layout.spec import Spec
@@ -31,7 +32,7 @@ from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
 from ..rules.language.local_ops import local_function
-from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
+from ..rules.language.rule import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, with_norms
 from .simulate import coordinates, deal, gather, part_of
 from .thread_ranks import axes_used, on_threads, thread_meshes
 
@@ -308,33 +309,17 @@ def _spec(
     return Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
 
 
-def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
+def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
     """Rows of a `foreach` call whose elements all take the row of the same number."""
-    values = [*call.args, *call.kwargs.values()]
-    names = [None] * len(call.args) + list(call.kwargs)
-    count = max(len(v) for v in values if isinstance(v, list))
-    of_elements: list[list[Row]] = []
-    for i in range(count):
-        element = [v[i] if isinstance(v, list) and v else v for v in values]
-        args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
-        kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
-        element_call = OpCall(call.op, args, kwargs, tuple(flatten(element)), call.outputs[i::count])
-        of_elements.append(rule.rows_of(element_call))
-    return [_joined(values, rows) for rows in zip(*of_elements, strict=False)]
-
-
-def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
-    """One row of the whole call out of one row per element."""
-    entries = [iter(row.inputs) for row in rows]
-    inputs: list[Entry] = []
-    for value in values:
-        if isinstance(value, list) and value and isinstance(value[0], TensorMeta):
-            inputs += [next(one) for one in entries]
-        elif isinstance(value, TensorMeta):
-            shared = [next(one) for one in entries]
-            inputs.append(shared[0])
-    outputs = zip(*(row.outputs for row in rows), strict=True)
-    return replace(rows[0], inputs=tuple(inputs), outputs=tuple(entry for together in outputs for entry in together))
+    elements = [*elements_of(call)]
+    for rows in zip(*(rule.rows_of(element) for element, _, _ in elements), strict=False):
+        inputs: list[Entry] = [R] * len(call.tensors)
+        outputs: list[Entry] = [R] * len(call.outputs)
+        for row, (_, indices, results) in zip(rows, elements, strict=True):
+            for entries, places, own in ((inputs, indices, row.inputs), (outputs, results, row.outputs)):
+                for place, entry in zip(places, own, strict=True):
+                    entries[place] = entry
+        yield replace(rows[0], inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def _format_call(call: OpCall) -> str:
