@@ -18,6 +18,7 @@ from ..._torch import TRACED
 from ...errors import PlacementError
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
+from ...redistribute.reductions import identity_of
 from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Traffic, flatten
 
 
@@ -263,32 +264,27 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
         local_call: the call with its specs.
         communicates: whether a row of the decision does; every rank runs the rule's own function then.
     """
-    if rule.skip_empty and not communicates and (answer := empty_shard(local_call)) is not None:
-        return answer
+    if rule.skip_empty and not communicates and has_no_part(local_call):
+        return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None
 
 
-def empty_shard(local_call: LocalCall) -> LocalFunction | None:
-    """What to run on a rank that has an empty shard of an input, or only empty shards of outputs; None on others.
+def has_no_part(local_call: LocalCall) -> bool:
+    """Whether this rank has an empty shard of an input and adds nothing to what is partial, or no element of any output.
 
     An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
     what it adds to a partial sum over rows is 0.
     """
     outputs = local_call.outputs
     has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
-    empty = [0 in spec.local_shape for spec in outputs]
-    if not (has_nothing or True in empty):
-        return None
-    adds_nothing = has_nothing and all(e or spec.partials for e, spec in zip(empty, outputs, strict=True))
-    if not outputs or not (all(empty) or adds_nothing):
-        return None
-    return contribution(local_call)
+    adds_nothing = [0 in spec.local_shape or (has_nothing and bool(spec.partials)) for spec in outputs]
+    return bool(outputs) and all(adds_nothing)
 
 
 def contribution(local_call: LocalCall) -> LocalFunction:
     """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
     call, outputs = local_call.call, local_call.outputs
-    values = [neutral_value(spec) for spec in outputs]
+    values = [identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs]
     present = [i for i, place in enumerate(call.results.values()) for _ in place]
     is_list, count = call.schema.is_list == (True,), len(call.results)
 
@@ -332,25 +328,3 @@ def nothing_of(call: OpCall, device: str) -> LocalFunction:
         return results[0] if len(results) == 1 else results or None
 
     return run
-
-
-def neutral_value(spec: Spec) -> float:
-    """The number that leaves the reduction of a partial tensor as it is; 0 where nothing is reduced.
-
-    Example: -inf for `Partial("max")` of floats, 127 for `Partial("min")` of int8.
-    """
-    kinds, dtype = {op for _, op in spec.partials}, spec.dtype
-    for op in kinds - {"sum", "avg", "bor", "bxor"}:
-        if op.startswith("norm"):
-            return 0 if float(op.removeprefix("norm")) > 0 else torch.inf
-        return 1 if op == "product" else extreme(dtype, largest=op != "max", bits=op == "band")
-    return 0
-
-
-def extreme(dtype: torch.dtype, *, largest: bool, bits: bool = False) -> float:
-    """The largest or smallest value of a dtype; with `bits`, the integer whose bits are all set."""
-    if dtype == torch.bool:
-        return largest
-    if dtype.is_floating_point:
-        return torch.inf if largest else -torch.inf
-    return -1 if bits and dtype.is_signed else torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min

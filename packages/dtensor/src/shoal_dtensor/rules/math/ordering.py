@@ -18,10 +18,10 @@ from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
+from ...redistribute.reductions import identity_of
 from ..language.local_ops import (
     along_dim,
     bytes_of,
-    extreme,
     in_every_form,
     moved_between_boxes,
     shard_index,
@@ -185,7 +185,7 @@ def _argmax(local_call: LocalCall) -> LocalFunction | None:
     largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
     if call["dim"] is not None or not axes:
         return _extremum(local_call)
-    worst, behind_all = extreme(spec.dtype, largest=not largest), spec.shape.numel()
+    worst, behind_all = identity_of("max" if largest else "min", spec.dtype), spec.shape.numel()
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.numel():
