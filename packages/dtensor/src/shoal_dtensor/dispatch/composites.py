@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, count_write, group_ranks, reduction_name, shares_memory
+from .._torch import OpOverload, around, count_write, group_ranks, reduction_name, shares_memory
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.tensor_meta import flatten
-from .results import wrap
 
 # Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
 # broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
@@ -73,7 +72,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
         waited = [torch.ops._c10d_functional.wait_tensor(shard) for shard in flatten(result)]
         if name.endswith("_"):
             return first
-        wrapped = [wrap(type(t), shard, t._spec) for t, shard in zip(tensors, waited, strict=True)]
+        wrapped = [around(type(t), shard, t._spec, False) for t, shard in zip(tensors, waited, strict=True)]
         return wrapped[0] if isinstance(first, Tensor) else wrapped
 
     if name in _UNCHANGED:

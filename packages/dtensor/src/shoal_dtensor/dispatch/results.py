@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from ..layout.spec import Spec
 
 
-def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
-    """A DTensor around a local tensor with the layout of `spec`."""
-    return around(cls, local, spec, False)
-
-
 def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
     """Wrap results whose shapes depend on data: every rank has computed the same ones.  Sparse ones stay plain."""
     everywhere = like.with_(placements=(Replicate(),) * like.mesh.ndim)
@@ -37,7 +32,7 @@ def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
     def wrapped(local: torch.Tensor) -> Any:
         if local.layout is not torch.strided:
             return local
-        return wrap(cls, local, everywhere.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype))
+        return around(cls, local, everywhere.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype), False)
 
     return mapped(result, Tensor, wrapped)
 

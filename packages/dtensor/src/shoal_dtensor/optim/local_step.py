@@ -25,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import purpose
 
-from .._torch import adjusted_rate, count_write, orthogonalized, unwatched_by_subclasses
-from ..dispatch.results import wrap
+from .._torch import adjusted_rate, around, count_write, orthogonalized, unwatched_by_subclasses
 from ..errors import OptimizerError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
@@ -179,8 +178,9 @@ def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: l
         for name, value in entry.items():
             before = state[param].get(name)
             if getattr(before, "_local_tensor", before) is not value:
-                is_shard = param is not tensor
-                state[param][name] = wrap(DTensor, value, param._spec.with_(dtype=value.dtype)) if is_shard else value
+                if param is not tensor:
+                    value = around(DTensor, value, param._spec.with_(dtype=value.dtype), False)
+                state[param][name] = value
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:

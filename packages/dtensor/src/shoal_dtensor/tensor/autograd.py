@@ -17,10 +17,9 @@ from torch.autograd import Function
 from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
-from .._torch import apply, is_transformed, make_wrapper
+from .._torch import apply, around, is_transformed, make_wrapper
 from ..dispatch.decision import obey
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
-from ..dispatch.results import wrap
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
@@ -48,7 +47,7 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
 def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """A DTensor of the local tensor that arrives; debug modes and the recorder read what it is for."""
     if not plan.steps:
-        return wrap(cls, local, plan.dst)
+        return around(cls, local, plan.dst, False)
     if is_observed():
         with purpose(plan.purpose):
             return _arriving(cls, tensor, plan, local, async_op)
@@ -68,7 +67,7 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
         result = queued(cls, alone, plan, local, tensor)
         alone.start()
         return result
-    return wrap(cls, run_cached(plan, local, tensor, fresh=True), plan.dst)
+    return around(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
 
 
 def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
@@ -116,7 +115,7 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
     mesh = spec.mesh
     verify_replicated(mesh, f"the gradient of {spec!r}", [grad], candidates=True)
     plain = grad.resolve_conj().resolve_neg()
-    return wrap(cls, plain, Spec(mesh, (Replicate(),) * mesh.ndim, plain.shape, plain.stride(), plain.dtype))
+    return around(cls, plain, Spec(mesh, (Replicate(),) * mesh.ndim, plain.shape, plain.stride(), plain.dtype), False)
 
 
 class FromLocal(Function):
@@ -128,7 +127,7 @@ class FromLocal(Function):
     ) -> Any:
         ctx.spec, ctx.cls = spec, cls
         ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        return wrap(cls, local.detach(), spec)  # what runs inside of a DTensor needs no history
+        return around(cls, local.detach(), spec, False)  # what runs inside of a DTensor needs no history
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -171,7 +170,7 @@ class ToLocal(Function):
         plain = _in_memory_order(spec)(plain)  # dims lie in memory as the spec says, by whose stride views are decided
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
-        return wrap(ctx.cls, plain, spec), None
+        return around(ctx.cls, plain, spec, False), None
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
@@ -204,7 +203,7 @@ class Redistribute(Function):
             source = source.with_(dtype=forward_dtype)
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
-            return wrap(cls, local.detach(), spec)
+            return around(cls, local.detach(), spec, False)
         return _moved(cls, tensor, find_plan(source, spec), local, async_op)
 
     @staticmethod
