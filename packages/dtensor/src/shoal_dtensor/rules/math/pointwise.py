@@ -158,7 +158,6 @@ _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
 # Values unchanged: any reduction still to be done stays to be done.
 _KEPT = replace(_PLAIN, rows=lambda call: (*_PLAIN.rows(call), *call.keeping_partials(call.schema.inputs[0])))
 _SUM = replace(pointwise(partial=_sums), local=_offset)
-_EACH_GRADIENT = pointwise(linear=(0,))  # backward operators: linear in the gradient, their first operand
 
 _RULES: dict[str, Rule] = {
     # -- values unchanged or converted
@@ -186,13 +185,12 @@ _RULES: dict[str, Rule] = {
     "rad2deg deg2rad": _LINEAR_RISING,
     # -- increasing for all real numbers
     "relu relu6 exp exp2 expm1 tanh sigmoid atan asinh erf sinh ceil floor trunc sign": _RISING,
-    "hardtanh hardsigmoid special_ndtr special_expit round": _RISING,
+    "hardtanh hardsigmoid special_ndtr special_expit round clamp clip clamp_min clamp_max": _RISING,
     "maximum max.other max.out": _extremum("max"),
     "minimum min.other min.out": _extremum("min"),
     "bitwise_and __and__ __iand__": pointwise(partial=_joint("band")),
     "bitwise_or __or__ __ior__": pointwise(partial=_joint("bor")),
     "bitwise_xor __xor__ __ixor__": pointwise(partial=_joint("bxor")),
-    "clamp clip clamp_min clamp_max": pointwise(monotone=True),
     # -- nothing but sharding
     "abs acos acosh angle arccos asin arcsin atanh arctanh arctan2 atan2 cos cosh digamma erfc erfinv frac": _PLAIN,
     "i0 lgamma log log10 log1p log2 logit mvlgamma nan_to_num polygamma reciprocal rsqrt sgn signbit sin": _PLAIN,
@@ -212,14 +210,12 @@ _RULES: dict[str, Rule] = {
     "special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t": _PLAIN,
     "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v": _PLAIN,
     "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta": _PLAIN,
-    # -- backward, linear in the incoming gradient
-    "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward": _EACH_GRADIENT,
-    "hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward": _EACH_GRADIENT,
-    "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _EACH_GRADIENT,
-    "threshold_backward native_dropout_backward": _EACH_GRADIENT,
+    # -- backward, linear in the incoming gradient, their first operand
+    "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward": _LINEAR,
+    "hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward": _LINEAR,
+    "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _LINEAR,
+    "threshold_backward native_dropout_backward _masked_scale rrelu_with_noise_backward": _LINEAR,
     "infinitely_differentiable_gelu_backward": pointwise(partial=_linear_unless_rounded),
-    "_masked_scale": _EACH_GRADIENT,
-    "rrelu_with_noise_backward": _EACH_GRADIENT,
     # -- one Python value: `item()` of a partial or sharded tensor is that of the global one
     "equal allclose": Rule(equal, _equal),
     "_local_scalar_dense": Rule(replicated),
