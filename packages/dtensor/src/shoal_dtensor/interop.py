@@ -14,7 +14,6 @@ from shoal_mesh import DeviceMesh
 
 from .argument_types import check_mesh, check_type
 from .errors import PlacementError
-from .layout.dim_sharding import chunk_sizes
 from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from .layout.spec import Spec
 from .tensor.dtensor import DTensor
@@ -123,10 +122,7 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
         return peer.Partial(placement.reduce_op) if order is None else _partial_norm()(order)
     assert isinstance(placement, Shard | StridedShard), "all other placements were handled"
     sharding = spec.dim_sharding(placement.dim)
-    default: tuple[int, ...] = (sharding.length,)
-    for size in sharding.axis_sizes:
-        default = tuple(count for length in default for count in chunk_sizes(length, size))
-    if sharding.sizes != default:
+    if sharding != sharding.rechunked(sharding.length):
         raise PlacementError(
             f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute to "
             f"{Shard(placement.dim)!r}"

@@ -235,6 +235,13 @@ class DimSharding:
                 return DimSharding.chunks(axes, axis_sizes, self.length, step)
         return DimSharding(axes, axis_sizes, tuple(n for size in self.sizes for n in chunk_sizes(size, ways, unit)))
 
+    def rechunked(self, length: int) -> DimSharding:
+        """`length` elements, sharded over the same axes in the sizes of `torch.chunk`."""
+        sharding = DimSharding.whole(length)
+        for axis, ways in zip(self.axes, self.axis_sizes, strict=True):
+            sharding = sharding.chunked(axis, ways)
+        return sharding
+
     def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
         """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
         if self.even and not explicit:

@@ -22,7 +22,7 @@ from ..exchange import Relocation, Run, intervals
 from ..language.local_ops import bytes_of, in_every_form, shard_index, with_arguments
 from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
-from .slicing import PadMap, SliceMap, chunk_sharding
+from .slicing import PadMap, SliceMap
 from .views import rearrangement, same_dims, with_input_sizes
 
 aten: Any = torch.ops.aten
@@ -201,7 +201,7 @@ class RepeatMap:
     times: int
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        return chunk_sharding(sharding.length * self.times, sharding)
+        return sharding.rechunked(sharding.length * self.times)
 
 
 def repeat(call: OpCall) -> Iterator[Row]:

@@ -80,7 +80,7 @@ class SliceGradMap:
     step: int = 1
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        default = chunk_sharding(self.length, sharding)
+        default = sharding.rechunked(self.length)
         selected = SliceMap(self.start, self.start + sharding.length * self.step, self.step)
         if selected(default) == sharding:
             return default
@@ -101,7 +101,7 @@ class SelectGradMap:
     index: int
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        default = chunk_sharding(self.length, sharding)
+        default = sharding.rechunked(self.length)
         start, stop = sharding.interval_of(default.shard_with(self.index))
         if start < stop:
             return default
@@ -149,14 +149,6 @@ def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
     start = selected.start + selected.before(offset) * selected.step - offset
     return start, start + (length - 1) * selected.step + 1, selected.step
-
-
-def chunk_sharding(length: int, like: DimSharding) -> DimSharding:
-    """`length` elements, sharded over the axes of `like` in the sizes of `torch.chunk`."""
-    sharding = DimSharding.chunks((), (), length, length)
-    for axis, ways in zip(like.axes, like.axis_sizes, strict=True):
-        sharding = sharding.chunked(axis, ways)
-    return sharding
 
 
 aten: Any = torch.ops.aten
