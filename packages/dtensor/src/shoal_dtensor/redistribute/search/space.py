@@ -181,7 +181,7 @@ class Space:
 
     def scattered(self, before: State, dims: Dims) -> State:
         """The state after pending axes were reduced that shard a dim now."""
-        pending = before.pending & ~_mask([t for tokens in dims for t in tokens])
+        pending = before.pending & ~mask_of([t // 3 for tokens in dims for t in tokens])
         return self.state(dims, pending, before.becoming, before.scaled)
 
     def placement(self, token: int, dim: int) -> Placement:
@@ -199,7 +199,7 @@ class Space:
 
     def _sharded(self, dim: int, tokens: Tokens) -> Shards:
         axes, _, longest, even = self.shards(dim, tokens[:-1])
-        leaving = _mask(tokens[_shared(tokens, self._wanted[dim]) :])
+        leaving = mask_of([t // 3 for t in tokens[_shared(tokens, self._wanted[dim]) :]])
         axis, kind = divmod(tokens[-1], 3)
         axes |= 1 << axis
         placement = self.placements[kind - 1][axis] if kind else None
@@ -217,7 +217,8 @@ class Space:
         if change is None:
             same = _shared(old, new)
             held = self._held(dim, old, new) if old[same:] else 1.0
-            change = self._changes[key] = Change(_mask(old[same:]), _mask(new[same:]), held)
+            leaving, entering = (mask_of([t // 3 for t in tokens[same:]]) for tokens in (old, new))
+            change = self._changes[key] = Change(leaving, entering, held)
         return change
 
     def _held(self, dim: int, old: Tokens, new: Tokens) -> float:
@@ -244,14 +245,6 @@ class Space:
         for token in tokens:
             placements[token // 3] = self.placement(token, dim)
         return shard_dim(self.shape[dim], [t // 3 for t in tokens], placements, self.links.sizes).sizes
-
-
-def _mask(tokens: Iterable[int]) -> int:
-    """The axes of some tokens: 1 and 6, which are axes 0 (as in the source) and 2, are 0b101."""
-    mask = 0
-    for token in tokens:
-        mask |= 1 << token // 3
-    return mask
 
 
 def _shared(old: Tokens, new: Tokens) -> int:
