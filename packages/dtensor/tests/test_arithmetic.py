@@ -1,4 +1,4 @@
-"""Covers: arithmetic.py."""
+"""Covers: the mode of arithmetic of modules/forwards.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_dtensor.arithmetic import arithmetic, complete_forms, current_arithmetic
+from shoal_dtensor.modules.forwards import arithmetic, complete_forms, current_arithmetic
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from llama_of_blocks import GATHERED_PLAN, build_llama, needs_transformers
 from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
-from shoal_dtensor.arithmetic import current_arithmetic
+from shoal_dtensor.internal import current_arithmetic
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import invariant_arithmetic

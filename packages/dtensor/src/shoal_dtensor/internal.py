@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, api, argument_types, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
+May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute, tensor.
 """
 
 from ._torch import (
@@ -32,11 +32,6 @@ from .argument_types import (
     submodule_of as submodule_of,
     takes as takes,
 )
-from .arithmetic import (
-    arithmetic as arithmetic,
-    complete_forms as complete_forms,
-    current_arithmetic as current_arithmetic,
-)
 from .host_memory import (
     Download as Download,
     device_of_numbers as device_of_numbers,
@@ -57,7 +52,14 @@ from .layout.boxes import (
     whole_box as whole_box,
 )
 from .layout.dim_sharding import shard_sizes as shard_sizes
-from .modules.forwards import ModuleForward as ModuleForward, forward_of as forward_of, set_forward as set_forward
+from .modules.forwards import (
+    ModuleForward as ModuleForward,
+    arithmetic as arithmetic,
+    complete_forms as complete_forms,
+    current_arithmetic as current_arithmetic,
+    forward_of as forward_of,
+    set_forward as set_forward,
+)
 from .modules.owners import (
     carry_gradient as carry_gradient,
     carry_over as carry_over,

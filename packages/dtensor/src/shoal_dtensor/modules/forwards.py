@@ -4,6 +4,10 @@ Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module
 as before and calls pay for no extra hook.  Of a bound method a compiler guards the function and not the object, so
 blocks of equal structure share one graph.  It refers to the module weakly, so that there is no reference cycle and a
 model that is dropped is freed at once.
+
+Which forward stands in for that of a module, and how ranks add up, the mode of arithmetic that is entered may decide.
+There is none until a package above enters one.  It belongs to the process, since backward passes run in threads of
+their own.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ import copy
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
+import torch
 from torch import nn
 
 from shoal_mesh import DeviceMesh
@@ -131,3 +137,56 @@ def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionTyp
     function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
     function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
     return function
+
+
+# --- the mode of arithmetic -------------------------------------------------------------------------------------------
+
+DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
+"""In which gradients are computed, and summed over data ranks; None for those of the parameters."""
+
+
+class Arithmetic(Protocol):
+    """What a mode decides."""
+
+    def own_blocks(self, ranks: int, size: int, what: str) -> int:
+        """How many of the blocks of a dim of `size` elements one of so many ranks has; `what` names the dim."""
+
+    def form_of(self, lowering: type[Any], sharding: Any, module: nn.Module) -> type[Any]:
+        """The class that stands in for the class of a module's forward, which was chosen by a style's record."""
+
+    def complete(self, mesh: DeviceMesh, module: nn.Module, over_data: DataDtypes | None) -> None:
+        """Give the modules of a tree that no style shards the forwards that they need."""
+
+
+_current: Arithmetic | None = None
+
+
+def current_arithmetic() -> Arithmetic | None:
+    """The mode that is entered, or None."""
+    return _current
+
+
+@contextmanager
+def arithmetic(mode: Arithmetic) -> Iterator[None]:
+    """Inside the block, a mode is entered."""
+    global _current  # noqa: PLW0603  # backward passes run in threads of their own
+    before, _current = _current, mode
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None) -> None:
+    """Where a mode is entered, give modules on a mesh that no style shards the forwards that it needs.
+
+    Where gradients are to be summed over the mesh, `over_data` are their dtypes.
+
+    Raises:
+        UnsupportedModuleError: if there is none for one of them.
+        StyleError: if gradients would be reduced in another dtype than they are computed in.
+        TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
+    """
+    if _current is not None:
+        for module in modules:
+            _current.complete(mesh, module, over_data)
