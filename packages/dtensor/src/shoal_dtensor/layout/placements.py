@@ -354,17 +354,20 @@ def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = 
     return StridedShard(dim, split_factor=split_factor, sizes=sizes)
 
 
-class _MovesNothing:
-    """The error of who reads a method of torch's placements, of an instance or of the class."""
+class Absent:
+    """A name of torch's class that is not here; reading it, of an instance or the class, says what does its work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, instead: str, name: str = "") -> None:
+        self._instead, self._name = instead, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, placement: Placement | None, kind: type) -> NoReturn:
-        raise AttributeError(f"{kind.__name__} has no {self._name}: {_WHO_MOVES}")
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__} has no {self._name}: {self._instead}")
 
 
 for _name in _TORCH_METHODS:
-    setattr(Placement, _name, _MovesNothing(_name))
+    setattr(Placement, _name, Absent(_WHO_MOVES, _name))
 
 PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of

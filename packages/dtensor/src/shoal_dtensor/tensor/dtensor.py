@@ -20,7 +20,7 @@ from ..dispatch.results import following_base
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
-from ..layout.placements import PICKLED, Placement, Replicate, norm_order
+from ..layout.placements import PICKLED, Absent, Placement, Replicate, norm_order
 from ..layout.spec import Spec
 from ..redistribute.plan import plan
 from . import serialization, torch_requests as requests
@@ -63,7 +63,7 @@ class DTensor(torch.Tensor):
     data_ptr = storage = _typed_storage = share_memory_ = apply_ = map_ = map2_ = __dlpack__ = requests.refuse_memory
     untyped_storage = requests.storage_for_compilers
     fsdp_pre_all_gather: property = property(requests.refuse_fsdp)
-    _op_dispatcher = requests.Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do it")
+    _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do it")
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

@@ -15,19 +15,6 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import has_symbols
 
 
-class Absent:
-    """A name of torch's class that is not here; reading it says what does its work."""
-
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no {self._name}: {self._instead}")
-
-
 def refuse_fsdp(tensor: Any) -> NoReturn:
     """Refuse to be sharded: torch asks every parameter for `fsdp_pre_all_gather` when it is wrapped.
 
