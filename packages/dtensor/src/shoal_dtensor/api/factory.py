@@ -45,8 +45,9 @@ class Keywords(TypedDict, total=False):
 _DEFAULTS = Keywords(dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None)
 
 
-def _lists_keywords(factory: F) -> F:
-    """The factory with its keywords, each with its default, in the signature that `help` and tools show."""
+def _factory(function: F) -> F:
+    """Decorator: whole when compiled, with its keywords, each with its default, in the signature that tools show."""
+    factory = whole_when_compiled(function)
     given = inspect.signature(factory)
     defaults: dict[str, Any] = {**_DEFAULTS}
     listed = [
@@ -101,8 +102,7 @@ def _drawn(
     return result.requires_grad_(keywords.get("requires_grad", False))
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """An uninitialised DTensor of global shape `size`.
 
@@ -125,43 +125,37 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     return _empty(size, keywords)
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def full(size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
     return _filled((size,) if isinstance(size, int) else (tuple(size),), fill_value, keywords)
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
     return _filled(size, 0.0, keywords)
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
     return _filled(size, 1.0, keywords)
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def rand(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
     return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def randn(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
     return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def randint(
     low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
@@ -169,8 +163,7 @@ def randint(
     return _drawn((tuple(size),), keywords, lambda drawn: drawn.random_(low, high, generator=generator), torch.int64)
 
 
-@_lists_keywords
-@whole_when_compiled
+@_factory
 def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; keywords as for `empty`.
 
