@@ -178,8 +178,8 @@ def _resolve(
         shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
         inputs = [_operand(i, spec, combination, shardings) for i, spec in enumerate(problem.specs)]
         outputs = [_output(i, meta, combination, shardings, mesh) for i, meta in enumerate(problem.outputs)]
-        if None not in inputs and None not in outputs:
-            yield tuple(s for s in inputs if s is not None), tuple(s for s in outputs if s is not None)
+        if all(inputs) and all(outputs):
+            yield tuple(filter(None, inputs)), tuple(filter(None, outputs))
 
 
 def _factor_shardings(

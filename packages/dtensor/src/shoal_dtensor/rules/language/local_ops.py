@@ -270,7 +270,7 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
 
 
 def has_no_part(local_call: LocalCall) -> bool:
-    """Whether this rank has an empty shard of an input and adds nothing to what is partial, or no element of any output.
+    """Whether this rank has an empty shard of an input and adds nothing to partial outputs, or has no element of any.
 
     An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
     what it adds to a partial sum over rows is 0.
