@@ -11,8 +11,8 @@ from shoal_dtensor import Replicate, Shard, Spec
 from shoal_dtensor.rng import counter as counter_mode
 from shoal_dtensor.rng.counter import philox
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.modes import random_mode
+from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh
 
 # Published with Random123 (kat_vectors): counter, key, output of philox4x32 with ten rounds.

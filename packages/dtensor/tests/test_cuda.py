@@ -18,8 +18,8 @@ from shoal_dtensor import Replicate, Shard, Spec
 from shoal_dtensor.rng import streams as cuda_stream
 from shoal_dtensor.rng.counter import philox
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.memory_order import memory_order_of
+from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh
 
 BLOCK, MOST_BLOCKS, LANES = 256, 2, 4

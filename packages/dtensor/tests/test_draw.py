@@ -16,9 +16,9 @@ from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches
 from shoal_dtensor.rng.modes import get_random_mode, random_mode
+from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 

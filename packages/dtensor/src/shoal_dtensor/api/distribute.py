@@ -78,7 +78,12 @@ def distribute_tensor(
     wanted, shard_order = read_placements(mesh, placements, shard_order)
     check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
     if isinstance(tensor, DTensor):
-        return _unmoved(tensor, Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order))
+        asked = Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order)
+        if tensor._spec.same_layout(asked):
+            return tensor
+        raise PlacementError(
+            f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
+        )
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
     check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
@@ -110,14 +115,6 @@ def _spec_of(
         )
     stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
     return Spec(mesh, placements, tensor.shape, stride, tensor.dtype, shard_order)
-
-
-def _unmoved(tensor: DTensor, asked: Spec) -> DTensor:
-    if not tensor._spec.same_layout(asked):
-        raise PlacementError(
-            f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
-        )
-    return tensor
 
 
 def _read(

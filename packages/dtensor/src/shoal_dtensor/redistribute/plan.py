@@ -236,7 +236,9 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     ops, sizes = dict(here.partials), here.mesh.shape
     match edge.kind:
         case "AllReduce" | "ReduceScatter":
-            fields["op"], fields["divisor"] = _joint_op(edge.axes, ops, sizes)
+            kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
+            averaged = prod(sizes[a] for a in edge.axes if ops[a] == "avg")
+            fields["op"], fields["divisor"] = (kinds.pop(), 1) if len(kinds) == 1 else ("sum", averaged)
             fields["dims"] = edge.tensor_dims
         case "AllGather":
             fields["dims"] = edge.tensor_dims
@@ -251,11 +253,3 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
 _STEPS: dict[str, type[Step]] = {
     step.__name__: step for step in (AllGather, AllReduce, AllToAll, Exchange, MakePartial, ReduceScatter, Scale, Slice)
 }
-
-
-def _joint_op(axes: tuple[int, ...], ops: dict[int, str], sizes: tuple[int, ...]) -> tuple[str, int]:
-    """The one reduction over all axes: a mixture of sums and averages is a sum, divided afterwards."""
-    kinds = {ops[a] for a in axes}
-    if len(kinds) == 1:
-        return kinds.pop(), 1
-    return "sum", prod(sizes[a] for a in axes if ops[a] == "avg")

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from ..layout.boxes import Box
-from .fill import Fill
+
+if TYPE_CHECKING:
+    from .streams import Fill
 
 _CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
 _MASK: Final = 0xFFFFFFFF
@@ -49,7 +52,7 @@ def fill_counter(
         return
     if local.is_complex():
         if fill.name == "normal_":
-            fill = Fill("normal_", (_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
+            fill = replace(fill, args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
         local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
     if not shape:
         local, shape, box = local.unsqueeze(0), (1,), ((0, 1),)

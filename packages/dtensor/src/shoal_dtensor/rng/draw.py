@@ -11,11 +11,10 @@ from torch import Tensor
 from ..errors import PlacementError
 from ..layout.spec import Spec
 from .counter import fill_counter, philox
-from .fill import Fill
 from .memory_order import MemoryOrder, memory_order_of
 from .modes import current_mode
 from .state import check_in_step, generator_of, key_of
-from .streams import fill_stream, skip_words
+from .streams import Fill, fill_stream, skip_words
 
 
 def draw(

@@ -19,8 +19,7 @@ from ...layout.placements import REDUCE_OPS, Replicate
 from ...redistribute.execution.execute import run
 from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, draw_rows, empty_local
-from ...rng.fill import Fill
-from ...rng.streams import law_of
+from ...rng.streams import Fill, law_of
 from ..language.local_ops import bytes_of, sharding_axes, with_arguments
 from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
