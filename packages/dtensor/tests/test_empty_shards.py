@@ -1,4 +1,4 @@
-"""Covers: rules/language/local_ops.py: ranks without elements."""
+"""Covers: rules/language/rule.py: ranks without elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: what `logging` hears under `shoal`: decisions in dispatch/decision.py, plans in redistribute/plan.py."""
+"""Covers: what `logging` hears under `shoal`: decisions in dispatch/dispatch.py, plans in redistribute/plan.py."""
 
 from __future__ import annotations
 

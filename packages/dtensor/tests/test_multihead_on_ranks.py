@@ -1,6 +1,6 @@
 """torch's own attention module on DTensors, with shards that some ranks have none of, equals one device.
 
-Covers: rules/language/local_ops.py, layout/spec.py (`local_stride`), _torch/operators.py.
+Covers: rules/language/rule.py, layout/spec.py (`local_stride`), _torch/operators.py.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ collective that no rule declares is refused as well.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,15 +18,11 @@ from warnings import warn
 from shoal_mesh.internal import Event, observing
 
 from ..errors import CommunicationForbiddenError
-from ..layout.tensor_meta import TensorMeta
 from ..scopes import Scope, current
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
     from ..redistribute.steps import Plan
-    from ..rules.language.rule import OpCall
-
-_LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
 
 class ResultKind(IntEnum):
@@ -40,20 +35,6 @@ class ResultKind(IntEnum):
     NESTED = 4  # anything else
     DYNAMIC = 5  # replicated tensors whose shapes are known only afterwards
     COMPOSITE = 6  # DTensors already
-
-    @classmethod
-    def of(cls, call: OpCall) -> ResultKind:
-        """What becomes of the result of a local call."""
-        schema, aliased = call.schema, call.aliased
-        if not call.outputs:
-            return cls.NONE
-        if schema.is_list == (False,) and schema.returns_only_tensors:
-            if aliased == (None,):
-                return cls.ONE
-            return cls.FIRST if aliased == (0,) and isinstance(call.args[0], TensorMeta) else cls.NESTED
-        is_new = all(index is None for index in aliased)
-        is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
-        return cls.LIST if is_new and is_flat else cls.NESTED
 
 
 class InputMove(NamedTuple):
@@ -115,16 +96,6 @@ class Decision:
     def composite(cls, function: Callable[..., Any], *, verifies_plain: bool = False) -> Decision:
         """Call a function on the DTensors themselves: it computes the operator by other operators."""
         return cls(function, ResultKind.COMPOSITE, slow_path=True, verifies_plain=verifies_plain)
-
-
-def log_decision(op: object, args: Sequence[Any], kwargs: Mapping[str, Any], decision: Decision) -> None:
-    """One line: the operator on its specs, what is redistributed first, and the specs of what comes out."""
-    if not _LOG.isEnabledFor(logging.DEBUG):
-        return
-    given = ", ".join(str(value) for value in (*args, *kwargs.values()))
-    moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
-    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-    _LOG.debug("%s(%s) -> %s%s", op, given, outputs, moves)
 
 
 # --- the communication policy -----------------------------------------------------------------------------------------

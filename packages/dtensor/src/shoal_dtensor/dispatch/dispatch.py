@@ -7,6 +7,7 @@ docs/concepts/dispatch.md follows a call through the package.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -27,11 +28,13 @@ from ..rules.language.op_call import schema_of
 from ..scopes import Scope, blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, read_keywords, readers_of, specs_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
-from .decision import Decision, ResultKind, log_decision, watched
+from .decision import Decision, ResultKind, watched
 from .global_outputs import run_on_few
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
 from .results import count_writes, follow, in_order, is_out_of_order, with_kernel_metadata, wrap_dynamic
+
+_LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
@@ -181,9 +184,17 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
-    log_decision(op, specs, named_specs, decision)
+    if _LOG.isEnabledFor(logging.DEBUG):
+        _log(op, (*specs, *named_specs.values()), decision)
     cache.remember(key, decision)
     return _run(call, decision, first=(cache, key))
+
+
+def _log(op: object, args: Sequence[Any], decision: Decision) -> None:
+    """One line: the operator on its specs, what is redistributed first, and the specs of what comes out."""
+    moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
+    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
+    _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, args)), outputs, moves)
 
 
 def _verify_plain(call: _Call, *, candidates: bool) -> None:

@@ -21,10 +21,9 @@ from ..layout.tensor_meta import has_symbols, is_list
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
-from ..rules.language.local_ops import local_function, nothing_of
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, replicated
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, local_function, nothing_of, replicated
 from ..scopes import Scope
 from .arguments import NeedsConstantsError, constants_of, example_of, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
@@ -32,7 +31,7 @@ from .composites import collective_on_shards
 from .decision import Decision, InputMove, ResultKind, notice_of
 from .global_outputs import by_few_elements, by_meta_kernel
 from .plain_tensors import instead
-from .results import check_outs, check_writes, in_place_view, with_overlap_fallback
+from .results import check_outs, check_writes, in_place_view, result_kind, with_overlap_fallback
 
 
 class Circumstances(NamedTuple):
@@ -242,7 +241,7 @@ def _decision(  # what a decision is made of
     moving = any(p.collectives for _, p in plans)
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
     notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
-    aliased, kind = call.aliased, ResultKind.of(call)
+    aliased, kind = call.aliased, result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
         run: LocalFunction | None = nothing_of(call, specs[0].mesh.device_type)

@@ -20,9 +20,25 @@ from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memory_order
 from ..redistribute.execution.execute import in_memory_order
+from .decision import ResultKind
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
+    from ..rules.language.rule import OpCall
+
+
+def result_kind(call: OpCall) -> ResultKind:
+    """What becomes of the result of a local call."""
+    schema, aliased = call.schema, call.aliased
+    if not call.outputs:
+        return ResultKind.NONE
+    if schema.is_list == (False,) and schema.returns_only_tensors:
+        if aliased == (None,):
+            return ResultKind.ONE
+        return ResultKind.FIRST if aliased == (0,) and isinstance(call.args[0], TensorMeta) else ResultKind.NESTED
+    is_new = all(index is None for index in aliased)
+    is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
+    return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
 
 
 def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:

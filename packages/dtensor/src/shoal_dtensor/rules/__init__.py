@@ -3,7 +3,7 @@
 May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """
 
-from .language.local_ops import all_reduced, local_function, sharding_axes
+from .language.local_ops import all_reduced, sharding_axes
 from .language.notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product
 from .language.op_call import OpSchema, schema_of
 from .language.rule import (
@@ -24,6 +24,7 @@ from .language.rule import (
     Traffic,
     family,
     flatten,
+    local_function,
     merge,
     overlay,
     with_norms,

@@ -31,8 +31,7 @@ from ..layout.strided_dim import AnyDimSharding, fold_levels
 from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
-from ..rules.language.local_ops import local_function
-from ..rules.language.rule import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, with_norms
+from ..rules.language.rule import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, local_function, with_norms
 from .simulate import coordinates, deal, gather, part_of
 from .thread_ranks import axes_used, on_threads, thread_meshes
 

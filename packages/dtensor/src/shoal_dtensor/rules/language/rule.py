@@ -36,9 +36,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
+from shoal_mesh.internal import bound
 
 from ..._torch import OpOverload
-from ...errors import ShoalTensorError
+from ...errors import PlacementError, ShoalTensorError
+from ...redistribute.reductions import identity_of
 from ...scopes import current, entered
 from .op_call import (
     LocalCall as LocalCall,
@@ -114,10 +118,104 @@ def replicated(call: OpCall) -> Iterable[Row]:
     return ()
 
 
-Table = dict[OpOverload, Rule]
+# --- what a rank runs -------------------------------------------------------------------------------------------------
+
+
+def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
+    """What a rank runs instead of the operator; None for the operator itself.
+
+    Args:
+        rule: of the operator.
+        local_call: the call with its specs.
+        communicates: whether a row of the decision does; every rank runs the rule's own function then.
+    """
+    if rule.skip_empty and not communicates and has_no_part(local_call):
+        return contribution(local_call)
+    return rule.local(local_call) if rule.local is not None else None
+
+
+def has_no_part(local_call: LocalCall) -> bool:
+    """Whether this rank has an empty shard of an input and adds nothing to partial outputs, or has no element of any.
+
+    An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
+    what it adds to a partial sum over rows is 0.
+    """
+    outputs = local_call.outputs
+    has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
+    adds_nothing = [0 in spec.local_shape or (has_nothing and bool(spec.partials)) for spec in outputs]
+    return bool(outputs) and all(adds_nothing)
+
+
+def contribution(local_call: LocalCall) -> LocalFunction:
+    """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
+    call, outputs = local_call.call, local_call.outputs
+    values = [identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs]
+    present = [i for i, place in enumerate(call.results.values()) for _ in place]
+    is_list, count = call.schema.is_list == (True,), len(call.results)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [*flatten([*args, *kwargs.values()])]
+        filled = [
+            given[0].new_empty_strided(spec.local_shape, spec.local_stride, dtype=spec.dtype).fill_(value)
+            for spec, value in zip(outputs, values, strict=True)
+        ]
+        if torch.compiler.is_compiling():  # as where the operator runs
+            filled = [bound(tensor, *given) for tensor in filled]
+        if is_list:
+            return filled
+        results: list[Tensor | None] = [None] * count
+        for i, tensor in zip(present, filled, strict=True):
+            results[i] = tensor
+        return results[0] if count == 1 else tuple(results)
+
+    return in_every_form(call, run)
+
+
+def nothing_of(call: OpCall, device: str) -> LocalFunction:
+    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
+    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
+
+        def result(kind: tuple[bool, str | None] | None) -> Any:
+            if kind is None:
+                raise PlacementError(
+                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+                )
+            new = [*made] if kind[0] else next(made)
+            return new if kind[1] is None else given[kind[1]]
+
+        results = tuple(map(result, kinds))
+        return results[0] if len(results) == 1 else results or None
+
+    return run
+
+
+def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
+    """`function`, written for the functional form, in the form of the operator (`out=`, in-place, or as it is)."""
+    outs = call.schema.outs
+    if call.rewritten:
+        return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
+    if not outs:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        targets = [kwargs.pop(name) for name in outs]
+        results = function(*args, **kwargs)
+        for target, result in zip(targets, [results] if isinstance(results, Tensor) else results, strict=True):
+            target.copy_(result)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return run
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
+
+Table = dict[OpOverload, Rule]
 
 
 class DuplicateRuleError(ShoalTensorError, ValueError):

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
-from ..language.local_ops import contribution, moved_between_boxes, with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, backward, family
+from ..language.local_ops import moved_between_boxes, with_arguments
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, backward, contribution, family
 
 
 def spatial_dims(call: OpCall) -> int:
