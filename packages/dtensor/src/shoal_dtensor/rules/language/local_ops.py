@@ -122,10 +122,7 @@ def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     return run
 
 
-LocalAlongDim = Callable[[LocalCall, Spec, int], LocalFunction]
-
-
-def along_dim(local: LocalAlongDim) -> Callable[[LocalCall], LocalFunction | None]:
+def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Callable[[LocalCall], LocalFunction | None]:
     """Decorator: called only where the dim `dim` of the first tensor is sharded, with its spec and the dim.
 
     What it returns is written for the functional form, and put into the form of the operator.

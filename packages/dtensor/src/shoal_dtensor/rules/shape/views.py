@@ -38,10 +38,7 @@ class DimMapping(NamedTuple):
     target_runs: int = 1
 
 
-Group = tuple[range, range]
-
-
-def groups(source: Sequence[int], target: Sequence[int]) -> list[Group]:
+def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
     """The shortest runs of source dims and target dims that have equally many elements.
 
     Dims of size 1 go with the run that follows them; trailing ones form a run of their own.
@@ -50,7 +47,7 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[Group]:
         >>> groups((2, 3, 4), (6, 1, 4, 1))
         [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 3)), (range(3, 3), range(3, 4))]
     """
-    result: list[Group] = []
+    result: list[tuple[range, range]] = []
     i = j = 0
     while i < len(source) and j < len(target):
         first, second, have, want = i, j, source[i], target[j]
