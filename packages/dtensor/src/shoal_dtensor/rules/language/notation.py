@@ -131,10 +131,9 @@ def factor_rows(
             continue
         entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]
         results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
-        if None in entries or None in results_entries:
-            continue
-        reduced = [P(reduce) if entry is R else entry for entry in results_entries]
-        rows.append(Row(tuple(e for e in entries if e), tuple(e for e in reduced if e)))
+        if all(entries) and all(results_entries):
+            reduced = [P(reduce) if entry is R else entry for entry in results_entries]
+            rows.append(Row(tuple(filter(None, entries)), tuple(filter(None, reduced))))
     return rows
 
 
@@ -164,10 +163,10 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
     for i, dim in enumerate(dims):
         if name in dim:
             position = dim.index(name)
-            if prod(sizes[other] for other in dim[:position]) != 1:
+            if prod(map(sizes.__getitem__, dim[:position])) != 1:
                 return None
             broadcast = tensor.shape[i] == 1 and sizes[name] != 1
-            return R if broadcast else S(i, prod(sizes[other] for other in dim[position + 1 :]))
+            return R if broadcast else S(i, prod(map(sizes.__getitem__, dim[position + 1 :])))
     return R
 
 
@@ -179,8 +178,8 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
         inputs: number of tensor inputs.
         outputs: number of tensor outputs.
     """
-    operands = [frozenset((i,)) for i in linear if i < inputs]
-    return [row for one in operands for row in partial_rows((P("sum"), P("avg")), one, inputs, outputs)]
+    operands, kept = [frozenset((i,)) for i in linear if i < inputs], (P("sum"), P("avg"))
+    return [row for one in operands for row in partial_rows(kept, one, inputs, outputs)]
 
 
 def product(

@@ -28,8 +28,8 @@ IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives
 
 def _partial(call: OpCall, op: str, *operands: int) -> tuple[tuple[Entry, ...], Entry]:
     """These operands, or all where none is named, and the result are partial `op`."""
-    count = range(len(call.tensors))
-    return tuple(P(op) if i in (operands or count) else R for i in count), P(op)
+    count, partial = range(len(call.tensors)), P(op)
+    return tuple([partial if i in (operands or count) else R for i in count]), partial
 
 
 def _number_operands(call: OpCall) -> int:
