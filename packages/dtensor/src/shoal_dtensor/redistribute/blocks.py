@@ -62,12 +62,12 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     receives: list[Block] = []
     kept: list[Box] = []
     for box, holders in _holders(before).items():
-        needed = _parts(box, after[me])
+        needed = _parts(box, after[me])  # drawing above, rank 0: of rows 2:4 columns 0:2
         if me in holders:
             kept += needed
             sends += [(taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me]
         elif len(holders) == 1:
-            receives += [(holders[0], part) for part in needed]
+            receives += [(holders[0], part) for part in needed]  # from rank 1 ((2, 4), (0, 2))
         elif needed:
             receives += [(giver, part) for giver, taker, part in _turns(box, holders, after) if taker == me]
     return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), tuple(kept))
@@ -85,7 +85,7 @@ def _holders(before: Holdings) -> dict[Box, list[int]]:
     for member, boxes in enumerate(before):
         for box in boxes:
             if volume(box):
-                holders.setdefault(box, []).append(member)
+                holders.setdefault(box, []).append(member)  # 4 rows S(0), R on (2, 2): rows 0:2 by [0, 1]
     return holders
 
 
@@ -96,7 +96,7 @@ def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
         if taker in holders:
             continue
         for part in _parts(box, wanted):
-            yield holders[turn % len(holders)], taker, part
+            yield holders[turn % len(holders)], taker, part  # holders [0, 1]: 0, 1, 0, ...
             turn += 1
 
 
@@ -124,9 +124,9 @@ def adjacent_rows(boxes: Sequence[Box], local_box: Box) -> tuple[int, int] | Non
     """
     if not boxes or not local_box or any(box[1:] != local_box[1:] for box in boxes):
         return None
-    if any(a[0][1] != b[0][0] for a, b in pairwise(boxes)):
+    if any(a[0][1] != b[0][0] for a, b in pairwise(boxes)):  # rows 4:5 and 6:7: None
         return None
-    return boxes[0][0][0] - local_box[0][0], boxes[-1][0][1] - local_box[0][0]
+    return boxes[0][0][0] - local_box[0][0], boxes[-1][0][1] - local_box[0][0]  # rows 4:5, 5:7 of 4:8: (0, 3)
 
 
 def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | None) -> None:
@@ -166,4 +166,4 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
 def _part(shards: Shards, box: Box) -> Tensor:
     """The view of the shard that has a box."""
     outer, local = next((outer, local) for outer, local in shards if intersect(outer, box) == box)
-    return local[slices_of(box, outer)]
+    return local[slices_of(box, outer)]  # rows 5:7 of the shard with 4:8: local[1:3]

@@ -103,7 +103,7 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
         if unfolded is None:
             return None
         shardings += unfolded
-        stride += [step * prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        stride += [step * prod(sizes[i + 1 :]) for i in range(len(sizes))]  # 24 elements as (4, 6): [6, 1]
     shape = tuple(n for sizes in view for n in sizes)
     return spec.with_dim_shardings(shardings, shape, tuple(stride))
 
@@ -114,14 +114,14 @@ def _unfold_dim(sharding: AnyDimSharding, sizes: tuple[int, ...]) -> list[DimSha
         dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else ({1: sharding} if sharding.axes else {})
     )
     unfolded: list[DimSharding | None] = []
-    before = [1, *accumulate(sizes, mul)][:-1]
+    before = [1, *accumulate(sizes, mul)][:-1]  # (4, 6): [1, 4], so columns are sharded in 4 runs
     for i, runs in enumerate(before):
         level = levels.pop(runs, None)
         sharding_of_dim = level.divided(prod(sizes[i + 1 :])) if level is not None else None
         if level is not None and sharding_of_dim is None:
             return None
         unfolded.append(sharding_of_dim)
-    return None if levels else unfolded
+    return None if levels else unfolded  # 3 runs are no dim of (4, 6): None
 
 
 # --- from one mesh to another -----------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _scattered(spec: Spec, axes: list[int]) -> Iterator[Spec]:
     """The spec with `axes` sharding the first dim that they shard evenly."""
     ways = prod(spec.mesh.shape[axis] for axis in axes)
     for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim))):
-        if sharding.even and sharding.step and sharding.step % ways == 0:
+        if sharding.even and sharding.step and sharding.step % ways == 0:  # steps of 4 over 2 ranks more: 4 % 2 = 0
             yield _replaced(spec, axes, dim)
             return
 
@@ -198,7 +198,7 @@ def _replaced(spec: Spec, axes: list[int], dim: int | None) -> Spec:
     for axis in axes:
         placements[axis] = Replicate() if dim is None else Shard(dim)
     if dim is not None:
-        order[dim] = (*order.get(dim, ()), *axes)
+        order[dim] = (*order.get(dim, ()), *axes)  # rows over axis 0, then 1: {0: (0, 1)}
     return spec.with_(placements=placements, shard_order=tuple(sorted(order.items())))
 
 
@@ -208,11 +208,11 @@ def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
     if len(ranks) <= EXACT_RANKS:
         moved = _busiest(src, dst, ranks) * src.dtype.itemsize
     else:
-        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())
+        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())  # 16 ranks to 64: each sends 4
     latency = max(link for side in links for link in side.latency)
     bandwidth = min(link for side in links for link in side.bandwidth)
     seconds = latency + moved / bandwidth
-    peak = 2 * sum(biggest)
+    peak = 2 * sum(biggest)  # both boxes and their packed copies
     step = Transfer(src=src, dst=dst, ranks=ranks, seconds=seconds, bytes=moved, peak_bytes=peak)
     return Plan(src, dst, (step,), seconds, moved, peak)
 

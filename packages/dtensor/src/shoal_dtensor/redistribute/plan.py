@@ -212,13 +212,13 @@ def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     """The spec of a state."""
     placements: list[Placement] = [Replicate()] * len(src.placements)
-    for axis in axes_of(state.pending | space.partial & ~state.becoming):
+    for axis in axes_of(state.pending | space.partial & ~state.becoming):  # P, R -> R, P at first: axis 0
         here = src if (state.pending | state.scaled) >> axis & 1 else dst
         before = here.placements[axis]
         placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
     for dim, tokens in enumerate(state.dims):
         for token in tokens:
-            placements[token // 3] = space.placement(token, dim)
+            placements[token // 3] = space.placement(token, dim)  # token 3 of dim 0: axis 1 is S(0)
     order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(state.dims) if tokens)
     return src.with_(placements=placements, stride=dst.stride, shard_order=order)
 
@@ -245,8 +245,8 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
         case "AllToAll":
             fields["src_dim"], fields["dst_dim"] = edge.tensor_dims
         case "Scale":
-            fields["factor"] = prod(sizes[a] for a in edge.axes if ops[a] == "sum")
-            fields["divisor"] = prod(sizes[a] for a in edge.axes if ops[a] == "avg")
+            fields["factor"] = prod(sizes[a] for a in edge.axes if ops[a] == "sum")  # sum -> avg on 2 ranks: by 2
+            fields["divisor"] = prod(sizes[a] for a in edge.axes if ops[a] == "avg")  # avg -> sum on 2: by 1/2
     return _STEPS[edge.kind](**fields)
 
 

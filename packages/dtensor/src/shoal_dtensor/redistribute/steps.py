@@ -90,7 +90,7 @@ class Reshape(Step):
 class Scale(Step):
     """P(sum) <-> P(avg): multiply or divide by the number of ranks; no communication."""
 
-    factor: int
+    factor: int  # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
     divisor: int
 
     def detail(self) -> str:
@@ -112,7 +112,7 @@ class Reduction(Step):
     """P -> S or R: the op, the dims that `axes` shard then, and a divisor that turns a sum into an average."""
 
     op: str
-    divisor: int = 1
+    divisor: int = 1  # sum over an axis of 2 and avg over one of 4 at once: sum / 4
     dims: tuple[int, ...] = ()
 
     def detail(self) -> str:
@@ -208,7 +208,7 @@ class Plan:
     @property
     def slices(self) -> bool:
         """Whether what the last step makes is a part of the tensor that was there before it."""
-        kept = [step for step in self.steps if type(step) is not Reshape]
+        kept = [step for step in self.steps if type(step) is not Reshape]  # AllReduce, Slice, Reshape: yes
         return not kept or type(kept[-1]) is Slice
 
     def _repr_html_(self) -> str:

@@ -29,7 +29,7 @@ def step_traffic(step: Step) -> Traffic:
     op = step.op if isinstance(step, Reduction) else ""
     itemsize = wire_itemsize(op, step.src.dtype)
     shape = step.src.mesh.shape
-    numbers = {c: number for number, c in enumerate(product(*map(range, shape)))}
+    numbers = {c: number for number, c in enumerate(product(*map(range, shape)))}  # on (2, 2), (1, 0) is 2
     for c, me in numbers.items() if step.communicates else ():
         for other, elements in _received(step, c).items():
             if other != c and elements:
@@ -55,7 +55,7 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         case ReduceScatter():
             return dict.fromkeys(group, float(volume(step.dst.box(c))))
         case AllReduce():  # reduce one's part of it, then get the parts of the others
-            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))
+            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
         case AllToAll():
             return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
         case Exchange():
@@ -94,10 +94,10 @@ def least_bytes(src: Spec, dst: Spec) -> float:
         kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
         holders = ranks // kept // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
         holders //= prod(mesh.shape[a] for a in free)
-        return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
+        return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks  # 64 * 6 / 4
     total = 0
     for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
         wanted = dst.box(c)
         have = {src.box(m) for m in members(dst, free, c)}
-        total += max(0, volume(wanted) - sum(_common(box, wanted) for box in have))
+        total += max(0, volume(wanted) - sum(_common(box, wanted) for box in have))  # 4 x 4, S(0) -> S(1) on 2: 8 - 4
     return src.dtype.itemsize * total / ranks

@@ -151,7 +151,7 @@ def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
 
 def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
     before, after = step.src.box(coordinate), step.dst.box(coordinate)
-    narrowed = [
+    narrowed = [  # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
         (d, j - i, k - j) for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True)) if (i, m) != (j, k)
     ]
 
@@ -179,8 +179,8 @@ def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
     once = [axis for axis, op in ops.items() if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)]
     if own is None:
         return Kernel(finish=lambda local, _: bound(local.new_full(shape, value), local))
-    source, target = slices_of(own, before), slices_of(own, after)
-    held = not any(coordinate[axis] for axis in once)
+    source, target = slices_of(own, before), slices_of(own, after)  # columns 2:4 -> 0:4: local 0:2 to 2:4
+    held = not any(coordinate[axis] for axis in once)  # R -> P(sum): x on coordinate 0, else 0
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
         if not held and type(local) is Tensor:
@@ -203,7 +203,7 @@ def _scale(step: Scale, coordinate: Coordinate) -> Kernel:
 
 
 def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
-    boxes = _boxes(step.src, step, coordinate)
+    boxes = _boxes(step.src, step, coordinate)  # 5 rows on 2 ranks: 0:3, 3:5; even ones: its own only
     local_box = step.dst.box(coordinate)
     shape = shape_of(local_box)
     if not volume(local_box):
@@ -215,7 +215,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
         return Kernel(
             prepare=torch.flatten,
             collective=CollectiveCall("all_gather", step.axes),
-            finish=lambda got, _: got.view(sizes).permute(order).reshape(shape),
+            finish=lambda got, _: got.view(sizes).permute(order).reshape(shape),  # 2 x 2 blocks of (2, 3): (4, 6)
         )
 
     def finish(got: Tensor, _: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
 def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[Box], op: str = "sum") -> CollectiveCall:
     """The collective along the only dim of a step, with the lengths of the members' blocks where these differ."""
     dim = step.dims[0]
-    sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
+    sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)  # 5 rows on 2 ranks: (3, 2), so all_gather_v
     if all(size == sizes[0] for size in sizes):
         return CollectiveCall(kind, step.axes, dim=dim, op=op)
     return CollectiveCall(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
@@ -249,10 +249,10 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         return divide(got.view(shape), local)
 
     if regular(boxes):
-        sizes, order = _grid_of_blocks(step.dst, step.src, step.dims, shape)
+        sizes, order = _grid_of_blocks(step.dst, step.src, step.dims, shape)  # (4, 6): [2, 2, 2, 3], [0, 2, 1, 3]
         interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
         return Kernel(
-            prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),
+            prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),  # (4, 6) to 4 blocks of (2, 3)
             collective=CollectiveCall("reduce_scatter", step.axes, op=step.op),
             finish=finish,
         )
@@ -315,7 +315,7 @@ def _moved(
     sends, receives = [0] * size, [0] * size
     for counts, moves in ((sends, blocks.sends), (receives, blocks.receives)):
         for member, box in moves:
-            counts[member] += volume(box)
+            counts[member] += volume(box)  # to member 1 a (2, 2) block: sends [0, 4]
     shape = shape_of(after)
     boxes = [box for _, box in blocks.receives]
     where = [slices_of(box, before) for _, box in blocks.sends]
@@ -344,11 +344,11 @@ def _grid_of_blocks(fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequen
 
     2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims [0, 2, 1, 3, 4].
     """
-    grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
+    grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]  # from 2 shards to 8: 4 blocks
     order: list[int] = []
     for dim in range(len(block)):
         if dim in dims:
-            order.append(list(dims).index(dim))
+            order.append(list(dims).index(dim))  # number of its block, then position inside of that
         order.append(len(grid) + dim)
     return [*grid, *block], order
 

@@ -43,7 +43,7 @@ class Links:
     @cached_property
     def _groups(self) -> list[tuple[int, float, float]]:
         """Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2."""
-        groups = [(1, 0.0, inf)]
+        groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
         for size, late, speed in zip(self.sizes, self.latency, self.bandwidth, strict=True):
             groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in groups]
         return groups
@@ -97,4 +97,4 @@ def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
         before: bytes that a rank holds.
         received: bytes that a rank lacks.
     """
-    return max(received, min(before * copies, (ranks - 1) * received))
+    return max(received, min(before * copies, (ranks - 1) * received))  # 4 ranks, 2 * 16 asked for, 8 lacked: 24

@@ -48,10 +48,10 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
             changed.append(dim)
             leaving |= change.leaving
             entering |= change.entering
-            held *= change.held
+            held *= change.held  # S(0) -> S(1) over 2 ranks: 4 of 8 rows, 1 / 2; of columns 1
     if not changed:
         return []
-    received = after.box - int(after.box * held)
+    received = after.box - int(after.box * held)  # (8, 8) f32, S(0) -> S(1) on 2 ranks: 128 - 64 = 64 bytes
     if entering:
         return [_exchange(space, before, after, changed, leaving | entering, received)]
     # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied into place.
@@ -65,7 +65,7 @@ def _exchange(space: Space, before: State, after: State, changed: list[int], inv
     """An exchange among the ranks that hold different shards, or among all that want different ones."""
     links, held, wanted, dims = space.links, before.box, after.box, tuple(changed)
     seconds, peak = links.seconds(involved, received), 2 * (held + wanted)
-    near = involved & before.used
+    near = involved & before.used  # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
     if near != involved:
         sent = sent_among(links.ranks(near), links.ranks(near & ~after.used), held, received)
         nearer = links.seconds(near, sent)
@@ -82,7 +82,7 @@ def _transposed(space: Space, before: State, after: State, changed: list[int]) -
     """(from, to) if the innermost axes of one dim become the innermost of the other that changes, all even."""
     old, new = before.dims, after.dims
     for a, b in (changed, changed[::-1]):
-        moved = old[a][len(new[a]) :]
+        moved = old[a][len(new[a]) :]  # S(0) -> S(1): dim 0 is (0,), then (): (0,), which enters dim 1
         if moved and old[a] == new[a] + moved and new[b] == old[b] + moved:
             even = all(space.shards(dim, dims[dim]).even for dim in changed for dims in (old, new))
             return (a, b) if even else None
@@ -93,9 +93,9 @@ def all_reduce(space: Space, before: State) -> Edge:
     """P -> R over all axes that are left: 2 * (n - 1) / n of the box comes to each of n ranks."""
     axes, wide = before.pending, space.widening
     ways = space.links.ranks(axes)
-    received = 2 * wide * before.box * (ways - 1) // ways
+    received = 2 * wide * before.box * (ways - 1) // ways  # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
     after = space.state(before.dims, 0, before.becoming, before.scaled)
-    peak = (1 + wide) * before.box
+    peak = (1 + wide) * before.box  # norm2 of bf16 is summed in f32: wide is 2, so 3 boxes
     return Edge("AllReduce", axes_of(axes), (), after, space.links.seconds(axes, received), received, peak)
 
 
@@ -104,7 +104,7 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     mask, wide, box = before.pending & ~after.pending, space.widening, before.box
     changed, ways = _changed(before, after), space.links.ranks(mask)
     even = all(space.shards(dim, after.dims[dim]).even for dim in changed)
-    received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))
+    received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))  # 5 rows as 3 + 2: 3 * 1
     packed = 0 if changed == (0,) else wide * box
     seconds = space.links.seconds(mask, received) + space.links.copy(packed)
     axes = _inner(before.dims, after.dims, changed)
@@ -118,8 +118,8 @@ def joined(space: Space, before: State) -> Iterator[Edge]:
     all-to-all: half the latency for twice the bytes.  Axes that were reduced before stay so.
     """
     reduced = space.start.pending | space.kept & before.becoming
-    axes = axes_of(before.used & ~reduced) if space.joining else ()
-    for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
+    axes = axes_of(before.used & ~reduced) if space.joining else ()  # P, S(0): not axis 0, but 1
+    for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:  # 0, 1, then both
         coarse = _without(before.dims, mask_of(chosen))
         if coarse is not None:
             after = space.state(coarse, before.pending | mask_of(chosen), before.becoming, before.scaled)
@@ -165,7 +165,7 @@ def _sliced(space: Space, before: State, goal: Dims) -> State:
     for old, new in zip(before.dims, goal, strict=True):
         end = len(old)
         while new[: len(old)] == old and end < len(new) and not taken >> new[end] // 3 & 1:
-            end += 1
+            end += 1  # () towards (0, 3), axis 1 taken: (0,)
         dims.append(old + new[len(old) : end])
     return space.state(tuple(dims), before.pending, before.becoming, before.scaled)
 
@@ -174,7 +174,7 @@ def _without(dims: Dims, axes: int) -> Dims | None:
     """The shardings without some axes; None if one of them is not innermost."""
     coarse = tuple([tuple([t for t in tokens if not axes >> t // 3 & 1]) for tokens in dims])
     inner = all(tokens[: len(outer)] == outer for tokens, outer in zip(dims, coarse, strict=True))
-    return coarse if inner else None
+    return coarse if inner else None  # (0, 3) without axis 1: (0,); without axis 0: None, as (3,) is no prefix
 
 
 def _changed(before: State, after: State) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ class _Search:
         space, start = self.space, self.space.start
         yield start
         if space.alike and (start.dims != space.goal.dims or start.pending or start.becoming):
-            kept = axes_of(space.kept)
+            kept = axes_of(space.kept)  # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
             for axes in (mask_of(some) for n in range(1, len(kept) + 1) for some in combinations(kept, n)):
                 yield space.state(start.dims, start.pending | axes, start.becoming | axes, start.scaled & ~axes)
 
@@ -169,7 +169,7 @@ class _Search:
         for groups, nested in ((speeds, True), (speeds[::-1], True), (single, False), (single[::-1], False)):
             last, settled = trail, 0
             for group in groups:
-                settled |= mask_of(group)
+                settled |= mask_of(group)  # axes one by one: 0b01, 0b11
                 here = last.here
                 dims = self.candidates.settled(here, settled, nested=nested)
                 after = space.state(dims, 0, here.becoming, here.scaled)
@@ -190,7 +190,7 @@ class _Search:
                 continue
             # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new shard a rank had a
             # quarter at most.
-            leaving = _axes(here.placed & ~after.placed)
+            leaving = _axes(here.placed & ~after.placed)  # dim 0 from (0, 3) to (0,): axis 1, 0b10
             least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
             if seconds + least + ahead < self.worst:
                 self.priced += 1
@@ -208,7 +208,7 @@ class _Search:
             return
         for edge in joined(space, here):
             self.offer(trail.then([edge]))
-        for dims in self.candidates.inside(here.dims, here.pending)[1:]:
+        for dims in self.candidates.inside(here.dims, here.pending)[1:]:  # P, P on one dim: (3,), (0,), (0, 3), (3, 0)
             after = space.scattered(here, dims)
             start = space.links.seconds(here.pending & ~after.pending, 0)
             if trail.seconds + start + self.bound(after) < self.worst and not self.is_over():
@@ -292,7 +292,7 @@ class Bound:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.whole = space.itemsize * prod(space.shape)
+        self.whole = space.itemsize * prod(space.shape)  # (8, 6) of f32: 192
         axes, links = axes_of(space.large), space.links
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
         # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow), (0b11, fast)
@@ -337,10 +337,10 @@ class Bound:
         between = level & ~here.becoming  # what still becomes partial is one island with all that it adds up to
         if here.pending:
             values, holders = ranks(here.pending & level), ranks(between & ~wanted)
-            return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0
+            return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0  # on 4: 1/4 * (4 + 4 - 2)
         parts = ranks(here.used & ~wanted & between)
         island = self.whole / ranks(wanted & between)
-        return (island - island / parts) / ranks(moving & ~between)
+        return (island - island / parts) / ranks(moving & ~between)  # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
 
     def at_once(self, here: State) -> float:
         """Seconds from a state to the goal, at least: more than the bound where shards change places among axes.
@@ -353,6 +353,6 @@ class Bound:
         space, links, common = self.space, self.space.links, self.space.itemsize
         for dim, (old, new) in enumerate(zip(here.dims, space.goal.dims, strict=True)):
             common *= min(space.shards(dim, old).longest, space.shards(dim, new).longest)
-        lacking = self.whole / links.ranks(space.goal.used) - common
+        lacking = self.whole / links.ranks(space.goal.used) - common  # 64 / 2 - 4 * 4 = 16 elements
         fastest = max([links.bandwidth[axis] for axis in axes_of(space.large)], default=inf)
         return max(self(here), links.seconds(here.leaving, 0) + lacking / fastest)

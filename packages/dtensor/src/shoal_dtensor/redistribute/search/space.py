@@ -92,10 +92,10 @@ class State:
         used, leaving, placed, box = 0, 0, 0, space.itemsize
         for dim, tokens in enumerate(dims):
             axes, gone, longest, _ = space.shards(dim, tokens)
-            used |= axes
+            used |= axes  # of dims (0, 3) and (): 0b11
             leaving |= gone
             placed |= axes << 16 * dim
-            box *= longest
+            box *= longest  # 4 bytes, at most 1 x 6 elements: 24
         self.used: int = used
         self.leaving: int = leaving
         self.placed: int = placed
@@ -130,16 +130,16 @@ class Space:
         self._shards: dict[tuple[int, Tokens], Shards] = {}
         self._changes: dict[tuple[int, Tokens, Tokens], Change] = {}
         self._states: dict[tuple[Dims, int, int, int], State] = {}
-        self.large: int = mask_of([a for a, n in enumerate(links.sizes) if n > 1])
+        self.large: int = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # mesh (2, 1, 4): 0b101
         old, new = ({a: op for a, op in spec.partials if self.large >> a & 1} for spec in (src, dst))
-        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]
+        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
         self.partial: int = mask_of(new)
         self.kept: int = mask_of(both)
         ops = {*old.values()}
         self.alike: bool = _commute({*ops, *new.values()})
         self.joining: str = "sum" if ops <= _LINEAR else "" if any(map(norm_order, ops)) else min(ops)
         self.widening: int = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
-        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept
+        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept  # P, R -> R, P: 0b01, 0b10
         start = self._tokens(src, AS_SRC, None)
         self._wanted: Dims = self._tokens(dst, AS_DST, start)
         self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
@@ -157,12 +157,12 @@ class Space:
                     continue
                 placement = spec.placements[axis]
                 assert isinstance(placement, Shard), "axes of a dim sharding have Shard placements"
-                token = 3 * axis
+                token = 3 * axis  # axis 1 like torch.chunk: 3
                 if placement.sizes is not None or placement.multiple_of != 1:
-                    token += kind
+                    token += kind  # axis 1 with sizes of the destination: 3 + 2 = 5
                     twin = (*tokens, 3 * axis + AS_SRC)
                     if other is not None and other[dim][: len(twin)] == twin and self.placements[0][axis] is placement:
-                        token = 3 * axis + AS_SRC
+                        token = 3 * axis + AS_SRC  # the same sizes at both ends: 4 in both
                 tokens = (*tokens, token)
             dims.append(tokens)
         return tuple(dims)
@@ -177,7 +177,7 @@ class Space:
 
     def moving(self, here: State) -> int:
         """The axes over which anything may still happen: all but those that are partial as in `dst`."""
-        return self.large & ~(self.partial & ~(here.pending | here.becoming))
+        return self.large & ~(self.partial & ~(here.pending | here.becoming))  # P, S(0) -> P, R: axis 1, 0b10
 
     def scattered(self, before: State, dims: Dims) -> State:
         """The state after pending axes were reduced that shard a dim now."""
@@ -186,7 +186,7 @@ class Space:
 
     def placement(self, token: int, dim: int) -> Placement:
         """The placement that a token stands for on a tensor dim."""
-        kind = token % 3
+        kind = token % 3  # 5 is AS_DST: the destination's placement of axis 1
         return Shard(dim) if kind == CHUNK else self.placements[kind - 1][token // 3]
 
     def shards(self, dim: int, tokens: Tokens) -> Shards:
@@ -198,16 +198,16 @@ class Space:
         return shards
 
     def _sharded(self, dim: int, tokens: Tokens) -> Shards:
-        axes, _, longest, even = self.shards(dim, tokens[:-1])
+        axes, _, longest, even = self.shards(dim, tokens[:-1])  # of (0, 3) those of (0,), then axis 1 inside of it
         leaving = mask_of([t // 3 for t in tokens[_shared(tokens, self._wanted[dim]) :]])
-        axis, kind = divmod(tokens[-1], 3)
+        axis, kind = divmod(tokens[-1], 3)  # 5: axis 1, with the sizes of the destination
         axes |= 1 << axis
         placement = self.placements[kind - 1][axis] if kind else None
         sizes, unit = (placement.sizes, placement.multiple_of) if isinstance(placement, Shard) else (None, 1)
         if sizes is not None:
-            return Shards(axes, leaving, max(sizes), len(set(sizes)) == 1)
+            return Shards(axes, leaving, max(sizes), len(set(sizes)) == 1)  # (3, 1, 1, 1): up to 3, uneven
         # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all that long
-        ways = self.links.sizes[axis] * unit
+        ways = self.links.sizes[axis] * unit  # 10 over 2 ranks at multiples of 4: -(-10 // 8) * 4 = 8
         return Shards(axes, leaving, min(longest, -(-longest // ways) * unit), even and longest % ways == 0)
 
     def change(self, dim: int, old: Tokens, new: Tokens) -> Change:
@@ -215,7 +215,7 @@ class Space:
         key = dim, old, new
         change = self._changes.get(key)
         if change is None:
-            same = _shared(old, new)
+            same = _shared(old, new)  # (0, 3) -> (0, 6): 1, so axis 1 leaves and axis 2 enters
             held = self._held(dim, old, new) if old[same:] else 1.0
             leaving, entering = (mask_of([t // 3 for t in tokens[same:]]) for tokens in (old, new))
             change = self._changes[key] = Change(leaving, entering, held)
@@ -229,9 +229,9 @@ class Space:
         """
         length, even = self.shards(dim, old)[2:]
         if old[: len(new)] == new:
-            return length / max(1, self.shards(dim, new).longest) if even else 0.0
+            return length / max(1, self.shards(dim, new).longest) if even else 0.0  # 8 on (2, 2), (0, 3) -> (0,): 2 / 4
         if [t // 3 for t in old] != [t // 3 for t in new]:
-            return 0.0
+            return 0.0  # (0, 3) -> (3, 0): some rank has nothing of its new shard
         before, after = self._sizes(dim, old), self._sizes(dim, new)
         worst = 1.0
         for a, b, n, m in zip(accumulate(before, initial=0), accumulate(after, initial=0), before, after, strict=False):
@@ -243,7 +243,7 @@ class Space:
         """Lengths of all shards of a dim under these tokens."""
         placements: list[Placement] = [Partial()] * len(self.links.sizes)
         for token in tokens:
-            placements[token // 3] = self.placement(token, dim)
+            placements[token // 3] = self.placement(token, dim)  # token 5: that of axis 1
         return shard_dim(self.shape[dim], [t // 3 for t in tokens], placements, self.links.sizes).sizes
 
 
@@ -300,21 +300,21 @@ class Candidates:
         everywhere = tuple(range(len(outer)))
         places = tuple([everywhere if self.complete else self._places(axis) for axis in chosen])
         found: list[Dims] = []
-        for on_dims in _placings(chosen, places, len(outer)):
+        for on_dims in _placings(chosen, places, len(outer)):  # ((0, 1),) on one dim: then (0, 3), (3, 0)
             found += product(*[self._ordered(dim, outer[dim], inner) for dim, inner in enumerate(on_dims)])
         return found
 
     def scattered(self, here: State) -> Dims:
         """The layout with pending axes where the goal has them, inside of the others."""
-        pending = [[t // 3 for t in goal if here.pending >> t // 3 & 1] for _, goal in self.ends]
+        pending = [[t // 3 for t in goal if here.pending >> t // 3 & 1] for _, goal in self.ends]  # to S(1): [[], [0]]
         return tuple([self._extended(dim, old, pending[dim])[-1] for dim, old in enumerate(here.dims)])
 
     def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
         """The layout with these axes as in the goal and the others as they are, inside of those or ascending."""
         dims = []
         for dim, (_, goal) in enumerate(self.ends):
-            order = [t // 3 for t in goal if axes >> t // 3 & 1]
-            order += [t // 3 for t in here.dims[dim] if not axes >> t // 3 & 1]
+            order = [t // 3 for t in goal if axes >> t // 3 & 1]  # goal (0,), here (3,), axis 0 settled: [0]
+            order += [t // 3 for t in here.dims[dim] if not axes >> t // 3 & 1]  # and then [0, 1]
             dims.append(self._extended(dim, (), order if nested else sorted(order))[-1])
         return tuple(dims)
 
@@ -339,15 +339,15 @@ class Candidates:
         Those of either end, inside of just what they are inside of there.
         """
         if not any(t % 3 for end in self.ends[dim] for t in end):
-            return [outer + tuple([3 * axis for axis in order])]
+            return [outer + tuple([3 * axis for axis in order])]  # () by axes 1 and 0: [(3, 0)]
         found = [outer]
         for axis in order:
             longer: list[Tokens] = []
             for tokens in found:
                 depth = len(tokens)
                 inner = [end[depth] for end in self.ends[dim] if end[:depth] == tokens and end[depth:]]
-                same = [token for token in inner if token // 3 == axis]
-                longer += [(*tokens, token) for token in dict.fromkeys([3 * axis, *same])]
+                same = [token for token in inner if token // 3 == axis]  # goal (5,), axis 1: [5]
+                longer += [(*tokens, token) for token in dict.fromkeys([3 * axis, *same])]  # () -> (3,) and (5,)
             found = longer
         return found
 
@@ -357,7 +357,7 @@ class Candidates:
         even = [d for d, (start, _) in enumerate(self.ends) if self.space.shards(d, (*start, 3 * axis)).even]
         waiting = [d for d in even if d not in own]
         quiet = [d for d in waiting if not any(self.ends[d])]
-        return tuple(sorted([*own, *(quiet or waiting)[:1]]))
+        return tuple(sorted([*own, *(quiet or waiting)[:1]]))  # S(0) -> S(2), 1 to wait on: (0, 1, 2)
 
 
 def _count(axes: int, dims: int) -> int:
@@ -385,5 +385,5 @@ def _placings(
 
 def _in_order(axes: tuple[int, ...], tokens: Tokens) -> tuple[int, ...]:
     """The axes in the order of some tokens, those that are not among them last."""
-    known = [t // 3 for t in tokens]
+    known = [t // 3 for t in tokens]  # axes (0, 2) in the order of (6, 0): (2, 0)
     return tuple(sorted(axes, key=lambda axis: known.index(axis) if axis in known else len(known)))
