@@ -88,10 +88,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     dims = range(len(boxes[filled[0]]))
     if not dims:
         return filled[0], filled[1]
-    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))
+    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))  # row starts 0, 2; columns 0: 0
     active: list[int] = []
     for i in sorted(filled, key=lambda i: boxes[i][sweep]):
-        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]
+        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]  # rows 0:2 end before row 2
         for j in active:
             if intersect(boxes[i], boxes[j]) is not None:
                 return min(i, j), max(i, j)
@@ -102,7 +102,7 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """For every dim, the sorted positions at which some non-empty box begins or ends, with 0 and the dim's size."""
     filled = [box for box in boxes if volume(box) > 0]
-    return tuple(
+    return tuple(  # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
         tuple(sorted({0, size} | {position for box in filled for position in box[dim]}))
         for dim, size in enumerate(shape)
     )
@@ -115,11 +115,11 @@ def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
         boxes: boxes inside the shape that do not overlap: so they cover it exactly if their volumes add up to its size.
         shape: size of the tensor.
     """
-    if sum(map(volume, boxes)) == prod(shape):
+    if sum(map(volume, boxes)) == prod(shape):  # 2 * 3 and 3 * 3 of (5, 3): 15
         return None
     for cell in product(*(list(pairwise(positions)) for positions in edges(boxes, shape))):
         if all(intersect(cell, box) is None for box in boxes):
-            return cell
+            return cell  # only rows 0:2 of 5: rows 2:5
     return None
 
 

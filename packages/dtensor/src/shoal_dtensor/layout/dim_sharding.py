@@ -52,8 +52,8 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
 
 def _step(length: int, shards: int, unit: int) -> int:
     """Elements of the first shard: ceil-sized in units of `unit`."""
-    units = -(-length // unit)
-    return -(-units // shards) * unit
+    units = -(-length // unit)  # 10 elements in units of 4: 3
+    return -(-units // shards) * unit  # 3 units over 2 shards: 2 * 4 = 8 elements
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
     7 elements, step 3, 4 shards: (3, 3, 1, 0)
     """
     full = int(length // step) if step else 0
-    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]
+    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]  # (3, 3) + (1, 0, 0, 0, 0), up to 4
 
 
 @constant_when_compiled
@@ -105,7 +105,7 @@ class DimSharding:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
         sizes = tuple(map(int, sizes))  # symbols are for even shards
         length, step = sum(sizes), sizes[0]
-        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
+        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes  # None for (3, 3, 1); not for (1, 3, 3)
         self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
 
     @classmethod
@@ -124,7 +124,7 @@ class DimSharding:
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int, ragged: tuple[int, ...] | None
     ) -> None:
         shards = prod(axis_sizes)
-        even = ragged is None and bool(step * shards == length)
+        even = ragged is None and bool(step * shards == length)  # 4 shards of 2 are 8, not 7
         self.__dict__.update(
             axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged, shards=shards, even=even
         )
@@ -151,16 +151,16 @@ class DimSharding:
         """The shard that the rank at a mesh coordinate holds."""
         shard = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
-            shard = shard * size + coordinate[axis]
+            shard = shard * size + coordinate[axis]  # coordinate (1, 1) on (2, 2): 1, then 1 * 2 + 1 = 3
         return shard
 
     def interval_of(self, shard: int) -> tuple[int, int]:
         """Global `[start, stop)` of a shard."""
         if self.ragged is None:
             start = shard and min(shard * self.step, self.length)  # 0 times a symbol is a symbol
-            return start, min((shard + 1) * self.step, self.length)
+            return start, min((shard + 1) * self.step, self.length)  # 7 in steps of 2: shard 3 is (6, 7)
         start = self.offsets[shard]
-        return start, start + self.ragged[shard]
+        return start, start + self.ragged[shard]  # (1, 3, 3): shard 1 is (1, 4)
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """Global `[start, stop)` that the rank at a mesh coordinate holds."""
@@ -175,7 +175,7 @@ class DimSharding:
         shard = self.index(coordinate)
         if self.ragged is not None:
             return self.ragged[shard]
-        return self.step if self.even else max(0, min(self.step, self.length - shard * self.step))
+        return self.step if self.even else max(0, min(self.step, self.length - shard * self.step))  # shard 3: 7 - 3 * 2
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds."""
@@ -191,14 +191,14 @@ class DimSharding:
             return self
         if self.ragged is None:
             return DimSharding.chunks(self.axes, self.axis_sizes, self.length * unit, self.step * unit)
-        return DimSharding(self.axes, self.axis_sizes, tuple(size * unit for size in self.ragged))
+        return DimSharding(self.axes, self.axis_sizes, tuple(size * unit for size in self.ragged))  # (1, 3) * 2: (2, 6)
 
     def divided(self, unit: int) -> DimSharding | None:
         """The same sharding counted in units of `unit` elements; None if a shard is not a whole number of units."""
         if unit == 1:
             return self
         if self.ragged is None:
-            if self.step % unit or self.length % unit:
+            if self.step % unit or self.length % unit:  # 12 in steps of 6, in units of 4: 6 % 4 = 2
                 return None
             return DimSharding.chunks(self.axes, self.axis_sizes, self.length // unit, self.step // unit)
         if any(size % unit for size in self.ragged):
@@ -213,7 +213,7 @@ class DimSharding:
             return DimSharding.whole(self.length)
         axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
         if self.ragged is None:
-            return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
+            return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)  # 2, 2, 2, 1 by the outer: 4, 3
         starts = range(0, self.shards, inner)  # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
         return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
 
@@ -230,7 +230,7 @@ class DimSharding:
             return DimSharding(self.axes, self.axis_sizes, self.sizes).chunked(axis, ways, unit)
         if self.ragged is None:
             step, last = _step(self.step, ways, unit), self.length % self.step if self.step else 0
-            aligned = self.step == self.length or step * ways == self.step
+            aligned = self.step == self.length or step * ways == self.step  # steps of 4, then 2: 2 * 2 == 4
             if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
                 return DimSharding.chunks(axes, axis_sizes, self.length, step)
         return DimSharding(axes, axis_sizes, tuple(n for size in self.sizes for n in chunk_sizes(size, ways, unit)))
@@ -279,7 +279,7 @@ def shard_dim(
                 f"coordinates, outer axes make {len(shards)} shards), got {len(sizes)}"
             )
         for i, outer in enumerate(shards):
-            inner = sizes[i * ways : (i + 1) * ways]
+            inner = sizes[i * ways : (i + 1) * ways]  # (3, 1, 2, 2) inside of 4 + 4, i = 1: (2, 2)
             if sum(inner) != outer:
                 raise PlacementError(
                     f"{placement!r} on mesh axis {axis}: sizes {inner} add up to {sum(inner)}, "

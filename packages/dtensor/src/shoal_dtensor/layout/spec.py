@@ -147,7 +147,7 @@ class Spec(SpecNames, Interned):
     ) -> Spec:
         """The spec whose sharded dims are sharded so, quickly made; `placements` are those of the shardings."""
         shape, stride, dtype = torch.Size(meta.shape), meta.stride, meta.dtype
-        order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
+        order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])  # ((0, (0, 1)),)
         key = (mesh, placements, shape, stride, dtype, order)
         try:
             spec = cls._interned.get(key)
@@ -285,8 +285,8 @@ class Spec(SpecNames, Interned):
         """
         if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
             return contiguous_stride(self.local_shape)  # an expanded tensor; its shards are plain
-        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))
-        return dense_stride(self.local_shape, tuple(order))
+        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))  # stride (1, 4): [1, 0]
+        return dense_stride(self.local_shape, tuple(order))  # of a (2, 3) shard in order [1, 0]: (1, 2)
 
     @property
     def local_bytes(self) -> int:
@@ -324,8 +324,8 @@ class Spec(SpecNames, Interned):
             resolved = [*placements]
             for axis, placement in enumerate(resolved):
                 if isinstance(placement, Shard | StridedShard) and placement.dim < 0:
-                    resolved[axis] = placement.on_dim(placement.dim % ndim)
-            axes_of = dict(order_of(resolved))
+                    resolved[axis] = placement.on_dim(placement.dim % ndim)  # S(-1) of 2 dims: S(1)
+            axes_of = dict(order_of(resolved))  # S(0), S(0): {0: (0, 1)}
             order = tuple((dim, axes) for dim, axes in order if sorted(axes) == list(axes_of.get(dim, ())))
         if shape is None:
             shape, stride = self.shape, self.stride if stride is None else stride

@@ -57,8 +57,8 @@ class StridedDimSharding:
     def shape(self) -> tuple[int, ...]:
         """The dims of which it was folded, those that no axis shards joined to the faster one before them."""
         runs = [count for count, _ in self.levels]
-        starts = runs if runs[0] == 1 else [1, *runs]
-        return tuple(b // a for a, b in pairwise([*starts, self.length]))
+        starts = runs if runs[0] == 1 else [1, *runs]  # 12 elements in 2 runs: [1, 2]
+        return tuple(b // a for a, b in pairwise([*starts, self.length]))  # [1, 2, 12]: dims of (2, 6)
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
@@ -66,13 +66,13 @@ class StridedDimSharding:
 
         12 elements, 2 runs sharded as 3 + 3: a replicated dim of 2 and one of 6, sharded as 3 + 3.
         """
-        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
+        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]  # 12, levels of 1 and 4 runs: [3, 1]
         shardings = [sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)]
         return [*zip(self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True)]
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Number of elements that the rank at a mesh coordinate holds."""
-        return prod(n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded)
+        return prod(n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded)  # 2 * 3 = 6
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
@@ -89,7 +89,7 @@ class StridedDimSharding:
         for n, sharding in self._folded:
             start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
             if (start, stop) == (0, n):
-                runs = [(first * n, last * n) for first, last in runs]
+                runs = [(first * n, last * n) for first, last in runs]  # the 2 rows of (2, 6): (0, 2)
             else:
                 runs = [(i * n + start, i * n + stop) for first, last in runs for i in range(first, last)]
         return [(start, stop) for start, stop in runs if start < stop]
@@ -128,11 +128,11 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
     ascending = sorted(levels.items())
     if len(ascending) == 1 and ascending[0][0] == 1:
         return ascending[0][1]
-    lengths = [length // runs for runs, _ in ascending]
+    lengths = [length // runs for runs, _ in ascending]  # 12 in 1 and 4 runs: [12, 3]
     if any(runs * n != length or sharding.length != n for (runs, sharding), n in zip(ascending, lengths, strict=True)):
         return None
     for (_, sharding), inner in zip(ascending, lengths[1:], strict=False):
-        if sharding.divided(inner) is None:
+        if sharding.divided(inner) is None:  # 7 + 5 is not whole rows of 3
             return None
     return StridedDimSharding(tuple(ascending), length)
 
@@ -157,7 +157,7 @@ def shard_any_dim(
     length = int(length)  # a symbol becomes a constant: what folds is decided by divisors
     for runs, of_level in by_runs.items():
         plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
-        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)
+        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)  # 12 in 2 runs: 6, as 3 + 3
     sharding = fold_levels(levels, length)
     if sharding is None:
         asked = ", ".join(repr(placements[axis]) for axis in axes)
