@@ -70,14 +70,14 @@ def intervals(sharding: DimSharding) -> list[Interval]:
 def _blocks(runs: Sequence[Run], local: Interval, wanted: Interval) -> Iterator[Block]:
     for run in runs:
         # Elements `i` of the run whose output position is wanted, and whose input position is local.
-        start, stop = wanted[0] - run.target, wanted[1] - run.target
-        low, high = local[0] - run.source, local[1] - run.source
+        start, stop = wanted[0] - run.target, wanted[1] - run.target  # roll, 0.. -> 1.., wanted 3:6: i in 2:5
+        low, high = local[0] - run.source, local[1] - run.source  # roll, local 3:6: i in 3:6
         if run.back:
-            low, high = 1 - high, 1 - low
-        first, last = max(0, start, low), min(run.length, stop, high)
+            low, high = 1 - high, 1 - low  # flip of 6, 5.. -> 0.., local 3:6: (-2, 1), so i in 0:3
+        first, last = max(0, start, low), min(run.length, stop, high)  # roll, a run of 5: i in 3:5
         if last > first:
-            source = run.source - last + 1 if run.back else run.source + first
-            yield Block(source - local[0], run.target + first - wanted[0], last - first, run.back)
+            source = run.source - last + 1 if run.back else run.source + first  # flip, i in 0:3: input 5 - 3 + 1 = 3
+            yield Block(source - local[0], run.target + first - wanted[0], last - first, run.back)  # 2, from 0 to 1
 
 
 class Relocation:
@@ -103,7 +103,7 @@ class Relocation:
         self.dim, self.moves = dim, moves
         self.index: int = shard_index(spec, dim)
         self.local: Interval = shards[self.index]
-        self.wanted: Interval = wanted[self.index]
+        self.wanted: Interval = wanted[self.index]  # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
         self.sends: list[list[Block]] = [[*_blocks(runs, self.local, there)] for there in wanted]
         self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in shards]
 
@@ -120,7 +120,7 @@ class Relocation:
     def backwards(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard: what all ranks' gradients say of it, added up.  For runs forwards."""
         if not self.moves:
-            around = self.wanted[0] - self.local[0], self.local[1] - self.wanted[1]
+            around = self.wanted[0] - self.local[0], self.local[1] - self.wanted[1]  # wants 5:7 of its 4:8: (1, 1)
             return _padded(gradient, {self.dim: around}).contiguous()
         total = self._resized(gradient, self.local[1] - self.local[0]).zero_()
         blocks = [[gradient.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
@@ -184,7 +184,7 @@ class Windows:
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        bounds = [0, *map(self._before, sharding.offsets[1:]), self.outputs]
+        bounds = [0, *map(self._before, sharding.offsets[1:]), self.outputs]  # 8 outputs of 5 + 3, kernel 3: [0, 5, 8]
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
     def _before(self, position: int) -> int:
@@ -193,8 +193,8 @@ class Windows:
             return self.outputs
         if position == 0:
             return 0
-        middle = 0 if self.transposed else self.reach // 2 - self.padding
-        outputs = position * self.stride if self.transposed else -(-(position - middle) // self.stride)
+        middle = 0 if self.transposed else self.reach // 2 - self.padding  # kernel 3, padding 1: 1 - 1 = 0
+        outputs = position * self.stride if self.transposed else -(-(position - middle) // self.stride)  # 5, by 2: 3
         return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
@@ -206,7 +206,7 @@ class Windows:
             return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach + 1
         first = -(-(start + self.padding - self.reach) // self.stride) - self.beside
         last = (stop - 1 + self.padding) // self.stride + 1 + self.beside
-        return self.clipped((first, last))
+        return self.clipped((first, last))  # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
 
     def clipped(self, inputs: Interval) -> Interval:
         """What a range has of the inputs."""
@@ -215,21 +215,21 @@ class Windows:
 
     def reached(self, inputs: Interval) -> Interval:
         """The outputs that a range of inputs reaches, of a transposed operator."""
-        start = inputs[0] * self.stride - self.padding
-        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1
+        start = inputs[0] * self.stride - self.padding  # inputs 0:3, stride 2, padding 1: -1
+        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1  # -1 + 2 * 2 + 3 = 6
 
     @property
     def overlap(self) -> int:
         """Inputs that two neighbouring windows share, so about the size of a halo."""
         if self.transposed:
-            return max(-(-(self.reach + 1) // self.stride) - 1, 0) + 2 * self.beside
-        return max(self.reach + 1 - self.stride, 0)
+            return max(-(-(self.reach + 1) // self.stride) - 1, 0) + 2 * self.beside  # kernel 3, by 2: 2 - 1 = 1
+        return max(self.reach + 1 - self.stride, 0)  # kernel 3, stride 1: 2; kernel 2, stride 2: 0
 
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
     """An argument with a number for each of `count` spatial dims, or one for all."""
     value = call.get(name, [1])
-    return [*value] * (count if len(value) == 1 else 1)
+    return [*value] * (count if len(value) == 1 else 1)  # [2] for 3 dims: [2, 2, 2]
 
 
 def windows_of(
@@ -278,7 +278,7 @@ def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """What each shard's windows read of the input; an empty range of the shard where they read nothing."""
     pairs = zip(intervals(sharding), intervals(windows(sharding)), strict=True)
-    reads = [(shard[0], windows.clipped(windows.reads(outputs))) for shard, outputs in pairs]
+    reads = [(shard[0], windows.clipped(windows.reads(outputs))) for shard, outputs in pairs]  # 4 + 4: 0:5, 3:8
     return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
 
 
@@ -320,11 +320,11 @@ class Halos:
             moves = _reads_others(along, sharding)
             exchange = Relocation(spec, dim, _wanted(along, sharding), runs, moves=moves)
             begin, end = along(sharding).interval_of(exchange.index)
-            first, last = along.reads((begin, end))
-            start, stop = along.reached((first, last)) if along.transposed else (begin, end)
-            margins = max(0, min(last, 0) - first), max(0, last - max(first, along.length))
-            self.halos.append(Halo(exchange, margins, (start - begin, end - stop)))
-            self.first[dim], self.shape[dim] = first, last - first
+            first, last = along.reads((begin, end))  # kernel 3, padding 1, outputs 0:4: rows -1:5
+            start, stop = along.reached((first, last)) if along.transposed else (begin, end)  # inputs 0:3 to -1:6
+            margins = max(0, min(last, 0) - first), max(0, last - max(first, along.length))  # -1:5 of 8: (1, 0)
+            self.halos.append(Halo(exchange, margins, (start - begin, end - stop)))  # of 0:4, -1:6: (-1, -2)
+            self.first[dim], self.shape[dim] = first, last - first  # rows -1:5: from -1, 6 of them
 
     def __bool__(self) -> bool:
         return bool(self.halos)
@@ -333,7 +333,7 @@ class Halos:
         """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""
         value = per_dim(call, name, count)
         for halo in self.halos:
-            value[halo.dim - (len(self.shape) - count)] = 0
+            value[halo.dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: value[1]
         return value
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:

@@ -61,7 +61,7 @@ def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "su
 
 def bytes_of(*tensors: TensorMeta) -> int:
     """How many bytes global tensors have together."""
-    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
+    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)  # (4, 6) of float32: 96
 
 
 def all_reduce_traffic(nbytes: float) -> Traffic:
@@ -95,7 +95,7 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     """
     result = local_call.outputs[0]
     averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
-    ranks = prod(result.mesh.shape[axis] for axis in averaged)
+    ranks = prod(result.mesh.shape[axis] for axis in averaged)  # 2: a part of 3 counts as 6, so that avg is a sum
     others = tuple(axis for axis in axes if axis not in averaged)
 
     def run(part: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     """The operator with some of its arguments, by schema name, replaced by `changes`."""
     op = call.op
-    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}
+    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}  # view(self, size): size is 1
     positions = tuple((places[name], name, value) for name, value in changes.items())
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:
     if keepdim:
         return tensor
     gone = set(dims)
-    return tensor.reshape([n for dim, n in enumerate(tensor.shape) if dim not in gone])
+    return tensor.reshape([n for dim, n in enumerate(tensor.shape) if dim not in gone])  # (4, 1, 3), dim 1: (4, 3)
 
 
 # --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------
@@ -199,8 +199,8 @@ def local_positions(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor
 
 def in_shard(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
     """As `local_positions`, of indices that count from the front and may be out of range: those are not local."""
-    position = index - spec.offset(dim)
-    is_local = (position >= 0) & (position < spec.local_shape[dim])
+    position = index - spec.offset(dim)  # 1, 5, 7 on the rank with 4:8: -3, 1, 3
+    is_local = (position >= 0) & (position < spec.local_shape[dim])  # False, True, True
     return position.masked_fill(~is_local, 0), is_local
 
 
@@ -223,7 +223,7 @@ def moved_between_boxes(
     """
     position, is_inside, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
-        place = index % size + by
+        place = index % size + by  # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
         is_inside &= (place >= 0) & (place < length)
         position, index, step = position + place.clamp(0, max(length - 1, 0)) * step, index // size, step * length
     return position, is_inside

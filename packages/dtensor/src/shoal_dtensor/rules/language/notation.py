@@ -89,7 +89,7 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
 
 def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
     """Replace `...` by one factor per dim it stands for, named from the right so that operands align."""
-    free = ndim - len(dims) + ((ELLIPSIS,) in dims)
+    free = ndim - len(dims) + ((ELLIPSIS,) in dims)  # 4 dims as "... m k": 2, named ...1 ...0
     if free < 0 or (free != 0 and (ELLIPSIS,) not in dims):
         raise NotationError(f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}")
     result: list[Dim] = []
@@ -129,7 +129,7 @@ def factor_rows(
     for name in dict.fromkeys(name for dims in operands for dim in dims for name in dim):
         if name in replicated or (name.startswith(ELLIPSIS) and ELLIPSIS in replicated):
             continue
-        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]
+        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]  # by k: S(1), S(0)
         results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
         if all(entries) and all(results_entries):
             reduced = [P(reduce) if entry is R else entry for entry in results_entries]
@@ -143,7 +143,7 @@ def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence
     for operand, tensor in zip(dims, tensors, strict=True):
         for dim, n in zip(operand, tensor.shape, strict=True):
             if len(dim) == 1:
-                size = sizes.get(dim[0], 1)
+                size = sizes.get(dim[0], 1)  # "k" of 1 (broadcast), then of 6: 6
                 if size not in (1, n) and n != 1:
                     raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}")
                 sizes[dim[0]] = n if size == 1 else size
@@ -165,7 +165,7 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
             position = dim.index(name)
             if prod(map(sizes.__getitem__, dim[:position])) != 1:
                 return None
-            broadcast = tensor.shape[i] == 1 and sizes[name] != 1
+            broadcast = tensor.shape[i] == 1 and sizes[name] != 1  # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
             return R if broadcast else S(i, prod(map(sizes.__getitem__, dim[position + 1 :])))
     return R
 

@@ -27,7 +27,7 @@ def _added(text: str, name: str = "self") -> Rule:
     def rows(call: OpCall) -> Iterator[Row]:
         pattern, (index,) = parse(text), call.places[name]
         (result,) = pattern.outputs
-        dims = result[len(result) - call[name].ndim :]
+        dims = result[len(result) - call[name].ndim :]  # a vector added to "m n": "n"
         inputs = (*pattern.inputs[:index], dims, *pattern.inputs[index:])
         for row in factor_rows(Pattern(text, inputs, pattern.outputs), call.tensors, call.outputs):
             added = (P("sum"),) if row.outputs[0] == P("sum") else row.inputs[index : index + 1]
@@ -73,7 +73,7 @@ def matmul(call: OpCall) -> Iterator[Row]:
     left = "k" if a.ndim == 1 else "m k" if a.ndim == 2 else "... m k"
     right = "k" if b.ndim == 1 else "k n" if b.ndim == 2 else "... k n"
     batch = "... " if max(a.ndim, b.ndim) > 2 else ""
-    result = f"{batch}{'m ' if a.ndim > 1 else ''}{'n' if b.ndim > 1 else ''}"
+    result = f"{batch}{'m ' if a.ndim > 1 else ''}{'n' if b.ndim > 1 else ''}"  # 2 and 3 dims: "... m n"
     yield from product(f"{left}, {right} -> {result}", linear=(0, 1)).rows(call)
 
 
@@ -84,7 +84,7 @@ def kron(call: OpCall) -> Iterator[Row]:
     first, second = (
         [f"{name}{i}" if i >= max(ndims) - n else "" for i in places] for name, n in zip("ab", ndims, strict=True)
     )
-    result = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))
+    result = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))  # 1 and 2 dims: "( b0) (a1 b1)"
     yield from product(f"{' '.join(first)}, {' '.join(second)} -> {result}", linear=(0, 1)).rows(call)
 
 
@@ -113,7 +113,7 @@ def _trace(local_call: LocalCall) -> LocalFunction | None:
     row, column = spec.local_offset
 
     def run(matrix: Tensor, *_: Any, **__: Any) -> Tensor:
-        offset = row - column
+        offset = row - column  # rows 2:4 of (4, 4): 2, so its (0, 2) and (1, 3)
         if not matrix.numel() or offset >= matrix.shape[1] or -offset >= matrix.shape[0]:
             return matrix.new_zeros((), dtype=local_call.outputs[0].dtype)
         return matrix.diagonal(offset).sum()
@@ -131,7 +131,7 @@ def linalg_cross(call: OpCall) -> Iterator[Row]:
 def trilinear(call: OpCall) -> Iterator[Row]:
     """Each operand lacks the dims that it is expanded by; some dims of the product are summed."""
     expanded, summed = [call["expand1"], call["expand2"], call["expand3"]], call["sumdim"]
-    for d in range(call["i1"].ndim + len(expanded[0])):
+    for d in range(call["i1"].ndim + len(expanded[0])):  # expanded by dim 1, an operand has S(0), R, S(1)
         i1, i2, i3 = (R if d in dims else S(d - sum(e < d for e in dims)) for dims in expanded)
         yield call.row(i1=i1, i2=i2, i3=i3, out=P("sum") if d in summed else S(d - sum(s < d for s in summed)))
     yield from call.linear("i1", "i2", "i3")

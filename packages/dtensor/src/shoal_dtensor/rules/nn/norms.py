@@ -35,7 +35,7 @@ def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
     """
     ndim = call["input"].ndim
     if "normalized_shape" in call.bound:
-        free = ndim - len(call["normalized_shape"])
+        free = ndim - len(call["normalized_shape"])  # (8, 6, 5) over (6, 5): 1, and dim 2 is dim 1 of the weight
         yield from ((S(d), R, S(d)) for d in range(free))
         yield from ((S(d), S(d - free), R) for d in range(free, ndim))
     else:
@@ -135,12 +135,12 @@ class Statistics:
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
-        sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
+        sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])  # 2 of (8, 3, 6): (2, 8, 3, 1)
         return (all_reduced(sums, self.spec, self.axes) / self.count).unbind()
 
     def given(self, statistic: Tensor) -> Tensor:
         """A statistic that an operator is given, or returns, shaped to be broadcast to `shape`."""
-        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])
+        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])  # (8, 3, 6): (8, 3, 1)
 
     def summed(self, x: Tensor) -> Tensor:
         """The gradient of weight or bias, out of a tensor like the input."""
@@ -164,8 +164,8 @@ def _statistics(local_call: LocalCall) -> Statistics | None:
     if "group" not in call.bound:
         return Statistics(spec, axes, count, local, dims, parameters, others)
     unit = call["C"] // call["group"]
-    by_group = (local[0], local[1] // unit, unit * prod(local[SPATIAL:]))
-    return Statistics(spec, axes, unit * count, by_group, [2], parameters, others)
+    by_group = (local[0], local[1] // unit, unit * prod(local[SPATIAL:]))  # (8, 6, 3), unit 2: (8, 3, 6)
+    return Statistics(spec, axes, unit * count, by_group, [2], parameters, others)  # of 2 * 5 elements
 
 
 def _forward(local_call: LocalCall) -> LocalFunction | None:
@@ -208,7 +208,7 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         result = result if bias is None else result + bias.reshape(parameters)
         if "momentum" in given:
             # Running statistics, alike on every rank; those of the variance are unbiased.
-            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))
+            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))  # of 10 elements: 10 / 9
             for name, value in (("running_mean", made[0]), ("running_var", unbiased)):
                 if (running := given.get(name)) is not None:
                     running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
@@ -252,7 +252,7 @@ def _resized(local_call: LocalCall) -> LocalFunction | None:
     """A group norm with the batch size, channels and groups of this rank."""
     call = local_call.call
     batch, channels = local_call["input"].local_shape[:2]
-    if (batch, channels) == (call["N"], call["C"]):
+    if (batch, channels) == (call["N"], call["C"]):  # else 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
         return None
     return with_arguments(call, N=batch, C=channels, group=channels * call["group"] // max(call["C"], 1))
 

@@ -41,9 +41,9 @@ def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
 def im2col(call: OpCall) -> Iterator[Row]:
     """`im2col` and `col2im`: batch; channels, each with all elements of its window (3 x 3: 9 columns per channel)."""
     source, result = call["self"], call.outputs[0]
-    channel = source.ndim - (2 if "col2im" in call.op.__name__ else 3)
+    channel = source.ndim - (2 if "col2im" in call.op.__name__ else 3)  # (N, C * 9, L) and (N, C, H, W): 1
     per_result = max(source.shape[channel] // max(result.shape[channel], 1), 1)
-    per_source = max(result.shape[channel] // max(source.shape[channel], 1), 1)
+    per_source = max(result.shape[channel] // max(source.shape[channel], 1), 1)  # 3 channels to 27 columns: 9
     if channel:
         yield call.row(self=S(0), out=S(0))
     yield call.row(self=S(channel, per_result), out=S(channel, per_source))
@@ -83,14 +83,14 @@ def _windows(call: OpCall) -> dict[int, Windows]:
     if "kernel_size" not in call.bound:  # adaptive: where windows are equally long and do not overlap
         dims = range(source.ndim - spatial, source.ndim)
         sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
-        return {d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0}
+        return {d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0}  # 8 to 4: 2, 2
     by_dim = windows_of(call, source, pooled, per_dim(call, "kernel_size", spatial))
     if _takes_maximum(call) or call["divisor_override"] is not None:
         return by_dim
 
     def count_alike(windows: Windows) -> bool:  # whether every window of an average divides by the same number
         overhangs = windows.reads((0, windows.outputs))[1] > windows.length + windows.padding
-        return not overhangs and (call["count_include_pad"] or windows.padding == 0)
+        return not overhangs and (call["count_include_pad"] or windows.padding == 0)  # 5 by 2s, ceil_mode: reads to 6
 
     return {d: windows for d, windows in by_dim.items() if count_alike(windows)}
 
@@ -106,7 +106,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     given = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
     windows = {}
     for dim, name in enumerate(given, len(small) - spatial):
-        n, factor = small[dim], large[dim] // max(small[dim], 1)
+        n, factor = small[dim], large[dim] // max(small[dim], 1)  # 4 rows to 8: factor 2
         if factor * n == large[dim] and 1 <= factor <= LARGEST and call.get(name) in (None, float(factor)):
             windows[dim] = Windows(n, large[dim], factor, factor, transposed=True, beside=beside)
     return windows
@@ -130,7 +130,7 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
         windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
         dims = range(len(large) - spatial, len(large))
         enlarged = {halo.dim for halo in halos.halos}
-        sizes = [halos.shape[d] * windows[d].stride if d in enlarged else large[d] for d in dims]
+        sizes = [halos.shape[d] * windows[d].stride if d in enlarged else large[d] for d in dims]  # 6 rows by 2: 12
         of_input = {"input_size": halos.shape} if "input_size" in call.bound else {}
         return with_arguments(call, output_size=sizes, **of_input)
     if "output_size" in call.bound:
@@ -185,10 +185,10 @@ def _windowed_backward(local_call: LocalCall) -> LocalFunction | None:
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
     """The random samples have batch and channels too, spelt (N, C, spatial)."""
     source, samples = call["self"], call["random_samples"]
-    missing = 3 - samples.ndim
+    missing = 3 - samples.ndim  # samples (N, C, 2): none; (C, 2): 1
     is_batched = source.ndim - spatial_dims(call) == 2
     for d in range(2 if is_batched else 1):
-        own = d + (0 if is_batched else 1) - missing
+        own = d + (0 if is_batched else 1) - missing  # of (C, H, W) channels, 0, are dim 1
         if samples.shape[own] == source.shape[d]:
             yield call.row(self=S(d), random_samples=S(own), out=S(d))
 

@@ -37,7 +37,7 @@ def cat(call: OpCall) -> Iterator[Row]:
         yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
-        padded = PadMap(sum(lengths[:i]), sum(lengths[i + 1 :]))
+        padded = PadMap(sum(lengths[:i]), sum(lengths[i + 1 :]))  # lengths 2, 4, 1, i = 1: 2 before, 1 after
         yield call.row(tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded))
     yield from call.keeping_partials("tensors")
 
@@ -70,11 +70,11 @@ def _covered(local_call: LocalCall, joined: Sequence[int], dim: int) -> list[int
     and those of replicated operands, without being the one that joins them.
     """
     where = local_call.outputs[0].coordinate or (0,) * local_call.outputs[0].mesh.ndim
-    start, stop = local_call.outputs[0].dim_sharding(dim).interval(where)
+    start, stop = local_call.outputs[0].dim_sharding(dim).interval(where)  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
     chosen, before = [], 0
     for i in joined:
         first, last = local_call.inputs[i].dim_sharding(dim).interval(where)
-        if start <= before + first < before + last <= stop:
+        if start <= before + first < before + last <= stop:  # 2 + 2:2 + 4 and 6:7 are in it, 0:2 is not
             chosen.append(i)
         before += local_call.inputs[i].shape[dim]
     return chosen
@@ -91,7 +91,7 @@ def stack(call: OpCall) -> Iterator[Row]:
 
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     """For every padded dim how much it grows at its start and its end."""
-    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim
+    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim  # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
     return {ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)}
 
 
@@ -119,7 +119,7 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
         shard, last = shard_index(source, d), source.dim_sharding(d).shards - 1
         start, stop = source.box(source.coordinate or (0,) * source.mesh.ndim)[d]
         low = before if before >= 0 and shard == 0 else -min(max(0, -before - start), stop - start)
-        end = source.shape[d] - stop
+        end = source.shape[d] - stop  # rank 0 has 3 elements behind it, so of 4 to take off it takes 1
         high = after if after >= 0 and shard == last else -min(max(0, -after - end), stop - start + min(low, 0))
         local += [low, high]
     op = local_call.call.op
@@ -148,13 +148,13 @@ def _runs(call: OpCall) -> dict[int, tuple[Run, ...]] | None:
     source = call["self"]
     if call.get("shifts") is None:
         lengths = {int(d) % max(source.ndim, 1): source.shape[d] for d in call["dims"]} if source.ndim else {}
-        return {d: (Run(n - 1, 0, n, back=True),) for d, n in lengths.items()}
+        return {d: (Run(n - 1, 0, n, back=True),) for d, n in lengths.items()}  # 6: 5, 4, ... to 0, 1, ...
     if not call["dims"]:
         return None
     total: dict[int, int] = {}
     for d, shift in zip(call["dims"], call["shifts"], strict=True):
         total[int(d) % source.ndim] = total.get(int(d) % source.ndim, 0) + int(shift)
-    turns = {d: shift % max(source.shape[d], 1) for d, shift in total.items()}
+    turns = {d: shift % max(source.shape[d], 1) for d, shift in total.items()}  # 6 rolled by 1: 1; by -1: 5
     return {d: (Run(0, k, source.shape[d] - k), Run(source.shape[d] - k, 0, k)) for d, k in turns.items()}
 
 
@@ -206,7 +206,7 @@ class RepeatMap:
 
 def repeat(call: OpCall) -> Iterator[Row]:
     repeats, ndim = call["repeats"], call["self"].ndim
-    new = len(repeats) - ndim
+    new = len(repeats) - ndim  # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
     yield from same_dims(call, ((d, d + new) for d in range(ndim) if repeats[d + new] == 1))
     for d in range(ndim):
         if repeats[d + new] > 1:
@@ -219,13 +219,13 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     """Fetch the ranges of the sharded dims, then repeat the others locally."""
     call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
     repeats = [int(n) for n in call["repeats"]]
-    new = len(repeats) - source.ndim
+    new = len(repeats) - source.ndim  # 3 elements twice: 0..2 -> 0..2 and 0..2 -> 3..5
     sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
     if not sharded:
         return None
     runs = {d: [Run(0, i * n, n) for i in range(repeats[d + new])] for d, n in enumerate(source.shape)}
     moves = [Relocation(source, d, intervals(target.dim_sharding(d + new)), runs[d]) for d in sharded]
-    rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
+    rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
 
     def run(x: Tensor, repeats: Sequence[int]) -> Tensor:
         for move in moves:
@@ -254,7 +254,7 @@ def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
 def diagonal(call: OpCall) -> Iterator[Row]:
     one, two, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
     last, length = call.outputs[0].ndim - 1, call.outputs[0].shape[-1]
-    for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
+    for d, start in ((one, max(0, -offset)), (two, max(0, offset))):  # (4, 4), offset 1: rows 0:3, columns 1:4
         yield call.row(self=S(d), out=S(last, map=DiagonalMap(start, start + length)))
     yield from same_dims(call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim))))
 
@@ -266,7 +266,7 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     if spec.coordinate is None or not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
     row, column = (spec.dim_sharding(d).interval(spec.coordinate)[0] for d in (one, two))
-    offset = call["offset"] + row - column
+    offset = call["offset"] + row - column  # of rows 2:4 of (4, 4): 0 + 2 - 0, (2, 2) is its (0, 2)
     shape = local_call.outputs[0].local_shape
     if not shape[-1]:
         return lambda x, *args: x.new_empty(shape)
@@ -292,7 +292,7 @@ def diag_embed(call: OpCall) -> Iterator[Row]:
 def _tril(local_call: LocalCall) -> LocalFunction | None:
     """The global diagonal, as the shard that starts at (row, column) counts it."""
     row, column = local_call["self"].local_offset[-2:]
-    diagonal = local_call.call["diagonal"] + row - column
+    diagonal = local_call.call["diagonal"] + row - column  # rows 2:4 of (4, 4): 0 + 2 - 0
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
 
 

@@ -46,16 +46,16 @@ class SliceMap:
         if sharding.ragged is None and 0 <= self.start < self.step and sharding.step % self.step == 0:
             length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
             return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
-        bounds = [self.before(offset) for offset in (*sharding.offsets, sharding.length)]
+        bounds = [self.before(offset) for offset in (*sharding.offsets, sharding.length)]  # x[1:7] of 4 + 4: [0, 3, 6]
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
     def before(self, position: int) -> int:
         """How many selected elements are before `position`."""
-        return max(0, -(-(min(position, self.stop) - self.start) // self.step))
+        return max(0, -(-(min(position, self.stop) - self.start) // self.step))  # x[1::3], before 8: 1, 4, 7, so 3
 
     def count(self, start: int, length: int) -> int:
         """How many selected elements are among `length` from `start` on."""
-        return self.before(start + length) - self.before(start)
+        return self.before(start + length) - self.before(start)  # x[1:7], 4 elements from 4 on: 6 - 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SelectMap:
     length: int
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        owner = sharding.shard_with(self.index)
+        owner = sharding.shard_with(self.index)  # x[5] of 4 + 4: shard 1, so 0 + length
         sizes = tuple(self.length if shard == owner else 0 for shard in range(sharding.shards))
         return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
 
@@ -122,9 +122,9 @@ class PadMap:
     exclusive: ClassVar[bool] = True
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        inner = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))
+        inner = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))  # pad (0, -3) of 4 + 4: 4 + 1
         sizes = list(inner(sharding).sizes)
-        sizes[0] += max(0, self.before)
+        sizes[0] += max(0, self.before)  # pad (2, 1) of 4 + 4: 6 + 4, then 6 + 5
         sizes[-1] += max(0, self.after)
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(sizes))
 
@@ -138,7 +138,7 @@ def selection(call: OpCall, length: int) -> SliceMap:
         at = call["index"] % length
         return SliceMap(at, at + 1)
     ends = (0 if call["start"] is None else call["start"], length if call["end"] is None else call["end"])
-    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)
+    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)  # x[-3:] of 8: 5, 8
     return SliceMap(start, max(start, stop), call["step"])
 
 
@@ -148,7 +148,7 @@ def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int
         return 0, 0, 1
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
     start = selected.start + selected.before(offset) * selected.step - offset
-    return start, start + (length - 1) * selected.step + 1, selected.step
+    return start, start + (length - 1) * selected.step + 1, selected.step  # elements 4 and 7 are local 0:4:3
 
 
 aten: Any = torch.ops.aten
@@ -164,7 +164,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
         maps = [selection(call, source.shape[dim])]
     else:
         ends = accumulate(output.shape[dim] for output in call.outputs)
-        maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]
+        maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]  # split into 2 and 3: 0:2, 2:5
     yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
     yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
     yield from call.keeping_partials("self")
@@ -189,7 +189,7 @@ def _split(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _after(dim: int, removed: int) -> int:
-    return dim - (dim > removed)
+    return dim - (dim > removed)  # without dim 1, dim 0 is dim 0 and dim 2 is dim 1
 
 
 def select(call: OpCall) -> Iterator[Row]:
@@ -210,7 +210,7 @@ def select(call: OpCall) -> Iterator[Row]:
 def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     sharding, shape = spec.dim_sharding(dim), local_call.outputs[0].local_shape
     index = local_call.call["index"] % spec.shape[dim]
-    at = index - spec.offset(dim)
+    at = index - spec.offset(dim)  # x[5] on the shard with 4:8: its row 1
     holds = 0 <= at < spec.local_shape[dim]
     if shape or local_call.outputs[0].ndim:
         return (lambda x, *args: x.select(dim, at)) if holds else (lambda x, *args: _nothing(x, shape))
@@ -230,7 +230,7 @@ def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 @along_dim
 def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    first, count = spec.offset(dim), spec.local_shape[dim]
+    first, count = spec.offset(dim), spec.local_shape[dim]  # 4:8: result 5 is its row 5 - 4
     shapes = [output.local_shape for output in local_call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
@@ -289,7 +289,7 @@ def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction
     """Every rank replaces what its shard has of the slice."""
     selected, start = selection(local_call.call, spec.shape[dim]), spec.offset(dim)
     is_one = "index" in local_call.call.bound
-    first, count = selected.before(start), selected.count(start, spec.local_shape[dim])
+    first, count = selected.before(start), selected.count(start, spec.local_shape[dim])  # 1:7, shard 4:8: 3, 3
     bounds = local_bounds(selected, start, count)
 
     def run(x: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -54,9 +54,9 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
         i, j = i + 1, j + 1
         while have != want:
             if have < want:
-                have, i = have * source[i], i + 1
+                have, i = have * source[i], i + 1  # (2, 3, 4) -> (6, 4): 2, then 2 * 3 = 6
             else:
-                want, j = want * target[j], j + 1
+                want, j = want * target[j], j + 1  # (6, 4) -> (2, 3, 4): the same of the target
         result.append((range(first, i), range(second, j)))
     if i < len(source) or j < len(target):
         result.append((range(i, len(source)), range(j, len(target))))
@@ -82,7 +82,7 @@ DimMapping(source=0, unit=1, target=1, steps=1, runs=2, target_runs=1)], \
             mappings += _group_mappings(dims, results, source, target, in_runs=in_runs)
     # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim can say so.
     reached = {mapping.source for mapping in mappings}
-    lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]
+    lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]  # (4, 1) -> (4,): dim 1
     return mappings + [DimMapping(i, 1, j, size) for i in lost for j, size in enumerate(target)]
 
 
@@ -94,19 +94,19 @@ def _group_mappings(
     Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
     there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the source has 2 and one of the target 1.
     """
-    total = prod(source[i] for i in dims)
+    total = prod(source[i] for i in dims)  # (2, 6) -> (4, 3) is one group of 12
     for i, j in product(dims, results):
         before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
-        runs = max(before)
+        runs = max(before)  # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
         other_kind = runs == 1 if in_runs else runs != 1  # sizes may be symbols, whose comparisons are no bools
         if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
-        in_source, in_target = runs // before[0], runs // before[1]
+        in_source, in_target = runs // before[0], runs // before[1]  # 2 runs in a row of 6, 1 in a row of 3
         inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
-        both = _lcm(inside, steps)
+        both = _lcm(inside, steps)  # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
         fits = source[i] % in_source == 0 and target[j] % in_target == 0
         if fits and (both < total // runs or source[i] == 1):
-            yield DimMapping(i, both // inside, j, both // steps, in_source, in_target)
+            yield DimMapping(i, both // inside, j, both // steps, in_source, in_target)  # 12: 3 rows of 4, 2 of 6
 
 
 def _lcm(one: int, other: int) -> int:
@@ -121,10 +121,10 @@ def _lcm(one: int, other: int) -> int:
 
 def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping]:
     """Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay."""
-    n, shift = len(source), len(target) - len(source)
-    left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]
+    n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
+    left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]  # 2, 0 of (2, 0, 3): [0, 1]
     right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
-    others = [(i, i + shift) for i in right if i not in left and i + shift not in left]
+    others = [(i, i + shift) for i in right if i not in left and i + shift not in left]  # 3 and 3: [(2, 3)]
     return [DimMapping(i, 1, j, 1) for i, j in [*((i, i) for i in left), *others]]
 
 
@@ -169,7 +169,7 @@ def _squeezed(call: OpCall) -> list[int]:
 def squeeze(call: OpCall) -> Iterator[Row]:
     """A sharded dim that goes is held by one coordinate, which then holds everything: any other dim can say so."""
     gone, ndim = _squeezed(call), call["self"].ndim
-    others = [d for d in range(ndim) if d not in gone]
+    others = [d for d in range(ndim) if d not in gone]  # (3, 1, 4) without dim 1: [0, 2]
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
         yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
@@ -185,7 +185,7 @@ def _squeeze(local_call: LocalCall) -> LocalFunction | None:
 def unsqueeze(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
     dim = int(call["dim"]) % (ndim + 1)
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim)))
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim)))  # at 1 of 2 dims: 0 -> 0, 1 -> 2
 
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
@@ -194,13 +194,13 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, ((d, d) for d in range(source.ndim - 1)))
     if source.ndim:
         last, n, m = source.ndim - 1, source.shape[-1], target.shape[-1]
-        steps = max(1, min(n, m))
+        steps = max(1, min(n, m))  # 8 of f32 as 4 of f64: 4, so units of 2 and 1
         yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
 
 
 def permute(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
-    yield from same_dims(call, ((int(dim) % ndim, i) for i, dim in enumerate(call["dims"])))
+    yield from same_dims(call, ((int(dim) % ndim, i) for i, dim in enumerate(call["dims"])))  # (2, 0, 1): 2 -> 0
 
 
 def transpose(call: OpCall) -> Iterator[Row]:
@@ -212,7 +212,7 @@ def transpose(call: OpCall) -> Iterator[Row]:
 
 def expand(call: OpCall) -> Iterator[Row]:
     source, target = call["self"], call.outputs[0]
-    new = target.ndim - source.ndim
+    new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
     yield from same_dims(call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new]))
 
 
@@ -227,7 +227,7 @@ def unfold(call: OpCall) -> Iterator[Row]:
     if source.ndim:
         dim, size, step = call.dim("dimension"), call["size"], call["step"]
         yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
-        if size <= step and source.shape[dim] % step == 0:
+        if size <= step and source.shape[dim] % step == 0:  # 12 in windows of 3 every 4: shards of 4, 8, 12
             yield call.row(self=S(dim, step), out=S(dim))
 
 
@@ -252,7 +252,7 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
     if sizes := call["input_sizes"]:
         dim, size, step = int(call["dim"]) % len(sizes), call["size"], call["step"]
         yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim), "grad_in")
-        if size <= step and sizes[dim] % step == 0:
+        if size <= step and sizes[dim] % step == 0:  # 3 every 4: window i is elements 4i to 4i + 2
             yield call.row(grad_in=S(dim), out=S(dim, step))
     yield from call.linear("grad_in")
 
