@@ -97,7 +97,7 @@ def _results_of(
         spec, shape = args[0], outs[0].shape
         if not isinstance(spec, Spec):
             raise UnknownLayoutError("a tensor that is not sharded is expanded by the size of a shard")
-        new = len(shape) - spec.ndim
+        new = len(shape) - spec.ndim  # (4,) expanded to (3, 4): 1 new dim, the first
         kept = [n if n != 1 else shape[new + d] for d, n in enumerate(spec.shape)]
         args, kwargs = (spec, *shape[:new], *kept), {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
@@ -153,7 +153,7 @@ def _run(
 
 def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
     """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
-    sizes = extents(spec, axis)
+    sizes = extents(spec, axis)  # (2, 2) is like (4, 4), half on each rank; the (3, 0) of x[:3] is not
     of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
     return any(all(a * sum(b) == c * sum(sizes) for a, c in zip(sizes, b, strict=True)) for b in of_inputs)
 
@@ -163,7 +163,7 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     """Elements of the dim that an axis shards, on each rank of the axis."""
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
-    here = spec.coordinate or (0,) * spec.mesh.ndim
+    here = spec.coordinate or (0,) * spec.mesh.ndim  # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
     along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
     return tuple(1 if spec.is_strided else spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
@@ -179,7 +179,7 @@ def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Ten
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
         raise UnknownLayoutError("it reinterprets memory")
-    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)
+    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)  # dim -1 of 2: 1
     asked = list(asked[0]) if isinstance(asked[0], tuple | list) else asked
     inferred = start + asked.index(-1) if -1 in asked else None  # the dim of the result whose size was given as -1
     sizes = list(out.shape)
@@ -206,19 +206,19 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
             raise UnknownLayoutError("this rank's shard is empty, and several of its sizes are 0")
         target, rest = zeros[0], prod(n for n in out if n)
         here = prod(n for d, n in enumerate(local) if d != dim)
-        unit = here * total // rest if rest else 0
+        unit = here * total // rest if rest else 0  # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
         _require_unique(sizes, total, unit, inferred == target)
         return target, unit
-    inner = prod(local[dim:])
-    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
-    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
+    inner = prod(local[dim:])  # (2, 4, 6), dim 1 sharded: 24 elements
+    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]  # reshaped to (2, 2, 2, 6): [1]
+    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]  # to (8, 6): [0]
     candidates = exact or folded
     if not candidates:
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     target = inferred if inferred in candidates else candidates[0]
     if out[target] * total % size:
         raise UnknownLayoutError("the sizes of shards are not multiples of it")
-    unit = out[target] * total // size
+    unit = out[target] * total // size  # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
     _require_unique(sizes, total, unit, inferred == target or bool(folded and not exact))
     return target, unit
 
@@ -226,7 +226,7 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
 def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> None:
     """Refuse where on some rank, and so on all, another dim would fit as well."""
     for size in sizes:
-        if size * unit % total:
+        if size * unit % total:  # 3 of 8 elements, a dim of 4: 12 % 8 = 4
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if not inferred and (size == 1) != (size * unit // total == 1) and size:
             raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
@@ -235,7 +235,7 @@ def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> N
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
     """For a plain tensor whose sizes are those of shards: the spec of the tensor beside which it stands."""
     for spec in specs if isinstance(value, Tensor) else ():
-        skip = spec.ndim - value.ndim
+        skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
         fits = skip >= 0 and all(n in (1, spec.local_shape[skip + d]) for d, n in enumerate(value.shape))
         sharded = [p.dim for p in spec.placements if isinstance(p, Shard)]
         if not fits or not any(d >= skip and value.shape[d - skip] != 1 for d in sharded):

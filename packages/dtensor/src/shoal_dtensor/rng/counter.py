@@ -59,14 +59,14 @@ def fill_counter(
         operand = None if operand is None else operand.unsqueeze(0)
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)  # numbers of the box's rows among the global ones
     for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
-        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)
+        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)  # rows 2:4: [2, 3]
     table = (len(rows), local.shape[-1])
     target = local.view(table) if local.is_contiguous() else local.new_empty(table)
     odds = None if operand is None else operand.reshape(table)
     low, high = box[-1]
     for left in range(low, high, _CHUNK):
         right = min(left + _CHUNK, high)
-        step = max(1, _CHUNK // (right - left))
+        step = max(1, _CHUNK // (right - left))  # rows of 100 values: 163 at a time
         for top in range(0, len(rows), step):
             at = (slice(top, top + step), slice(left - low, right - low))
             values = _values(fill, rows[at[0]], (left, right), local.dtype, key)
@@ -82,12 +82,12 @@ def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dty
     if fill.name == "random_":
         wide = _integer_range(fill, dtype)[1] > 1 << 32
     per = 2 if wide else 4  # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
-    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]
+    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]  # 5:10: blocks 1 and 2
     row = rows[:, None]
     words = philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key)
 
     def lanes(values: list[Tensor]) -> Tensor:
-        return torch.stack(values, -1).flatten(1)[:, left % per : left % per + right - left]
+        return torch.stack(values, -1).flatten(1)[:, left % per : left % per + right - left]  # columns 4..11, [1:6]
 
     return _distributed(fill, words, dtype, lanes)
 
@@ -107,9 +107,9 @@ def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> 
         case "uniform_":
             start, stop, bits = first(0.0), second(1.0), _BITS[dtype]
             if bits > 32:
-                units = [(words[i] << 21) + (words[i + 1] >> 11) for i in (0, 2)]
+                units = [(words[i] << 21) + (words[i + 1] >> 11) for i in (0, 2)]  # 32 + 21 of 53 bits
             else:
-                units = [word >> (32 - bits) for word in words]
+                units = [word >> (32 - bits) for word in words]  # f32: the upper 24 bits
             values = lanes(units).double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
             return values.masked_fill_(values >= stop, start) if stop > start else values
         case "normal_":
@@ -130,7 +130,7 @@ def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> 
     assert fill.name == "random_", f"no distribution {fill.name}"
     lowest, count = _integer_range(fill, dtype)
     if count <= 1 << 32:
-        return lanes(words).remainder_(count).add_(lowest)
+        return lanes(words).remainder_(count).add_(lowest)  # random_(2, 5): word % 3 + 2
     if count >= 1 << 64:
         return lanes([(words[i] << 32) | words[i + 1] for i in (0, 2)])
     numbers = lanes([(words[i] << 31) | (words[i + 1] >> 1) for i in (0, 2)])
@@ -155,9 +155,9 @@ def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
     """First value and number of values of `random_`, as torch documents them."""
     if fill.args and fill.args[-1] is not None:
         start, stop = (0, int(fill.args[0])) if len(fill.args) == 1 else (int(fill.args[0]), int(fill.args[1]))
-        return start, stop - start
+        return start, stop - start  # random_(2, 5): from 2, one of 3 numbers
     start = int(fill.args[0]) if fill.args else 0
-    last = (1 << _BITS[dtype]) if dtype in _BITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    last = (1 << _BITS[dtype]) if dtype in _BITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max  # f32: 2**24
     return start, last - start + 1
 
 

@@ -49,7 +49,7 @@ class MemoryOrder(NamedTuple):
             return 0, 0
         first = last = 0
         for (start, stop), n in zip(self.box, self.shape, strict=True):
-            first, last = first * n + start, last * n + stop - 1
+            first, last = first * n + start, last * n + stop - 1  # columns 2:4 of (3, 4): 2 and 11
         return first, last + 1
 
     def arranged(self, local: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class MemoryOrder(NamedTuple):
 
     def restored(self) -> list[int]:
         """Where each of the tensor's dims stands in walking order: what permutes back what `arranged` has permuted."""
-        return sorted(range(len(self.order)), key=lambda position: self.order[position])
+        return sorted(range(len(self.order)), key=lambda position: self.order[position])  # order (1, 2, 0): [2, 0, 1]
 
 
 @remembered(1024)
@@ -92,7 +92,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     for n, s in zip(reversed(shape), reversed(stride), strict=True):
         if n != 1 and s != step:
             return False
-        step *= n
+        step *= n  # (2, 3, 4): strides 1, 4, 12, last dim first
     return True
 
 
@@ -138,15 +138,15 @@ def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Ite
     if not shape:
         yield base, ()
         return
-    inner = prod(shape[1:])
+    inner = prod(shape[1:])  # (3, 4): rows of 4
     while start < stop:
-        row, offset = divmod(start, inner)
-        rows = 0 if offset else (stop - start) // inner
+        row, offset = divmod(start, inner)  # from 2 on: row 0, offset 2; then row 1, offset 0
+        rows = 0 if offset else (stop - start) // inner  # 4:10 in rows of 4: 1 whole row
         if rows:
             length = rows * inner
             yield base, ((row, row + rows), *whole_box(shape[1:]))
         else:
-            length = min(inner - offset, stop - start)
+            length = min(inner - offset, stop - start)  # 2:10 in rows of 4: the 2 up to row 1
             for at, block in _blocks(shape[1:], offset, offset + length, base):
                 yield at, ((row, row + 1), *block)
         start, base = start + length, base + length

@@ -175,12 +175,12 @@ def fill_cpu(
         # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16 are two chunks.
         stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
         if law.words and stop < memory.numel and not (first < stop and start < last):
-            skipped += (stop - start) * law.words
+            skipped += (stop - start) * law.words  # 65536 float32 uniform values: as many words
             start = stop
             continue
         skip_words(skipped, generator)
         skipped = 0
-        part = scratch[: stop - start]
+        part = scratch[: stop - start]  # up to 65536 + 15 elements in units of 16
         mine = list(stretches(memory.shape, memory.box, start, stop))
         if odds is not None and chances is not None:
             for stretch in mine:
@@ -193,7 +193,7 @@ def fill_cpu(
 
 def skip_words(words: int, generator: torch.Generator | None) -> None:
     """Draw so many 32-bit words and forget them."""
-    pairs, odd = divmod(words, 2)
+    pairs, odd = divmod(words, 2)  # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
     scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64)
     while pairs > 0:
         count = min(pairs, CHUNK)
@@ -218,9 +218,9 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
 
     whole, after = trial(_PROBE)
     for unit in _UNITS:
-        values, state = trial(unit, 3 * unit, _PROBE)
+        values, state = trial(unit, 3 * unit, _PROBE)  # in units of 8: 0:8, 8:24, 24:83
         if torch.equal(state, after) and torch.equal(values.nan_to_num(), whole.nan_to_num()):
-            count = 2 * max(unit, 8)
+            count = 2 * max(unit, 8)  # 16 values, or 32 in units of 16
             after = trial(count)[1]
             for words in (1, 2, 4):  # so many if skipping them for each value leads to the same state
                 generator = _primed()
@@ -277,14 +277,14 @@ def fill_cuda(
     first, last = memory.span
     # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
     for k in range(first // rounds.size, -(-last // rounds.size)):
-        begin = k * rounds.size
+        begin = k * rounds.size  # k = 2: 2000, from offset start + 2 * step
         mine = list(stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel)))
         if mine:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
             for stretch in mine:
                 stretch.copy(flat, target)
-    generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)
+    generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)  # 5200: 6 rounds
 
 
 @lru_cache(maxsize=512)
@@ -310,7 +310,7 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int
         return None
     low, high = 1, _LARGEST  # a draw of `low` takes one round, a draw of `high` more
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = (low + high) // 2  # between 1 and 2**24: 8388608
         low, high = (middle, high) if advance(middle) == step else (low, middle)
     rounds = Rounds(low, step)
     return rounds if _holds(rounds, fill, scratch, generator, residue) else None
@@ -324,7 +324,7 @@ def _private_generator(device: torch.device) -> torch.Generator:
 
 def _holds(rounds: Rounds, fill: Fill, scratch: Tensor, generator: torch.Generator, residue: int) -> bool:
     """Whether a draw of two rounds and a bit equals its rounds, drawn one by one and last round first."""
-    numel = 2 * rounds.size + min(rounds.size, 1024 + (residue if fill.granule > 1 else 3))
+    numel = 2 * rounds.size + min(rounds.size, 1024 + (residue if fill.granule > 1 else 3))  # of 3 rounds
     if numel > scratch.numel():
         return False
     start = generator.get_offset()
