@@ -104,7 +104,7 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
         tensor = in_memory(tensor)
         if out is None:
             shape = list(tensor.shape)
-            shape[0] *= comm.size
+            shape[0] *= comm.size  # (3, 5) on 4 ranks: (12, 5)
             out = in_huge_pages(tensor.new_empty(shape))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
     order = comm.order
@@ -119,7 +119,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
     shape = list(tensor.shape)
-    shape[0] //= comm.size
+    shape[0] //= comm.size  # (12, 5) on 4 ranks: (3, 5)
     out = in_huge_pages(tensor.new_empty(shape))
     return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
 
@@ -129,7 +129,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     if comm.order is not None:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
-        sizes = [tensor.shape[0] // comm.size] * comm.size
+        sizes = [tensor.shape[0] // comm.size] * comm.size  # (12, 5) on 4 ranks: [3, 3, 3, 3]
         pending = _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
     else:
         tensor = in_memory(tensor)
@@ -173,7 +173,7 @@ def all_to_all_exact(
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
-    root = source if comm.order is None else comm.order[source]
+    root = source if comm.order is None else comm.order[source]  # order (2, 0, 1): index 0 is rank 2
     if is_traced(tensor):
         return _in_graph("broadcast", tensor, comm, root)
     return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
@@ -202,7 +202,7 @@ def _reordered(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """Equal blocks along dim 0 in another order; not by an index, which would be copied to the device."""
     if not tensor.numel():
         return tensor
-    blocks = tensor.reshape(len(order), -1, *tensor.shape[1:])
+    blocks = tensor.reshape(len(order), -1, *tensor.shape[1:])  # (12, 5) on 4 ranks: (4, 3, 5)
     return torch.cat([blocks[i] for i in order])
 
 
@@ -217,7 +217,7 @@ def in_huge_pages(new: Tensor) -> Tensor:
     """
     madvise = _madvise() if new.nbytes >= LARGE_BYTES and new.is_cpu else None
     if madvise is not None:
-        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # address 5000, pages of 4096: 8192
         length = (new.data_ptr() + new.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
         madvise(first, length, mmap.MADV_HUGEPAGE)  # a wish: whether it is granted changes nothing but the time
     return new

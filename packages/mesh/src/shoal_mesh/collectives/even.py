@@ -237,7 +237,7 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
         pending = Pending(_all_reduce_in_tree(sent, comm), None)
     elif how.dtype is None and comm.on_gloo and backend_calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        pending = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
+        pending = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
         pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
     else:
         pending = backend_calls.all_reduce_(sent, comm, how.op, background)
@@ -263,7 +263,7 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
 
 def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
     """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
-    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))
+    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))  # (8, 3) of 4: (4, 2, 3)
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
@@ -273,7 +273,7 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
         flat.copy_(tree_sum(backend_calls.all_gather(flat.unsqueeze(0), comm).wait()))
         return tensor
     part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
-    padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])
+    padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
     own = _sum_in_tree(backend_calls.all_to_all(padded, comm).wait(), comm)
-    flat.copy_(backend_calls.all_gather(own, comm).wait()[: flat.numel()])
+    flat.copy_(backend_calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
     return tensor

@@ -141,7 +141,7 @@ def start_message(
 
         def receive(message: Tensor) -> Tensor:
             """One tensor for each size; equal ones are rows of a matrix."""
-            is_matrix = any(arriving) and are_equal(arriving)
+            is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
             pending.receive(message.view(len(arriving), -1) if is_matrix else torch.split(message, arriving))
             return message
 
@@ -154,7 +154,7 @@ def _in_one_tensor(
 ) -> Pending:
     if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
         out = backend_calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
-        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
+        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))  # rank 2, blocks of 3: 6:9
         return backend_calls.all_gather(own, comm, background, out)
     is_copy = len(tensors) > 1  # otherwise the message is the caller's tensor
     message = torch.cat(tensors, -1).view(-1) if is_copy else tensors[0].reshape(-1)
@@ -182,7 +182,7 @@ def _coalesced(  # the fields of an event, and how it runs
     """What `run` returns for the tensors of each dtype, in the order of all."""
     positions: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        positions.setdefault(tensor.dtype, []).append(i)
+        positions.setdefault(tensor.dtype, []).append(i)  # float32, int64, float32: [0, 2] and [1]
 
     def run_each() -> list[Tensor]:
         out = list(tensors)
@@ -291,8 +291,8 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
     def run(alike: list[Tensor]) -> list[Tensor]:
         # 2 ranks, tensors of 4 and 2 elements: rows a b and e go to rank 0, c d and f to rank 1, so 3 elements to each.
         blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
-        rows = [each.view(comm.size, -1) for each in blocks]
-        widths = [row.shape[1] for row in rows]
+        rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
+        widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
         own: list[Tensor] = []
         start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait(own.extend)
         return [part.view(each.shape[1:]) for part, each in zip(torch.split(own[0], widths), blocks, strict=True)]

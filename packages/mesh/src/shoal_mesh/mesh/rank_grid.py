@@ -117,7 +117,7 @@ class RankGrid:
         else:
             require(axis, int, f"a mesh axis is a name or an index of {', '.join(self.axis_names)}")
             if -self.ndim <= axis < self.ndim:
-                return axis % self.ndim
+                return axis % self.ndim  # -1 of 2 axes: 1
         raise AxisError(f"no mesh axis {axis!r} in {self!r}: its axes are {', '.join(self.axis_names)}")
 
     def _axes(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class RankGrid:
         coordinate = read_sizes(coordinate, "coordinate")
         if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
-        return self._layout(coordinate)
+        return self._layout(coordinate)  # (1, 2) of (2, 4): 1 * 4 + 2 = 6
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a global rank, None when it is not in the mesh.
@@ -352,7 +352,7 @@ class RankGrid:
             return f"<pre>{escape(repr(self))}</pre>"
         names = self.axis_names
         down = " x ".join(map(escape, names[:-1]))
-        across = self.shape[-1]
+        across = self.shape[-1]  # (2, 4): 4, so row 1 has the ranks at 4:8
         lines = [f"<tr><th>{down}</th>" + "".join(f"<th>{names[-1]} {i}</th>" for i in range(across)) + "</tr>"]
         for row, index in enumerate(product(*map(range, self.shape[:-1]))):
             cells = "".join(f"<td>{rank}</td>" for rank in self.ranks[row * across : (row + 1) * across])
@@ -365,7 +365,7 @@ class RankGrid:
         ranks = self.ranks if self.size() <= 64 else ()
         if not ranks:
             where = f"{self._layout!r}"
-        elif ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        elif ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):  # 4 5 6 7 are "ranks 4-7"
             where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         else:
             where = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

@@ -36,7 +36,7 @@ def coalesce(modes: Sequence[tuple[int, int]]) -> Axis:
         if size == 1:
             continue
         if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
+            merged[-1] = (merged[-1][0] * size, stride)  # (2, 4), (4, 1): 4 == 4 * 1, so (8, 1)
         else:
             merged.append((size, stride))
     return tuple(merged)
@@ -74,11 +74,11 @@ def fit_axis(offsets: Sequence[int]) -> Axis | None:
     # 0 1 2 3 12 13 14 15: a run of 4 with stride 1, which leaves 0 12: a run of 2 with stride 12.
     while len(rest) > 1:
         stride = rest[1]
-        run = next((i for i, value in enumerate(rest) if value != i * stride), len(rest))
+        run = next((i for i, value in enumerate(rest) if value != i * stride), len(rest))  # 0 1 2 3 | 12: 4
         if len(rest) % run:
             return None
         modes.append((run, stride))
-        rest = rest[::run]
+        rest = rest[::run]  # every 4th: 0 12
     axis = tuple(reversed(modes))
     return axis if axis_members(axis) == list(offsets) else None
 
@@ -109,7 +109,7 @@ class Layout:
     @classmethod
     def dense(cls, shape: Sequence[int], offset: int = 0) -> Layout:
         """The row-major grid that counts up from `offset`."""
-        return cls(tuple(((size, prod(shape[i + 1 :])),) for i, size in enumerate(shape)), offset)
+        return cls(tuple(((size, prod(shape[i + 1 :])),) for i, size in enumerate(shape)), offset)  # (2, 4): by 4 and 1
 
     @classmethod
     def fit(cls, shape: Sequence[int], members: Sequence[int]) -> Layout | None:
@@ -117,7 +117,7 @@ class Layout:
         axes = []
         for i, size in enumerate(shape):  # (2, 4): axis 0 has members 0 and 4, axis 1 members 0 to 3
             step = prod(shape[i + 1 :])
-            axis = fit_axis([members[k * step] - members[0] for k in range(size)])
+            axis = fit_axis([members[k * step] - members[0] for k in range(size)])  # step 4: members 0, 4
             if axis is None:
                 return None
             axes.append(axis)
@@ -162,7 +162,7 @@ class Layout:
         """Every rank in row-major order, as a range where one stride gives them: as cheap for 16,384 as for four."""
         match coalesce(self._modes()):
             case ((size, stride),) if stride and self.listed is None:
-                return range(self.offset, self.offset + size * stride, stride)
+                return range(self.offset, self.offset + size * stride, stride)  # (4, 2) from 1: 1 3 5 7
         positions = (self.offset + m for m in axis_members(self._modes()))
         return tuple(positions if self.listed is None else (self.listed[p] for p in positions))
 
@@ -184,9 +184,9 @@ class Layout:
         modes = [(stride, size, a, m) for a, axis in enumerate(self.axes) for m, (size, stride) in enumerate(axis)]
         indices = [0] * self.ndim
         for stride, size, a, m in sorted(modes, reverse=True):
-            digit = min(rest // stride, size - 1)
+            digit = min(rest // stride, size - 1)  # 14 // 12 = 1, rest 2; then 2 // 1 = 2, rest 0
             rest -= digit * stride
-            indices[a] += digit * prod(inner for inner, _ in self.axes[a][m + 1 :])
+            indices[a] += digit * prod(inner for inner, _ in self.axes[a][m + 1 :])  # 1 * 4, then 2: index 6
         return tuple(indices) if rest == 0 else None
 
     def is_injective(self) -> bool:
@@ -195,7 +195,7 @@ class Layout:
 
     def select(self, axes: Sequence[int], at: Mapping[int, int] = MappingProxyType({})) -> Layout:
         """The grid over some axes in the order asked for, the others fixed at `at` (0 when absent)."""
-        offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in at.items())
+        offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in at.items())  # (2, 4), axis 0 at 1: 4
         return Layout(tuple(self.axes[a] for a in axes), offset, self.listed)
 
     def flatten(self) -> Layout:
@@ -209,7 +209,7 @@ class Layout:
         """
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
             raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")
-        inner = Layout.fit(sizes, axis_members(self.axes[axis]))
+        inner = Layout.fit(sizes, axis_members(self.axes[axis]))  # 8 ranks, (2, 4): strides 4 and 1
         if inner is None:
             return self.of((*self.shape[:axis], *sizes, *self.shape[axis + 1 :]), self.members())
         return Layout((*self.axes[:axis], *inner.axes, *self.axes[axis + 1 :]), self.offset, self.listed)
@@ -220,7 +220,7 @@ class Layout:
         for stride, size in sorted((s, n) for n, s in self._modes()):
             if stride <= reach:
                 return False
-            reach += stride * (size - 1)
+            reach += stride * (size - 1)  # 4:1 reaches 3, and 2:4 then 7
         return True
 
     def __repr__(self) -> str:

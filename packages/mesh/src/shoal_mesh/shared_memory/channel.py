@@ -54,11 +54,11 @@ class Channel:
         own = [flags + LINE * (size * i + group.rank()) + word for i in range(len(slots)) for word in (0, 1)]
         self.peers: Peers = Peers(group, pids, words, own, memory[reasons * 8 : head * 8], announced)
         data, streams = torch.frombuffer(segment, dtype=torch.uint8, offset=head * 8), []
-        for i, (depth, slot_bytes) in enumerate(slots.values()):
-            first, width = notes + 2 * size * _note_words(size) * i, _note_words(size)
+        for i, (depth, slot_bytes) in enumerate(slots.values()):  # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
+            first, width = notes + 2 * size * _note_words(size) * i, _note_words(size)  # 2 notes of each rank
             by_parity = [[first + (parity * size + rank) * width for rank in range(size)] for parity in (0, 1)]
             own_slots, data = data[: depth * size * slot_bytes], data[depth * size * slot_bytes :]
-            of_ranks = [flags + LINE * (size * i + rank) for rank in range(size)]
+            of_ranks = [flags + LINE * (size * i + rank) for rank in range(size)]  # stream 1 of 2 ranks: lines 2, 3
             streams.append(Stream(self.peers, of_ranks, by_parity, own_slots.view(depth, size, slot_bytes)))
         self.foreground: Stream = streams[0]
         self.background: dict[str, Stream] = dict(zip(list(slots)[1:], streams[1:], strict=True))
@@ -68,12 +68,12 @@ class Channel:
 
 def _note_words(size: int) -> int:
     """Words of what one rank says in one round: a request and `1 + size` numbers."""
-    return -(-(2 + size) // LINE) * LINE
+    return -(-(2 + size) // LINE) * LINE  # 8 words a line: 4 ranks say 6 numbers, 8 words; 7 ranks 9, 16 words
 
 
 def _head_words(size: int, streams: int) -> list[int]:
     """Words in front of the slots: of the token, flags, notes, announcements and reasons."""
-    notes = 2 * _note_words(size)
+    notes = 2 * _note_words(size)  # 4 ranks, 3 streams: 8, 4 * 24, 4 * 48, 4 * 24, 4 * 512 words
     return [
         LINE,
         *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, REASON_BYTES // 8)),
@@ -90,7 +90,7 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         return _CHANNELS[group]
     except KeyError:
         size = group.size()
-        slots = {
+        slots = {  # by name: (depth, bytes); in the foreground of 4 ranks (2, 1 MiB), of 48 ranks (2, 699008)
             name: (depth, min(most, _ALL_SLOTS_BYTES // (size * depth)) // 64 * 64)
             for name, (depth, most) in {"foreground": (2, SLOT_BYTES), **BACKGROUND}.items()
         }
@@ -178,7 +178,7 @@ def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
 def ranks_per_host(group: ProcessGroup) -> int:
     """How many ranks each of several hosts has, which follow one another in a group; 0 if that is not so, or one."""
     machines = [machine for machine, _ in processes_of(group)]
-    count = machines.count(machines[0]) if machines and all(machines) else 0
+    count = machines.count(machines[0]) if machines and all(machines) else 0  # hosts a a b b: 2
     if not 1 < count < len(machines) or machines != [m for m in dict.fromkeys(machines) for _ in range(count)]:
         return 0
     positions = [*_torch.group_ranks(group).items()]

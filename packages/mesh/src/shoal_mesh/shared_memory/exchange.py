@@ -116,15 +116,15 @@ def _in_windows(  # noqa: PLR0913  # a request, and what is shown
     """
     shown = _movable(tensor)
     what = request(kind, shown.dtype, shown.numel(), op, root)
-    length = shown.numel() // ways
-    window = stream.slot_bytes // shown.element_size() // ways
+    length = shown.numel() // ways  # 10 elements, of an all-to-all of 2: rows of 5
+    window = stream.slot_bytes // shown.element_size() // ways  # slots of 1 MiB, float32, 2 rows: 131072
     for a in range(0, max(length, 1), window):
         b = min(a + window, length)
         slots, own = stream.slots(shown.dtype, ways * (b - a), ways)
         if shows and b - a == length:
             own.copy_(_flat(shown))
         elif shows:
-            own.view(ways, b - a).copy_(shown.view(ways, length)[:, a:b])
+            own.view(ways, b - a).copy_(shown.view(ways, length)[:, a:b])  # rows of 5, window 2:4
         yield what
         read(slots, a, b)
 
@@ -147,12 +147,12 @@ def _reduce_by_parts(stream: Stream, tensor: Tensor, op: str) -> Steps:
         own.copy_(window)
         yield what
         part = -(-window.numel() // stream.size)  # 10 elements of 4 ranks: parts of 3, 3, 3, 1
-        start = min(stream.rank * part, window.numel())
+        start = min(stream.rank * part, window.numel())  # 10 in parts of 3, rank 3: 9:10
         stop = min(start + part, window.numel())
         parts, own = stream.slots(tensor.dtype, part)
         reduce_rows(slots[:, start:stop], op, own[: stop - start])
         yield what
-        full, rest = divmod(window.numel(), part)
+        full, rest = divmod(window.numel(), part)  # 10 by 3: 3 whole parts and 1
         window[: full * part].view(full, part).copy_(parts[:full])
         if rest:
             window[full * part :].copy_(parts[full, :rest])
@@ -177,10 +177,10 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
     """
     width, window = flat.element_size(), stream.slot_bytes
     flat, out = as_bytes(flat), as_bytes(out)  # a rank without any element may not know the dtype
-    send, receive = [n * width for n in send], [n * width for n in receive]
+    send, receive = [n * width for n in send], [n * width for n in receive]  # 3 of float32: 12 bytes
     what = request("all_to_all_v", flat.dtype, 0)
     sources: list[tuple[int, int, int]] = []  # rank, first and last byte of the block for this one
-    arrived = [end - count for end, count in zip(accumulate(receive), receive, strict=True)]
+    arrived = [end - count for end, count in zip(accumulate(receive), receive, strict=True)]  # receive 3, 1, 2: 0, 3, 4
     a, longest = 0, 1
     while a < longest:
         shown = flat[a : a + window]
@@ -193,9 +193,9 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
             sources.extend(_sources(stream, receive))
             longest = max(stream.said(rank, stream.size) for rank in range(stream.size))
         for rank, first, last in sources:
-            low, high = max(first, a), min(last, a + window)
+            low, high = max(first, a), min(last, a + window)  # block 3:9, window 4:8: 4:8
             if low < high:
-                place = arrived[rank] + low - first
+                place = arrived[rank] + low - first  # block 3:9 from 4 on: 1 behind its begin
                 out[place : place + high - low].copy_(slots[rank, low - a : high - a])
         a += window
 
@@ -210,7 +210,7 @@ def _sources(stream: Stream, receive: Sequence[int]) -> Iterator[tuple[int, int,
                 f"which expects {count}"
             )
         if count:
-            first = sum(stream.said(rank, before) for before in range(stream.rank))
+            first = sum(stream.said(rank, before) for before in range(stream.rank))  # 3, 1, 2: rank 2 from 4
             yield rank, first, first + count
 
 

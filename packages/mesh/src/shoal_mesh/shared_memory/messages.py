@@ -62,17 +62,17 @@ class Packer:
         if self._tensors and self._tensors[0].ndim == 2:
             if room == self.length:
                 widths = [tensor.shape[1] for tensor in self._tensors]
-                rows = slot.view(self._tensors[0].shape[0], sum(widths))
+                rows = slot.view(self._tensors[0].shape[0], sum(widths))  # (2, 3) and (2, 1): (2, 4)
                 torch._foreach_copy_(list(torch.split(rows, widths, 1)), self._tensors)
                 self._tensors.clear()
                 return
             self._tensors = [row for rows in zip(*self._tensors, strict=True) for row in rows]
             self._lengths = [row.numel() for row in self._tensors]
-        while room:
+        while room:  # 5 and 2 elements in slots of 3: 0:3 of the first; its 3:5 and 0:1 of the second; its 1:2
             tensor, length = self._tensors[self._first], self._lengths[self._first]
             part = tensor[self._at : self._at + room] if self._at or room < length else tensor
             parts.append(part)
-            room, self._at = room - part.numel(), self._at + part.numel()
+            room, self._at = room - part.numel(), self._at + part.numel()  # 5 elements, room for 3: 0, 3
             if self._at == length:
                 self._tensors[self._first], self._first, self._at = tensor.new_empty(0), self._first + 1, 0
         if parts:
@@ -89,13 +89,13 @@ def all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sequence[int],
     for a in range(0, max(*counts, 1), window):
         if a:
             yield FREE
-        slots, slot = stream.slots(dtype, min(window, max(counts) - a))
+        slots, slot = stream.slots(dtype, min(window, max(counts) - a))  # 10 in windows of 4: 4, 4, 2
         own.pack(slot[: max(own.length - a, 0)])
         yield what
         if not whole and len(set(counts)) == 1:
             receive(slots)
             return
-        rows = [slots[rank, : max(n - a, 0)] for rank, n in enumerate(counts)]
+        rows = [slots[rank, : max(n - a, 0)] for rank, n in enumerate(counts)]  # counts 6, 3 from 4 on: 2 and 0
         if not whole:
             receive(rows)
         for into, row in zip(whole, rows, strict=False):
@@ -110,7 +110,7 @@ def reduce_scatter(  # what a message is
     """Steps: `receive` gets the reduction of one block of the message, of which block i has `counts[i]` elements."""
     own, dtype = Packer(tensors), tensors[0].dtype
     del tensors
-    start, count = sum(counts[:block]), counts[block]
+    start, count = sum(counts[:block]), counts[block]  # counts (2, 5), block 1: from 2, 5 elements
     what = request("reduce_scatter", dtype, own.length, op)
     window = min(stream.slot_bytes, _WINDOW_BYTES) // dtype.itemsize
     out: Tensor | None = None
@@ -145,7 +145,7 @@ def all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rece
         own.pack(slot)
         yield what
         part = -(-length // stream.size) if in_parts else length  # 10 elements of 4 ranks: 3, 3, 3, 1
-        low = min(stream.rank * part, length) if in_parts else 0
+        low = min(stream.rank * part, length) if in_parts else 0  # 10 in parts of 3, rank 3: 9:10
         high = min(low + part, length)
         reduced = torch.empty(high - low, dtype=dtype)
         reduce_rows(slots[:, low:high], op, reduced)
@@ -156,7 +156,7 @@ def all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rece
         slot[low:high].copy_(reduced)
         del reduced
         yield what
-        unpacked.unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)])
+        unpacked.unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)])  # 0:3, 3:6, ...
     receive(unpacked.tensors)
 
 
@@ -181,8 +181,8 @@ class Unpacker:
                 if not self._room:
                     self._begin()
                 tensor = self.tensors[-1]
-                count = min(self._room, row.numel() - at)
-                first = tensor.numel() - self._room
+                count = min(self._room, row.numel() - at)  # 5 to come, 3 here: 3
+                first = tensor.numel() - self._room  # of 8, 5 are to come: from 3 on
                 tensor[first : first + count].copy_(row[at : at + count])
                 at, self._room = at + count, self._room - count
                 self._skip_empty()
