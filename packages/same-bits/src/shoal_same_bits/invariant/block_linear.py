@@ -91,7 +91,7 @@ class _OutputColumns(Function):
             db = bias_gradient(grad, ctx.blocks) if needs_bias else None
         factors = ctx.readers.take() if ctx.place == 0 else []
         if needs_x and factors:
-            dx = summed(factors, 0, ctx.blocks)
+            dx = summed(factors, 0, ctx.blocks)  # (B, ..., N) of q, k and v, times (N, K) of each: (B, ..., K)
             if ctx.readers.comm is not None:
                 all_reduce_(dx, ctx.readers.comm)
         return dx, dw, db, None, None, None
@@ -104,7 +104,7 @@ class _Rows(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
-        out = summed([(x, weight)], 1, blocks)
+        out = summed([(x, weight)], 1, blocks)  # 8 blocks on 4 ranks: K / 4 features in 2 blocks each
         if comm is not None:
             all_reduce_(out, comm)
         return out
@@ -114,7 +114,7 @@ class _Rows(Function):
         first_order_only()
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, *_rest = ctx.needs_input_grad
-        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
+        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None  # (B, ..., N) x (N, K): K in blocks
         dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
         return dx, dw, None, None
 
@@ -143,7 +143,7 @@ class InvariantColumn(ColumnLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks: int = own_blocks(self, "weight", 0)
+        self.blocks: int = own_blocks(self, "weight", 0)  # 8 blocks on 4 ranks: 2, of N
 
     @_of_samples
     def __call__(self, input: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class InvariantRow(RowLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks: int = own_blocks(self, "weight", 1)
+        self.blocks: int = own_blocks(self, "weight", 1)  # 8 blocks on 4 ranks: 2, of K
 
     @_of_samples
     def __call__(self, input: Tensor) -> Tensor:

@@ -39,12 +39,12 @@ class BlockArithmetic:
 
     def own_blocks(self, ranks: int, size: int, what: str) -> int:
         """How many of the blocks one of so many ranks has that share a dim; a StyleError if they cannot share them."""
-        if self.blocks % ranks or size % self.blocks:
+        if self.blocks % ranks or size % self.blocks:  # 8 blocks: 2, 4 or 8 ranks, a dim of 64, not of 60
             raise StyleError(
                 f"invariant_arithmetic(blocks={self.blocks}): {what} of {size} elements over {ranks} ranks; the ranks "
                 "must divide the blocks, and the blocks the dim. Choose another number of blocks (a power of two)"
             )
-        return self.blocks // ranks
+        return self.blocks // ranks  # 8 blocks on 4 ranks: 2
 
 
 def current_arithmetic() -> BlockArithmetic | None:
@@ -76,7 +76,7 @@ def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
 def contiguous_block(tensor: Tensor) -> Tensor:
     """The tensor in contiguous, aligned memory: what a kernel sees must not depend on where a block came from."""
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor  # at 96: 96 % 64 = 32
 
 
 def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
@@ -96,7 +96,7 @@ def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, in
         if count == 1:
             return term(start)
         # An odd number is filled up with zeros, which change no sum, to a power of two.
-        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
+        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1  # 6: 3 + 3; 7: 4 + 3; 5: 4 + 1
         total = node(start, left)
         if add is not None and count - left == 1:
             return add(total, start + left)

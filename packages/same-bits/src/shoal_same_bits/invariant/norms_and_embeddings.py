@@ -63,13 +63,13 @@ def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tens
     """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
     if dim > 1:
         grad = grad.movedim(dim, 1)
-    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
-    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))
+    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])  # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
+    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))  # (8, 2, 32) -> (2, 32)
     return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
 
 
 def _sums_one_by_one(_: int, cells: Tensor) -> Tensor:
-    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
+    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]  # 16 of (2, 32): 16 of (32,)
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
 
@@ -90,13 +90,13 @@ def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
     arithmetic, layout = entered(), lowered.port_out.desired
     dim = getattr(layout, "dim", SEQUENCE_DIM)
-    dim = dim + local.ndim if dim < 0 else dim
+    dim = dim + local.ndim if dim < 0 else dim  # -2 of 3 dims: 1
     if not layout.is_replicate():
         what = f"{lowered.sharding.style}: dim {dim} of the activation"
         return lowered.comm, dim, arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what)
     if local.ndim < 3 or local.shape[dim] % arithmetic.blocks:  # nothing that could be sharded
         return None, dim, 1
-    return None, dim, arithmetic.blocks
+    return None, dim, arithmetic.blocks  # (2, 16, 32): 8 blocks of 2 tokens; (2, 12, 32) is one, as 12 % 8 = 4
 
 
 def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
@@ -196,7 +196,7 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
         dense: Tensor = torch.ops.aten.embedding_dense_backward(
             grads[i].contiguous(), tokens[i], rows + 1, padding, False
         )
-        return dense[:rows]
+        return dense[:rows]  # without the row of other ranks' tokens: (5, D) -> (4, D)
 
     return tree_of(len(tokens), of_sample)
 

@@ -35,7 +35,7 @@ def _spread(dim: int) -> Measured:
 
     def in_blocks(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         operands = [_blocks(matrix, blocks, dim), *(_blocks(b, blocks, 0) for b in bias)]
-        samples = [contiguous_block(sample) for sample in x]
+        samples = [contiguous_block(sample) for sample in x]  # (2, 3, 8): two of (3, 8)
         return torch.stack(
             [torch.cat([product(s, *each) for each in zip(*operands, strict=True)], -1) for s in samples]
         )
@@ -44,7 +44,7 @@ def _spread(dim: int) -> Measured:
         return torch.stack([product(contiguous_block(sample), matrix, *bias) for sample in x])
 
     def at_once(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)
+        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)  # (2, 3, 8) as (6, 8), back to (2, 3, N)
 
     return Measured(in_blocks, (at_once, by_samples))
 
@@ -60,9 +60,9 @@ def _summed(dim: int) -> Measured:
         divided = _blocks if copies else torch.chunk
         pairs = []
         for x, matrix in zip(operands[::2], operands[1::2], strict=True):
-            matrices = divided(matrix, blocks, dim)
+            matrices = divided(matrix, blocks, dim)  # (N, 8) in 4 blocks of dim 1: four of (N, 2)
             pairs.append(zip(divided(x, blocks, -1), (m.t() for m in matrices) if dim == 1 else matrices, strict=True))
-        return [list(term) for term in zip(*pairs, strict=True)]
+        return [list(term) for term in zip(*pairs, strict=True)]  # q and k in 4 blocks: 4 terms of 2 pairs
 
     def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
         samples = zip(*operands[::2], strict=True)
@@ -70,7 +70,7 @@ def _summed(dim: int) -> Measured:
         return torch.stack([tree_of_products(factors(blocks, t, copies=copies), fused=False) for t in terms])
 
     def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
-        rows = [operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)]
+        rows = [operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)]  # x, W, x, W
         total = tree_of_products(factors(blocks, rows, copies=False), fused=fused)
         return total.view(*operands[0].shape[:2], -1)
 
@@ -83,7 +83,7 @@ def _summed(dim: int) -> Measured:
 def _weight_gradient(dim: int) -> Measured:
     def in_blocks(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
         split, other = (grad, x) if dim == 0 else (x, grad)
-        parts = [_blocks(sample, blocks, -1) for sample in split]
+        parts = [_blocks(sample, blocks, -1) for sample in split]  # parts[i][j]: sample i, (R, N / blocks)
         others = [contiguous_block(sample) for sample in other]
 
         def product(i: int, j: int) -> Tensor:
@@ -113,7 +113,7 @@ def _samples(tensor: Tensor) -> Tensor:
 
 def _parts(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
-    whole, arithmetic = _samples(tensor), current_arithmetic()
+    whole, arithmetic = _samples(tensor), current_arithmetic()  # (2, 10, 8), by 4 rows (2, 12, 8), then (6, 4, 8)
     if arithmetic is None or arithmetic.rows is None:
         return whole
     return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(-1, arithmetic.rows, whole.shape[2])
@@ -121,7 +121,7 @@ def _parts(tensor: Tensor) -> Tensor:
 
 def _joined(parts: Tensor, shape: Sequence[int]) -> Tensor:
     """`_parts` back, for a tensor of this shape."""
-    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
+    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]  # (6, 4, 8) -> (2, 12, 8) -> (2, 10, 8)
     return whole.contiguous().view(shape)  # elementwise kernels that follow take memory with gaps another way
 
 
@@ -137,7 +137,7 @@ def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
     """The sum of products of (B, ..., K) and a matrix whose dim `dim` is summed over, in `blocks` blocks."""
     x, matrix = factors[0]
-    shape = (*x.shape[:-1], matrix.shape[1 - dim])
+    shape = (*x.shape[:-1], matrix.shape[1 - dim])  # (2, 3, 8) and (16, 8), dim 1 summed: (2, 3, 16)
     if not x.numel():
         return x.new_zeros(shape)
     operands = [each for rows, weight in factors for each in (_parts(rows), weight)]

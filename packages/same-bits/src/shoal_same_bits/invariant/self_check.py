@@ -44,7 +44,7 @@ def _over(
     The ranks' results are joined along `dim`, or added in the tree.
     """
     parts = [*zip(*(parts for _, parts in operands), strict=True)]
-    results = [function(BLOCKS // len(parts), *own) for own in parts]
+    results = [function(BLOCKS // len(parts), *own) for own in parts]  # 8 blocks on 4 ranks: 2 each
     want = function(BLOCKS, *(whole for whole, _ in operands))
     return name, want, tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim)
 
@@ -52,7 +52,7 @@ def _over(
 def _samples(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     x, grad = ((each, each.chunk(ranks)) for each in (draw(ROWS, FEATURES), draw(ROWS, FEATURES)))
     weight, bias = draw(FEATURES, FEATURES, samples=0), draw(FEATURES, samples=0)
-    numbers = (x[0][..., 0] * 64).long().remainder(FEATURES)
+    numbers = (x[0][..., 0] * 64).long().remainder(FEATURES)  # tokens: -1.5 is -96, so 32 of 128
     tokens = numbers, numbers.chunk(ranks)
     yield _over("linear, over samples", lambda _, s: spread(s, weight, 0, BLOCKS, bias), x, dim=0)
     yield _over(
@@ -105,7 +105,7 @@ def _tokens(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    q, k, v, grad = (draw(BLOCKS, ROWS, FEATURES // BLOCKS) for _ in range(4))
+    q, k, v, grad = (draw(BLOCKS, ROWS, FEATURES // BLOCKS) for _ in range(4))  # (8, 8, 16, 16) each
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -119,7 +119,7 @@ def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What is computed for a sequence at once, and for chunks of it, by so many rows of the mode."""
-    sizes = [1, rows, rows + 1, max(rows - 1, 1)]
+    sizes = [1, rows, rows + 1, max(rows - 1, 1)]  # 4 rows: 1, 4, 5, 3, which begin anywhere in a part
     x, weight = draw(sum(sizes), FEATURES), draw(FEATURES, FEATURES, samples=0)
     q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,10 +131,10 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     for name, function in functions.items():
         parts = [function(part.contiguous()) for part in torch.split(x, sizes, 1)]
         yield f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1)
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+    ends = torch.tensor(sizes).cumsum(0).tolist()  # 1 4 5 3: 1, 5, 10, 13
     seen = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=q.device).tril()
     cut = [
-        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])
+        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])  # 5:10 to 0:10
         for end, n in zip(ends, sizes, strict=True)
     ]
     got = torch.cat([attention_in_rows(rows, *each) for each in cut], 2)

@@ -54,9 +54,9 @@ class GlobalPart:
         """A number for each element, of its global index; as many as there are bits of the value."""
         place = torch.zeros((1,) * self.local.ndim, dtype=torch.int64, device=self.local.device)
         for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))
+            place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))  # (1, 2) of (4, 6): 6 + 2 = 8
         if self.local.is_complex():
-            place = torch.stack([2 * place, 2 * place + 1], -1)
+            place = torch.stack([2 * place, 2 * place + 1], -1)  # element 8: 16 real, 17 imaginary
         return _mixed(place + _OFFSET)
 
     def digest(self) -> Tensor:
@@ -99,10 +99,10 @@ def part_of_output(output: Tensor, lowered: Lowered, batch: DeviceMesh | None) -
     for dim, size in enumerate(local.shape):
         start = 0
         for mesh in sharded.get(dim, []):
-            start = start * mesh.size() + mesh.comm(tuple(range(mesh.ndim))).rank
+            start = start * mesh.size() + mesh.comm(tuple(range(mesh.ndim))).rank  # data 1 of 2, sequence 2 of 4: 6
         ranks = torch.Size(mesh.size() for mesh in sharded.get(dim, [])).numel()
-        indices.append(torch.arange(size, device=local.device) + start * size)
-        sizes.append(size * ranks)
+        indices.append(torch.arange(size, device=local.device) + start * size)  # shard 6 of 3 rows: 18, 19, 20
+        sizes.append(size * ranks)  # 3 rows on 2 * 4 ranks: 24
     counted = isinstance(layout, Shard) or lowered.comm.rank == 0
     meshes = (lowered.mesh, *([] if batch is None else [batch]))
     return GlobalPart(local, tuple(indices), tuple(sizes), counted, meshes)
@@ -209,7 +209,7 @@ class StepFingerprints:
         for name, param in named:
             self._record(name, part_of_tensor(param.detach()))
         sums = totals(self._seen)
-        line = {name: f"{sums[name][0] % (1 << 64):016x}" for name in self._seen}
+        line = {name: f"{sums[name][0] % (1 << 64):016x}" for name in self._seen}  # -1: ffffffffffffffff
         self._seen.clear()
         self._times.clear()
         if _writes():
