@@ -34,9 +34,9 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
         block_out: of the block.
         block_lse: of the block.
     """
-    total = torch.logaddexp(lse, block_lse)
+    total = torch.logaddexp(lse, block_lse)  # sums of exponentials 1 before, 3 here: log 4
     finite = total.masked_fill(total == -torch.inf, 0)  # of queries that read nothing
-    weight = (block_lse - finite).exp_().unsqueeze(-1)
+    weight = (block_lse - finite).exp_().unsqueeze(-1)  # of sums 1 and 3: 3 / 4 here, 1 / 4 for what was there
     out.mul_((lse - finite).exp_().unsqueeze(-1)).addcmul_(block_out.to(out.dtype), weight)
     lse.copy_(total)
 
@@ -104,7 +104,7 @@ def plain_attention_backward(
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
     """Some queries after others: which, and their scores, in float32 or more."""
     limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
-    step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
+    step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))  # 6 x 4 heads, 8192 keys: 21 queries
     for start in range(0, q.shape[-2], step):
         rows = slice(start, start + step)
         scores = (q[..., rows, :] @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
@@ -196,10 +196,10 @@ class BlockKernel:
             given = given[..., tile.queries, tile.first_key : tile.first_key + columns]
             if tile.row is not None and given.shape[0] > 1:
                 size = q.shape[0]
-                given = given[tile.row * size : (tile.row + 1) * size]
+                given = given[tile.row * size : (tile.row + 1) * size]  # 2 heads of keys, batch row 1: 2:4
         if tile.kind is TileKind.FULL:
             return given
-        left, right = self.window if tile.kind is TileKind.BAND else (None, 0)
+        left, right = self.window if tile.kind is TileKind.BAND else (None, 0)  # causal: any key before, none behind
         ahead = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(-1) - tile.offset
         band = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
         if right is not None:

@@ -62,8 +62,8 @@ class Task:
         """The batch row of a tile, of a folded tensor."""
         if tile.row is None:
             return folded
-        heads = folded.shape[0] // self.batch
-        return folded[tile.row * heads : (tile.row + 1) * heads]
+        heads = folded.shape[0] // self.batch  # 6 rows of a batch of 3: 2 heads of keys each
+        return folded[tile.row * heads : (tile.row + 1) * heads]  # batch row 1 of 3, 2 heads each: 2:4
 
 
 Blocks = Iterator[tuple[int, Tensor]]  # whose block, and the block
@@ -84,7 +84,7 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
         pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
         yield owner, block
         if pending is not None:
-            block, owner = pending.wait(), (owner - 1) % comm.size
+            block, owner = pending.wait(), (owner - 1) % comm.size  # of 3 ranks, after the block of 0 that of 2
 
 
 def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
@@ -103,7 +103,7 @@ def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str)
     """Send a block to the next rank, and receive the one of the rank before, which is of the owner before."""
     send, receive = [0] * comm.size, [0] * comm.size
     send[(comm.rank + 1) % comm.size] = block.numel()
-    receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]
+    receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]  # rank 1 sends block 1 to 2, gets 0 from 0
     with purpose(f"ring attention: {what}"):
         return all_to_all_v(block, comm, send, receive, async_op=True)
 
@@ -115,7 +115,7 @@ def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     yield comm.rank, block
     blocks = torch.split_with_sizes(pending.wait(), sizes)
     for step in range(1, comm.size):
-        owner = (comm.rank - step) % comm.size
+        owner = (comm.rank - step) % comm.size  # rank 1 of 3: after its own those of 0 and 2
         yield owner, blocks[owner]
 
 
@@ -124,7 +124,7 @@ def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], com
     summands: dict[int, Tensor] = {}
     for owner, block in blocks:
         summands[owner] = gradient(owner, block)
-    flat = torch.cat([summands[owner] for owner in range(comm.size)])
+    flat = torch.cat([summands[owner] for owner in range(comm.size)])  # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
     with purpose("attention: gradients of keys and values"):
         return reduce_scatter_v(flat, comm, sizes)
 
@@ -139,11 +139,11 @@ class _Sizes:
     def __init__(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
         self.heads, self.widths = k.shape[0], (k.shape[-1], v.shape[-1])
         self.lengths = layout.sizes
-        self.flat = [self.heads * length * sum(self.widths) for length in self.lengths]
+        self.flat = [self.heads * length * sum(self.widths) for length in self.lengths]  # 6 * 4 * (8 + 8) = 384
 
     def keys_and_values(self, flat: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """Views of a flat block: (n, 1, length, width) each."""
-        counts = [self.heads * self.lengths[owner] * width for width in self.widths]
+        counts = [self.heads * self.lengths[owner] * width for width in self.widths]  # 6 * 4 * 8 = 192, twice
         k, v = torch.split_with_sizes(flat, counts)
         shape = self.heads, 1, self.lengths[owner]
         return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
@@ -222,7 +222,7 @@ def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
         task: everything else.
     """
     # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that read each in the next.
-    folded = k.shape[0] * k.shape[1]
+    folded = k.shape[0] * k.shape[1]  # batch 3, 2 heads of keys: 6
     keys, values = (x.reshape(folded, 1, *x.shape[2:]) for x in (k, v))
     queries = q.reshape(folded, q.shape[1] // max(k.shape[1], 1), *q.shape[2:]).contiguous()
     with unwatched():

@@ -45,8 +45,8 @@ class SequenceLayout:
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> SequenceLayout:
         """One range per rank, of the sizes that `torch.chunk` and `Shard(dim)` give; the last ranks may have none."""
-        size = max(-(-length // ranks), 1)
-        return cls._of([[(rank * size, min((rank + 1) * size, length))] for rank in range(ranks)])
+        size = max(-(-length // ranks), 1)  # 10 positions on 4 ranks: 3
+        return cls._of([[(rank * size, min((rank + 1) * size, length))] for rank in range(ranks)])  # 3, 3, 3, 1
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
@@ -68,9 +68,9 @@ class SequenceLayout:
         held: list[list[Range]] = [[] for _ in range(ranks)]
         chunks = 2 * ranks
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-            bounds = [start + length * i // chunks for i in range(chunks + 1)]
+            bounds = [start + length * i // chunks for i in range(chunks + 1)]  # 8 from 4 on, 2 ranks: 4 6 8 10 12
             for rank, own in enumerate(held):
-                own += [(bounds[i], bounds[i + 1]) for i in (rank, chunks - 1 - rank)]
+                own += [(bounds[i], bounds[i + 1]) for i in (rank, chunks - 1 - rank)]  # rank 0 of 2: 4:6, 10:12
         return cls._of(held)
 
     @classmethod
@@ -122,6 +122,6 @@ class SequenceLayout:
         """
         found = []
         for own, shard in zip(self.ranges, shards, strict=True):
-            blocks = torch.split_with_sizes(shard, [stop - start for start, stop in own] or [0], dim)
-            found += list(zip(own, blocks, strict=False))
+            blocks = torch.split_with_sizes(shard, [stop - start for start, stop in own] or [0], dim)  # 0:2, 6:8: 2, 2
+            found += list(zip(own, blocks, strict=False))  # later sorted by range: 0:2, 2:4, 4:6, 6:8
         return torch.cat([block for _, block in sorted(found, key=lambda each: each[0])] or [shards[0]], dim)
