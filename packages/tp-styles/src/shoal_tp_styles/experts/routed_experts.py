@@ -56,7 +56,7 @@ class RoutedExperts(Lowered):
         sharded = self.sharded
         self.beside: Callable[[], Callable[[], None] | None] | None = None
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
-        first = sum(self.per_rank[: self.comm.rank])
+        first = sum(self.per_rank[: self.comm.rank])  # 3 experts as (2, 1): rank 1 has 2:3
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
         everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
@@ -121,15 +121,15 @@ class RoutedExperts(Lowered):
         pairs = first_pairs(pairs, every[rank][:-1], counts[rank])
         if not self.sharded:  # the pairs of this rank's experts
             pairs = pairs[sum(counts[0][: self.own.start]) : sum(counts[0][: self.own.stop])]
-        token_ids = pairs // max(chosen.shape[-1], 1)
-        rows = self.routed(tokens.index_select(0, token_ids), counts)
+        token_ids = pairs // max(chosen.shape[-1], 1)  # 2 choices a token: pair 5 is token 2's second one
+        rows = self.routed(tokens.index_select(0, token_ids), counts)  # 2 0 1 pairs, experts 1:3: pairs[2:3]
         rows = rows * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
         out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token_ids, rows)
         return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
 
     def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert; partial where all ranks have all rows."""
-        fits = sizes.shape == (self.experts.count,)
+        fits = sizes.shape == (self.experts.count,)  # sizes 2 0 1 have the bounds 0 2 2 3
         every = self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows)) if fits else []
         if not fits or any(row[-2] > row[-1] for row in every):
             raise LayoutError(
@@ -141,9 +141,9 @@ class RoutedExperts(Lowered):
             used = every[self.comm.rank][-2]
             out = self.routed(rows.narrow(0, 0, used), counts)
             return out if used == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - used))
-        start, end = every[0][self.own.start], every[0][self.own.stop]
+        start, end = every[0][self.own.start], every[0][self.own.stop]  # 0 2 2 3, experts 1:3: 2, 3
         out = self.routed(rows.narrow(0, start, end - start), counts)
-        return functional.pad(out, (0, 0, start, len(rows) - end))
+        return functional.pad(out, (0, 0, start, len(rows) - end))  # row 2:3 of 3: two rows of zeros before it
 
     def read(self, bounds: Tensor, rows: int) -> list[list[int]]:
         """Bounds and number of rows of each rank that has tokens of its own: the one time that the host waits."""
@@ -180,7 +180,7 @@ class RoutedExperts(Lowered):
         if not self.own:
             return rows + _anchor(local)
         if not len(rows):  # one row of zeros, of which nothing is kept: the parameters get gradients of zero
-            one = [[int(index == 0) for index in range(len(self.own))]]
+            one = [[int(index == 0) for index in range(len(self.own))]]  # [[1, 0]] of two experts
             padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
             return self.computed(padded, one).narrow(0, 0, 0)
         ids = _experts_of_rows(counts, rows)
@@ -190,7 +190,7 @@ class RoutedExperts(Lowered):
             out: Tensor = forward(rows, ids.unsqueeze(-1), ones)
         else:
             order = torch.argsort(ids, stable=True)
-            sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
+            sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)  # 2 0 1, 1 1 0: 3 1 1
             out = forward(rows.index_select(0, order), sizes).index_select(0, torch.argsort(order))
         return out + _anchor(local) if self.experts.listed else out
 

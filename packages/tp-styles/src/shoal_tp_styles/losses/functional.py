@@ -41,7 +41,7 @@ class _RowStatistics(Function):
     def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, vocab: Vocab) -> Any:
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         rows = x.shape[:-1]
-        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
+        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)  # (rows,); of logits 0 2 | 1 3: 2 and 3
         all_reduce_(peak, vocab.comm, "max")
         # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as on one device.
         peak = peak.masked_fill_(peak == -torch.inf, 0)
@@ -50,8 +50,8 @@ class _RowStatistics(Function):
         own = None if target is None else own_classes(target, vocab)
         sums.append(zero if own is None else pick(work, *own))
         sums.append(zero if q is None else vocab.sum_of_classes(work * q))
-        stacked = all_reduce(torch.stack(sums), vocab.comm)
-        lse = stacked[0].log().add_(peak)
+        stacked = all_reduce(torch.stack(sums), vocab.comm)  # (3, rows), in one message
+        lse = stacked[0].log().add_(peak)  # logits 0 2 | 1 3, peak 3: log(1.553) + 3 = 3.440
         ctx.save_for_backward(x, lse, *(own or (None, None)), q)
         ctx.set_materialize_grads(False)
         return lse, stacked[1], stacked[2]
@@ -66,7 +66,7 @@ class _RowStatistics(Function):
         if to_lse is None:
             dx = torch.zeros_like(work)
         else:
-            dx = (work - lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))
+            dx = (work - lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))  # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
         if to_picked is not None and index is not None and x.shape[-1]:
             dx.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
         if to_q is not None and q is not None:
@@ -76,8 +76,8 @@ class _RowStatistics(Function):
 
 def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     """Index of each target among this rank's classes (0 for those of other ranks), and whether it is one of them."""
-    local = target - vocab.first
-    inside = (local >= 0) & (local < vocab.own)
+    local = target - vocab.first  # 5, 1 and 9 on the rank with 4:8: 1, -3, 5
+    inside = (local >= 0) & (local < vocab.own)  # of 1, -3, 5 with 4 classes here: True, False, False
     return local.masked_fill(~inside, 0), inside
 
 
@@ -203,14 +203,14 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
 ) -> Tensor:
     """Cross entropy with a distribution per row as target."""
     if smoothing > 0:
-        q = q * (1 - smoothing) + smoothing / classes.total
+        q = q * (1 - smoothing) + smoothing / classes.total  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
     if weight is not None:
         weights = plain(weight)
         assert weights is not None, "a weight was given"
         q = q * classes.shard(weights)
     mass = all_reduce(classes.sum_of_classes(q), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
-    loss = lse * mass - by_q
+    loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
     return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
 
 
@@ -340,12 +340,12 @@ def kl_div(
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
-    divergence = lse - by_q - entropy
+    divergence = lse - by_q - entropy  # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
     rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)
     if reduction == "batchmean":
-        return reduced(divergence, shape[0], "mean", rows)
-    return reduced(divergence, max(prod(shape), 1), reduction, rows)
+        return reduced(divergence, shape[0], "mean", rows)  # (8, 16) rows: by 8
+    return reduced(divergence, max(prod(shape), 1), reduction, rows)  # (8, 16) rows: by 128
 
 
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
@@ -375,7 +375,7 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
         )
     experts = probabilities.shape[-1]
     rows = probabilities.reshape(-1, experts)
-    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
+    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)  # choices of each; the last is tokens
     shares[:experts].index_add_(0, chosen.reshape(-1), torch.ones_like(chosen.reshape(-1), dtype=rows.dtype))
     shares[experts] = len(rows)
     total = rows.sum(0)

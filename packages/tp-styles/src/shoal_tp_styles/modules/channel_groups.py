@@ -50,12 +50,12 @@ class ChannelsOfGroups(OwnOptions):
     def of(cls, module: Any, multiple_of: int) -> Self:
         """Of a module, whose ranks hold multiples of so many output channels; of a group norm any complete groups."""
         if isinstance(module, CONVOLUTIONS):
-            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
-            unit = lcm(out_of, multiple_of) // out_of
+            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups  # 6, 12 by 6: 1, 2
+            unit = lcm(out_of, multiple_of) // out_of  # groups of 2 channels, multiples of 4: 2 groups
             rows = into if module.transposed else out_of
-            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))
+            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))  # (N, C, H, W): dim -3
         if isinstance(module, nn.GroupNorm):
-            size = module.num_channels // module.num_groups
+            size = module.num_channels // module.num_groups  # 6 channels in 3 groups: 2
             return cls(module.num_groups, 1, size, size, size)
         channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
         return cls(channels, multiple_of, 1, 1, 1)
@@ -63,12 +63,12 @@ class ChannelsOfGroups(OwnOptions):
     @property
     def input(self) -> Shard:
         """The layout of the input."""
-        return Shard(self.dim, multiple_of=self.unit * self.into)
+        return Shard(self.dim, multiple_of=self.unit * self.into)  # 2 groups of 1 input channel: 2
 
     @property
     def output(self) -> Shard:
         """The layout of the output."""
-        return Shard(self.dim, multiple_of=self.unit * self.out_of)
+        return Shard(self.dim, multiple_of=self.unit * self.out_of)  # 2 groups of 2 output channels: 4
 
     @property
     def parameters(self) -> dict[str, Shard]:

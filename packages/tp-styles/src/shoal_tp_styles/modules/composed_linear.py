@@ -91,7 +91,7 @@ class LatentLinear(Lowered):
         local: Any = self.local("weight", "bias")
         out = linear(ports.own_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
-        latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)
+        latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)  # 576, rotary 64: 512, 64
         return torch.cat([latent, copy(read, self.comm)], -1)
 
 
@@ -109,7 +109,7 @@ class _Concatenate(Function):
         for shard in shards:
             if shard.data_ptr() != end or not shard.is_contiguous() or shard.untyped_storage().data_ptr() != storage:
                 return torch.cat(shards)
-            end += shard.numel() * shard.element_size()
+            end += shard.numel() * shard.element_size()  # (2, 4) float32 at 1000: the next one at 1032
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
@@ -153,7 +153,7 @@ class FusedLowering(Lowered):
         for param in call.trained(f"{fused.prefix}weight", f"{fused.prefix}bias"):
             for heads in fused.blocks.values():
                 if heads.replicated(call.ranks):
-                    nbytes = param.numel() * param.element_size() // fused.features * heads.size
+                    nbytes = param.numel() * param.element_size() // fused.features * heads.size  # of one head
                     yield Collective("all_reduce", nbytes, backward=True, ranks=call.ranks // heads.count)
 
 
@@ -231,7 +231,7 @@ class AttentionHeads(FusedLowering):
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
         # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that follows draws.
-        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
+        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)  # as (5, 2, 32)
         # The output's layout refers to the dims of the caller's tensors.
         partial = partial.squeeze(1) if not batched else partial.transpose(0, 1) if module.batch_first else partial
         out = ports.partial_output(self, partial, module.out_proj.bias)
@@ -246,9 +246,9 @@ class AttentionHeads(FusedLowering):
         weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
         weights: Any = [*separate.values()]  # one each where keys or values have dims of their own
         width = len(weights[0] if weight is None else weight) // (1 if weight is None else 3)
-        if same and weight is not None:
+        if same and weight is not None:  # 4 heads of 8: 96 rows, 32 each of queries, keys and values
             packed = functional.linear(copy(inputs[0], self.comm), weight, bias)
-            projected = list(torch.split_with_sizes(packed, [width] * 3, -1))
+            projected = list(torch.split_with_sizes(packed, [width] * 3, -1))  # (batch, length, 96): 32 each
         else:
             weights = weights if weight is None else torch.split_with_sizes(weight, [width] * 3)
             biases: Any = [None] * 3 if bias is None else torch.split_with_sizes(bias, [width] * 3)
@@ -256,7 +256,7 @@ class AttentionHeads(FusedLowering):
                 functional.linear(copy(x, self.comm), w, b) for x, w, b in zip(inputs, weights, biases, strict=True)
             ]
         head: Any = self.module.head_dim
-        return [x.view(*x.shape[:-1], width // head, head).transpose(1, 2) for x in projected]
+        return [x.view(*x.shape[:-1], width // head, head).transpose(1, 2) for x in projected]  # to (2, 4, 5, 8)
 
     def dropped(self, attention: Tensor) -> Tensor:
         """Attention weights after dropout, which draws the values that one device with all heads would draw."""
@@ -285,7 +285,7 @@ def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, 
             else given
         )
         if view is not None:
-            added = added.view(view)
+            added = added.view(view)  # padding (2, 5): (2, 1, 1, 5)
         elif added.ndim == 3:
             raise UnsupportedModuleError(
                 "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"

@@ -100,7 +100,7 @@ def _forward(module: Any, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
     if x.shape[batch]:
         return forward(module, x, hx)  # type: ignore[no-any-return]  # a module's forward has no type
     shape = list(x.shape)
-    shape[batch] = 1
+    shape[batch] = 1  # an empty batch (0, 5, 8) runs as (1, 5, 8)
     out, state = forward(module, x.new_zeros(shape))
     none = tuple(each.narrow(1, 0, 0) for each in _tensors(state))
     return out.narrow(batch, 0, 0), none if type(state) is tuple else none[0]
@@ -155,7 +155,7 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.sizes: tuple[int, ...] = tuple(shard_sizes(module.hidden_size, Shard(0), self.comm.size))
+        self.sizes: tuple[int, ...] = tuple(shard_sizes(module.hidden_size, Shard(0), self.comm.size))  # 8: 3, 3, 2
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -207,7 +207,7 @@ class HiddenUnits(Lowered):
 
     def leaving(self, parts: list[Tensor]) -> Tensor:
         """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
-        features, size = parts[0].ndim - 1, sum(self.sizes)
+        features, size = parts[0].ndim - 1, sum(self.sizes)  # (5, 2, 3), of 3 + 3 + 2 units: 2, 8
         if len(parts) == 1:
             return ports.sharded_output(self, parts[0], features, size, self.sizes)
         whole = [gather(part, self.comm, features, self.sizes) for part in parts]
@@ -232,7 +232,7 @@ class HiddenUnits(Lowered):
             for end in ("", "_reverse")[: 1 + module.bidirectional]:
                 names = [f"{name}_l{layer}{end}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
                 weights = [local.get(name) for name in names]
-                state = tuple(each[len(last)] for each in initial)
+                state = tuple(each[len(last)] for each in initial)  # layer 1 reverse: 3
                 of_units, of_all, state = self.steps(x.flip(0) if end else x, weights, state, inner)
                 outputs.append(of_units.flip(0) if end else of_units)
                 whole.append(of_all.flip(0) if end and inner else of_all)
@@ -252,7 +252,7 @@ class HiddenUnits(Lowered):
         """
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
         units = self.sizes[self.comm.rank]
-        drive = linear(x, of_inputs, bias_of_inputs)
+        drive = linear(x, of_inputs, bias_of_inputs)  # (steps, batch, gates * units), of all steps at once
         if state:
             hidden = gather_partial(state[0], self.comm, 1, self.sizes)
         else:
@@ -261,7 +261,7 @@ class HiddenUnits(Lowered):
         of_units, of_all = [], []
         for step, driven in enumerate(drive):
             state = self.cell(driven, linear(hidden, of_state, bias_of_state), state, units)
-            of_units.append(state[0])
+            of_units.append(state[0])  # (batch, 3): steps of them are stacked to (steps, batch, 3)
             if inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
                 of_all.append(hidden)
@@ -295,7 +295,7 @@ class HiddenUnits(Lowered):
 
 
 def _gates(x: Tensor, units: int, gates: int) -> list[Tensor]:
-    return list(torch.split_with_sizes(x, [units] * gates, -1))
+    return list(torch.split_with_sizes(x, [units] * gates, -1))  # (batch, 4 * 3) of an LSTM: four of (batch, 3)
 
 
 def _tensors(state: Any) -> tuple[Tensor, ...]:

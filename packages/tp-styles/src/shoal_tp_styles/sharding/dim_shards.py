@@ -41,7 +41,7 @@ class Heads:
 
     def replicated(self, ranks: int) -> bool:
         """Whether each head is held by several of so many ranks."""
-        return not self.chunked and self.count < ranks and ranks % self.count == 0
+        return not self.chunked and self.count < ranks and ranks % self.count == 0  # 2 heads on 4 ranks
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one-axis mesh itself, or the same ranks as (heads, ranks that hold the same head)."""
@@ -49,12 +49,12 @@ class Heads:
         if not self.replicated(ranks):
             return mesh
         names = mesh.mesh_dim_names and (f"{mesh.axis_names[0]}_heads", f"{mesh.axis_names[0]}_replicas")
-        return mesh.unflatten(0, (self.count, ranks // self.count), names)
+        return mesh.unflatten(0, (self.count, ranks // self.count), names)  # 2 heads on 4 ranks: (2, 2)
 
     def placements(self, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
         """Placements on `self.mesh(mesh)` of a parameter with these features along `dim`."""
         if self.replicated(mesh.size()):
-            return Shard(dim, multiple_of=self.size), Replicate()
+            return Shard(dim, multiple_of=self.size), Replicate()  # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
         return (HeadShard(dim, self).on(mesh.size()),)
 
 
@@ -93,11 +93,11 @@ class HeadShard:
         if count % ranks == 0 or self.heads.chunked:
             shard = Shard(self.dim, multiple_of=size)
         else:
-            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))
+            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))  # 2, 2, 1, 1
             shard = Shard(self.dim, sizes=sizes)
         if self.blocks == 1:
             return shard
-        in_block = shard_sizes(self.heads.features, shard, ranks)
+        in_block = shard_sizes(self.heads.features, shard, ranks)  # gate and up of 6 on 3: [2, 2, 2] of each
         return StridedShard(self.dim, split_factor=self.blocks, sizes=in_block)
 
 
