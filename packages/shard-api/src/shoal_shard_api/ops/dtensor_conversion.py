@@ -66,7 +66,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     several = list(dict.fromkeys(rank for rank in ranks if ranks.count(rank) > 1))
     if several:
         raise NotExpressibleError(f"ranks {several} hold several shards each; a DTensor has one shard on each rank")
-    cells = grid(list(holders), shape)
+    cells = grid(list(holders), shape)  # 0:2 and 2:3 of (3,): ((2, 1),)
     if cells is None:
         raise NotExpressibleError(
             f"the {len(filled)} shards are not all cells of a grid over a tensor of size {shape}: "
@@ -77,19 +77,19 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     idle = [rank for rank in dict.fromkeys([*(rank for rank, _ in layout), *members]) if rank not in ranks]
     if idle:
         rows = [max(len(filled), 1) // max(len(sizes), 1) for sizes in axes]  # ranks that share one index on the axis
-        fits = [axis for axis, row in enumerate(rows) if len(idle) % row == 0]
+        fits = [axis for axis, row in enumerate(rows) if len(idle) % row == 0]  # 1 idle rank, rows of 2: none
         if not fits:
             raise NotExpressibleError(
                 f"a grid of {' x '.join(str(len(sizes)) for sizes in axes)} shards on {len(members)} ranks leaves the "
                 f"ranks {idle} idle, and they do not fill a row of a mesh of all ranks"
             )
-        axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])
+        axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])  # 2 idle, rows of 2: one more index, of size 0
     # A cell has a holder; what is beyond the cells is given to the idle ranks.
     spare, along = iter(idle), [spans(sizes) for sizes in cells]
-    order = []
+    order = []  # of axes (2, 2, 0) and (2, 2), the coordinates (2, 0) and (2, 1) go to idle ranks
     for coordinate in product(*(range(len(sizes)) for sizes in axes)):
         at = dict(zip(dims, coordinate, strict=True))
-        inside = bool(filled) and all(at[dim] < len(cells[dim]) for dim in dims)
+        inside = bool(filled) and all(at[dim] < len(cells[dim]) for dim in dims)  # (2, 0) of 2 x 2 cells is not
         order.append(holders[tuple(each[at.get(d, 0)] for d, each in enumerate(along))] if inside else next(spare))
     placements = tuple(Shard(dim, sizes=tuple(sizes)) for dim, sizes in zip(dims, axes, strict=True))
     return Grid(tuple(len(sizes) for sizes in axes), tuple(order), placements)

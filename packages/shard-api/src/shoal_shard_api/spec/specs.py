@@ -214,7 +214,7 @@ def get_split_size(dim_size: int, chunks: int) -> int:
     expect_all("get_split_size", "(dim_size, chunks)", (dim_size, chunks), int)
     if chunks < 1:
         raise ShardingSpecError(f"get_split_size: at least one chunk is needed, got {chunks}")
-    return (dim_size + chunks - 1) // chunks
+    return (dim_size + chunks - 1) // chunks  # (5 + 3) // 4 = 2
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
@@ -233,7 +233,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
         [2, 2, 1, 0]
     """
     expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", (dim_size, split_size, idx), int)
-    remaining = dim_size - idx * split_size
+    remaining = dim_size - idx * split_size  # chunk 2: 5 - 2 * 2 = 1; chunk 3: -1
     return min(max(remaining, 0), split_size)
 
 
@@ -331,7 +331,7 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMet
     sharded = [d for d in dims if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     if len(sharded) > 1:
         return EnumerableShardingSpec(shards)
-    dim = sharded[0] if sharded else 0
+    dim = sharded[0] if sharded else 0  # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0
     # It is ordered last: torch.chunk has its empty chunks there too.
     ordered = sorted(shards, key=lambda shard: (shard.shard_sizes[dim] == 0, shard.shard_offsets[dim]))
     chunked = ChunkShardingSpec(dim, [shard.placement for shard in ordered if shard.placement is not None])
