@@ -180,7 +180,7 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
         raise CheckpointError(f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first")
     for where, place in boxes_of(tensor, entry.first_row):
         box, shard = tuple((each.start, each.stop) for each in where), local[place]
-        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
+        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)  # ((0, 4), (2, 3)): ((2, 3), (0, 4))
 
 
 def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
@@ -195,9 +195,9 @@ def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
                 )
             for box in boxes:
                 tensor.holders.setdefault(box, []).append(rank)
-    for number, (name, tensor) in enumerate(tensors.items()):
+    for number, (name, tensor) in enumerate(tensors.items()):  # entry 5, of ranks [0, 1]: 1 writes
         tensor.writers = {box: ranks[number % len(ranks)] for box, ranks in tensor.holders.items()}
-        covered = sum(map(volume, tensor.holders))
+        covered = sum(map(volume, tensor.holders))  # rows 0:2 and 2:3 of (3, 4): 8 + 4
         if covered != prod(tensor.shape):
             raise CheckpointError(
                 f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
@@ -215,14 +215,14 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
         end, header = 0, dict[str, Any](__metadata__={"format": "pt"})
         for name in sorted(names, key=lambda each: -tensors[each].dtype.itemsize):
             tensor = tensors[name]
-            start, end = end, end + tensor.nbytes
+            start, end = end, end + tensor.nbytes  # (2, 3) and (3,) of float32: 0, 24, then 24, 36
             header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
             tensor.file, tensor.start = file, start
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # 61 bytes and 3 spaces: the data begins at 8 + 64
         headers[file] = len(text).to_bytes(8, "little") + text
         for name in names:
-            tensors[name].start += len(headers[file])
+            tensors[name].start += len(headers[file])  # 8 for the length of the text, then the text
     return headers
 
 
@@ -272,14 +272,14 @@ def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
     if not data.nbytes:
         return 0
     full = len(box)
-    while full and box[full - 1] == (0, tensor.shape[full - 1]):
+    while full and box[full - 1] == (0, tensor.shape[full - 1]):  # columns 1:3 of (6, 4, 5): 3, then 2
         full -= 1
     strides = [prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
-    outer = box[: max(full - 1, 0)]
-    run = data.nbytes // volume(outer)
-    base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)
+    outer = box[: max(full - 1, 0)]  # ((0, 6),) where columns are sharded
+    run = data.nbytes // volume(outer)  # 6 * 2 * 5 of 4 bytes: 240 // 6 = 40
+    base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)  # column 1: 1 * 20
     for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
-        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))
+        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))  # row 3: 3 * 80
         rest = data[number * run : (number + 1) * run]
         while rest:  # a call may write less than it is given
             count = os.pwrite(file, rest, offset)
