@@ -237,7 +237,7 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     match edge.kind:
         case "AllReduce" | "ReduceScatter":
             kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
-            averaged = prod(sizes[a] for a in edge.axes if ops[a] == "avg")
+            averaged = prod(sizes[a] for a in edge.axes if ops[a] == "avg")  # sum over 2, avg over 4: sum / 4
             fields["op"], fields["divisor"] = (kinds.pop(), 1) if len(kinds) == 1 else ("sum", averaged)
             fields["dims"] = edge.tensor_dims
         case "AllGather":

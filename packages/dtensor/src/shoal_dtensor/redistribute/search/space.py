@@ -199,7 +199,7 @@ class Space:
 
     def _sharded(self, dim: int, tokens: Tokens) -> Shards:
         axes, _, longest, even = self.shards(dim, tokens[:-1])  # of (0, 3) those of (0,), then axis 1 inside of it
-        leaving = mask_of([t // 3 for t in tokens[_shared(tokens, self._wanted[dim]) :]])
+        leaving = mask_of([t // 3 for t in tokens[_shared(tokens, self._wanted[dim]) :]])  # (0, 3), wanted (0, 6): 0b10
         axis, kind = divmod(tokens[-1], 3)  # 5: axis 1, with the sizes of the destination
         axes |= 1 << axis
         placement = self.placements[kind - 1][axis] if kind else None

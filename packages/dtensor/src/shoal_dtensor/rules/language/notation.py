@@ -132,7 +132,7 @@ def factor_rows(
         entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]  # by k: S(1), S(0)
         results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
         if all(entries) and all(results_entries):
-            reduced = [P(reduce) if entry is R else entry for entry in results_entries]
+            reduced = [P(reduce) if entry is R else entry for entry in results_entries]  # out lacks k: P(sum)
             rows.append(Row(tuple(filter(None, entries)), tuple(filter(None, reduced))))
     return rows
 
@@ -163,7 +163,7 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
     for i, dim in enumerate(dims):
         if name in dim:
             position = dim.index(name)
-            if prod(map(sizes.__getitem__, dim[:position])) != 1:
+            if prod(map(sizes.__getitem__, dim[:position])) != 1:  # "(h d)" by d: every head has a part
                 return None
             broadcast = tensor.shape[i] == 1 and sizes[name] != 1  # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
             return R if broadcast else S(i, prod(map(sizes.__getitem__, dim[position + 1 :])))
