@@ -72,6 +72,18 @@ def test_ranks_that_have_not_reported_are_named_together() -> None:
             assert backend_work._who(group, [0, 1, 2, 3], 0)[0].startswith(text)
 
 
+@on_ranks(2)
+def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    returned, stopped = "(process 7) has returned", "(process 8) is stopped (SIGSTOP)"
+    with pytest.MonkeyPatch.context() as patch:
+        for lost, ranks in (({0: returned, 1: stopped}, (1,)), ({0: returned}, (0,)), ({0: stopped}, (0,))):
+            patch.setattr(backend_work, "lost_ranks", lambda *_, lost=lost: lost)
+            text, at_fault = backend_work._who(group, [0, 1], 0)
+            assert at_fault == ranks and all(state in text for state in lost.values())
+
+
 def start(different: int, seen: str) -> None:
     comm, rank = through_gloo(), dist.get_rank()
     with pytest.raises(PeerError) as caught:

@@ -108,7 +108,8 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
             started = _roll_call(group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS)
             if started and (different := _differing(started)):
                 text = f"{text}; {different[0]}"
-        return text, tuple(lost)
+        # A rank beside a lost one has most likely returned because it failed for that one, sooner than this rank.
+        return text, tuple(rank for rank, state in lost.items() if "returned" not in state) or tuple(lost)
     started = _roll_call(group, ranks, me, _ROLL_CALL_SECONDS)
     if started is None:
         return "the store of the default group does not answer, so its process or host (rank 0?) may be gone", ()
