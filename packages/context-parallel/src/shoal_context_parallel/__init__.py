@@ -1,9 +1,7 @@
 """Attention of a sequence that is sharded over an axis of a mesh: ring, all-gather and Ulysses."""
 
-from typing import Never
-
 from shoal_dtensor.errors import LayoutError, LayoutTypeError, SecondOrderError, StyleError
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from .__about__ import __version__
 from .attention_mask import Documents
@@ -27,10 +25,4 @@ __all__ = [
     "set_rotate_method",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)

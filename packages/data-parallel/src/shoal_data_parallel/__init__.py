@@ -1,9 +1,7 @@
 """Data parallelism: parameters sharded over data axes (FSDP, HSDP), replicated (DDP), or updated in shards (ZeRO-1)."""
 
-from typing import Never
-
 from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, UnsupportedModuleError
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from .__about__ import __version__
 from .fsdp_module import FSDPModule, UnshardHandle, reduce_after_last_microbatch, register_fsdp_forward_method
@@ -29,10 +27,4 @@ __all__ = [
     "replicate",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)

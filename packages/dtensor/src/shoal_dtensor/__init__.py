@@ -1,10 +1,9 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from functools import partial
-from typing import Any
 
 from shoal_mesh import DeviceMesh, init_device_mesh
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from . import errors
 from .__about__ import __version__
@@ -133,10 +132,4 @@ __all__ = [
     "zeros",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    raise no_such_name(__name__, name, INSTEAD)
+__dir__, __getattr__ = facade(__name__, __all__, INSTEAD)

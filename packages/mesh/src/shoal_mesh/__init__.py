@@ -1,7 +1,5 @@
 """Ranks in a grid: device meshes, process groups and collectives for PyTorch."""
 
-from typing import Never
-
 from . import differentiable, errors
 from .__about__ import __version__
 from .collectives.blocks import all_to_all_blocks
@@ -14,7 +12,7 @@ from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 from .elastic import ElasticWorld
 from .errors import CollectiveError, LockstepError, MeshError, PeerError
 from .events import purpose
-from .facades import no_such_name
+from .facades import facade
 from .groups.process_groups import Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
@@ -78,13 +76,7 @@ __all__ = [
 log_from_environment()
 Comm.at_first += [define_operators]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)
 
 
 def load_ipython_extension(shell: object) -> None:

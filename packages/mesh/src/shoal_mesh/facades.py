@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 HOMES: Mapping[str, str] = {
     name: package
@@ -28,25 +29,39 @@ HOMES: Mapping[str, str] = {
 """Where the names are that people look for in another package."""
 
 
-def no_such_name(package: str, name: str, instead: Mapping[str, str]) -> ImportError | AttributeError:
-    """The error of a facade's `__getattr__`, which is its caller.
+def facade(
+    package: str, names: list[str], instead: Mapping[str, str] | None = None, later: Mapping[str, str] | None = None
+) -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
+    """The functions `__dir__` and `__getattr__` of a package.
 
     `from package import name` first asks for the attribute, and would replace an AttributeError by an error without the
     hint; so where the import system asks, it is an ImportError. `hasattr` is False, as it must be.
 
     Args:
-        package: the facade's module.
-        name: that was asked for.
+        package: its module.
+        names: its public names.
         instead: names of torch's stack that are in no package of shoal, and what does their work.
+        later: names that are imported when they are asked for, and their modules.
     """
-    home = HOMES.get(name)
-    around = package.rpartition("shoal_")[0]  # where the layers are vendored
-    hint = instead.get(name) or (home and f"it is in {around}{home}")
-    for part in () if hint or name.startswith("_") else ("errors", "internal"):
+
+    def attribute(name: str) -> Any:
+        if later and name in later:
+            value = vars(sys.modules[package])[name] = getattr(import_module(later[name], package), name)
+            return value
+        hint = _hint(package, name, instead or {})
+        if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+            raise ImportError(f"{package} has no {name}: {hint}", name=package)
+        raise AttributeError(
+            f"{package} has no {name}: {hint}" if hint else f"module {package!r} has no attribute {name!r}"
+        )
+
+    return lambda: names, attribute
+
+
+def _hint(package: str, name: str, instead: Mapping[str, str]) -> str:
+    """Where a name is that a package has not, or what does its work; '' for a name that nobody knows."""
+    for part in () if name in instead or name in HOMES or name.startswith("_") else ("errors", "internal"):
         if find_spec(f"{package}.{part}") and name in vars(import_module(f"{package}.{part}")):
-            hint = f"it is in {package}.{part}"
-    if not hint:
-        return AttributeError(f"module {package!r} has no attribute {name!r}")
-    if sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap":
-        return ImportError(f"{package} has no {name}: {hint}", name=package)
-    return AttributeError(f"{package} has no {name}: {hint}")
+            return f"it is in {package}.{part}"
+    around = package.rpartition("shoal_")[0]  # where the layers are vendored
+    return instead.get(name) or (f"it is in {around}{HOMES[name]}" if name in HOMES else "")

@@ -22,7 +22,7 @@ from .events import (
     observing as observing,
     unobserve as unobserve,
 )
-from .facades import no_such_name as no_such_name
+from .facades import facade as facade
 from .groups.process_groups import comm_of_threads as comm_of_threads
 from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep

@@ -1,8 +1,6 @@
 """Whole models: those of Hugging Face transformers, files of weights, automatic plans and proposals."""
 
-from typing import Never
-
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from . import hf
 from .__about__ import __version__
@@ -27,10 +25,4 @@ __all__ = [
     "save_sharded",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)

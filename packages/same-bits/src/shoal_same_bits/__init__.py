@@ -1,8 +1,6 @@
 """The same bits on any number of ranks: arithmetic independent of the degree, and records of runs to compare."""
 
-from typing import Never
-
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from .__about__ import __version__
 from .arithmetic import invariant_arithmetic
@@ -26,10 +24,4 @@ __all__ = [
     "record_run",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)

@@ -1,8 +1,6 @@
 """Tensors sharded by specs: ShardedTensor, sharding specs, plans, Sharders, and an optimizer of local shards."""
 
-from typing import Never
-
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from . import errors
 from .__about__ import __version__
@@ -97,10 +95,4 @@ __all__ = [
     "zeros",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Never:
-    raise no_such_name(__name__, name, {})
+__dir__, __getattr__ = facade(__name__, __all__)

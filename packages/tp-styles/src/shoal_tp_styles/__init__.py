@@ -1,7 +1,6 @@
 """Tensor-parallel styles for modules, lowered to local computation with explicit collectives."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal_dtensor.errors import (
     LayoutError,
@@ -11,7 +10,7 @@ from shoal_dtensor.errors import (
     TiedWeightError,
     UnsupportedModuleError,
 )
-from shoal_mesh.internal import no_such_name
+from shoal_mesh.internal import facade
 
 from . import losses
 from .__about__ import __version__
@@ -112,12 +111,4 @@ _INSTEAD = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise no_such_name(__name__, name, _INSTEAD)
-    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__, __getattr__ = facade(__name__, __all__, _INSTEAD, _LATER)
