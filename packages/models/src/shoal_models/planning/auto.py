@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,6 @@ from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
 from shoal_tp_styles.internal import (
     HOW_TO_QUANTIZE,
     AutoPlan,
-    apply_plan,
     progress,
     resolve,
     sharded_parameters,
@@ -81,7 +79,7 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
 
 def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any) -> str:
     """Why a plan is not proven; empty where it is."""
-    trial = try_plan(model, partial(apply_plan, dict(styles)), mesh, args, kwargs)
+    trial = try_plan(model, dict(styles), mesh, args, kwargs)
     return "; ".join((*trial.wrong, *trial.unproven))
 
 

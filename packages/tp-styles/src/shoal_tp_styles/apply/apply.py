@@ -32,7 +32,7 @@ from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered
 from ..sharding.module_kinds import HOW_TO_QUANTIZE, computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
-from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
+from .fused_parameters import block_rows, check_blocks, full_of, fuse_blocks, load_fused, split_blocks
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -232,6 +232,7 @@ def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh
             yield applied.sharding, applied.mesh
 
 
+@torch.no_grad()
 def plain_module(module: nn.Module) -> nn.Module:
     """The module with plain, unsharded parameters and its own forward again; shared parameters stay shared."""
     plain: dict[int, nn.Parameter] = {}
@@ -248,16 +249,12 @@ def plain_module(module: nn.Module) -> nn.Module:
             if isinstance(current, DTensor):
                 if id(current) not in plain:
                     alive.append(current)
-                    plain[id(current)] = successor = nn.Parameter(_full(current), current.requires_grad)
-                    carry_gradient(current, successor, None if current.grad is None else _full(current.grad))
+                    plain[id(current)] = successor = nn.Parameter(full_of(current).clone(), current.requires_grad)
+                    grad = current.grad
+                    carry_gradient(current, successor, None if grad is None else full_of(grad).clone())
                     carry_over(current, successor)
                 owner._parameters[name] = plain[id(current)]
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, DTensor):
-                owner._buffers[name] = _full(buffer)
+                owner._buffers[name] = full_of(buffer).clone()
     return module
-
-
-def _full(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor

@@ -131,7 +131,7 @@ class _LoadFused:
     def split(self, state_dict: dict[str, Any], prefix: str, kind: str) -> None:
         """Replace a fused entry by those of the blocks."""
         with torch.no_grad():
-            plain = _full(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
+            plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
         for block, heads, rows in _rows(plain, self.fused):
             state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, self.mesh)
 
@@ -152,9 +152,9 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
         if not present:
             continue
         with torch.no_grad():
-            rows = torch.cat([_full(param) for param in present])
+            rows = torch.cat([full_of(param) for param in present])
             plain = nn.Parameter(_rows_first(rows, fused).contiguous(), requires_grad=present[0].requires_grad)
-            grads = [_full(param.grad) for param in present if param.grad is not None]
+            grads = [full_of(param.grad) for param in present if param.grad is not None]
             complete = len(grads) == len(present)
             grad = _rows_first(torch.cat(grads), fused).contiguous() if complete else None
         carry_gradient(present[0], plain, grad)
@@ -162,5 +162,6 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
         module._parameters[kind] = plain
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full_of(tensor: Tensor) -> Tensor:
+    """The global tensor of a DTensor; a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -7,8 +7,7 @@ then calls it, it gets what was computed. In backward, gradients of the rows tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from shoal_dtensor.internal import eager_only, saving_state
 
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
-from ..sharding.module_sharding import OwnOptions
 
 # Autograd's names of views that keep all elements in order.
 _VIEWS = {
@@ -25,8 +23,7 @@ _VIEWS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMembers(OwnOptions):
+class BlockMembers(NamedTuple):
     """Paths of the experts and of the shared expert in their block."""
 
     experts: str

@@ -189,9 +189,7 @@ def _own_probabilities(target: Tensor, logits: Tensor, classes: Vocab, class_dim
         )
     if isinstance(target, DTensor) and isinstance(logits, DTensor):
         return _placed_as(logits, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
-    given = plain(target)
-    assert given is not None, "a target was given"
-    return classes.shard(LogitRows.of(logits, class_dim).shard(given.movedim(class_dim, -1)))
+    return classes.shard(LogitRows.of(logits, class_dim).shard(target.movedim(class_dim, -1)))
 
 
 def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
@@ -205,9 +203,7 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
     if smoothing > 0:
         q = q * (1 - smoothing) + smoothing / classes.total  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
     if weight is not None:
-        weights = plain(weight)
-        assert weights is not None, "a weight was given"
-        q = q * classes.shard(weights)
+        q = q * classes.shard(weight)
     mass = all_reduce(classes.sum_of_classes(q), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
     loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127

@@ -10,7 +10,6 @@ holds some rows of every rank's shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -108,7 +107,7 @@ def in_chunks(
             rows, sizes = rows // ranks, placement.sizes
         count = _count(chunks, rows, sizes)
     for each in collectives:
-        yield replace(each, chunks=count) if (each.op, each.backward) in chunked else each
+        yield each._replace(chunks=count) if (each.op, each.backward) in chunked else each
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

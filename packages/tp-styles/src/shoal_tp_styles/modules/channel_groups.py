@@ -8,9 +8,8 @@ channels alone. Ranks may hold unequally many, also none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -23,12 +22,10 @@ from ..lowering.boundary import from_local, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, own_forward
 from ..sharding.module_kinds import CONVOLUTIONS, keeps_forward
-from ..sharding.module_sharding import OwnOptions
 from .convolution import convolved, with_zeros
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelsOfGroups(OwnOptions):
+class ChannelsOfGroups(NamedTuple):
     """How the groups of channels of a module are sharded.
 
     Attributes:

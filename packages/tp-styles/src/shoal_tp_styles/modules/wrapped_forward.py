@@ -7,9 +7,8 @@ q, k, v: S(sequence) -> S(sequence)                         that of the attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,10 @@ from .._torch import watching_functions
 from ..lowering.boundary import Boundary
 from ..lowering.parameters import local_parameters, while_replaced
 from ..lowering.ports import nbytes
-from ..sharding.module_sharding import Collective, ModuleCall, OwnOptions
+from ..sharding.module_sharding import Collective, ModuleCall
 
 
-@dataclass(frozen=True, slots=True)
-class LocalCounts(OwnOptions):
+class LocalCounts(NamedTuple):
     """Names of integers that count heads or features which are sharded; a rank's forward reads its part of each."""
 
     names: tuple[str, ...]

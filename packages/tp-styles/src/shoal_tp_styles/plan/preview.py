@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from .resolve import Plan, Use, axis_mesh, resolve
 from .trial import map_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveCost:
+class CollectiveCost(NamedTuple):
     """One collective of a step.
 
     Attributes:
@@ -192,12 +191,7 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
                 )
 
             handles.append(module.register_forward_hook(record, with_kwargs=True))
-    state = {
-        name: nn.Parameter(value.detach().to("meta"), value.requires_grad)
-        if isinstance(value, nn.Parameter)
-        else value.to("meta")
-        for name, value in [*model.named_parameters(), *model.named_buffers()]
-    }
+    state = to_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})
     try:
         with torch.enable_grad():
             torch.func.functional_call(model, state, to_meta(args), to_meta(kwargs))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -46,8 +46,7 @@ class AutoPlan(dict[str, ParallelStyle]):
     whole: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One style on one module.
 
     Attributes:
@@ -81,8 +80,7 @@ class Use:
                 yield axis, what, size, shard_sizes(size, placement, ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A plan on a module.
 
     Attributes:

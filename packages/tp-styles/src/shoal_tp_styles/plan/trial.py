@@ -11,25 +11,24 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor
 from shoal_dtensor.internal import active, drawers_of, holds_tensors
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import plain_module
+from ..apply.fused_parameters import full_of
+from .resolve import Plan, apply_plan
 
 MOST_RANKS = 16
 MOST_PARAMETERS = 1 << 26
 """Parameters of all ranks' copies together: 512 MiB in float64."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTrial:
+class PlanTrial(NamedTuple):
     """What a run showed.
 
     Attributes:
@@ -46,8 +45,7 @@ class PlanTrial:
         return not self.wrong and not self.unproven
 
 
-@dataclass(frozen=True, slots=True)
-class _Results:
+class _Results(NamedTuple):
     """Of one rank, or of the plain model."""
 
     outputs: list[Tensor]
@@ -57,7 +55,7 @@ class _Results:
 
 def try_plan(
     model: nn.Module,
-    parallelize: Callable[[nn.Module, DeviceMesh], object],
+    plan: Plan,
     mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -66,7 +64,7 @@ def try_plan(
 
     Args:
         model: not parallel; copied for each rank.
-        parallelize: applies the plan to a copy on one rank's view of the mesh.
+        plan: applied to each copy, on its rank's view of the mesh.
         mesh: also an `abstract_mesh`.
         args: example inputs of global shape; small ones will do.
         kwargs: likewise.
@@ -80,15 +78,15 @@ def try_plan(
         except Exception as error:  # whatever the user's model raises is a finding
             return PlanTrial(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
         _vary_constants(single)
-        trial = _tried(single, parallelize, mesh, args, kwargs)
+        trial = _tried(single, plan, mesh, args, kwargs)
         if trial.proven and any(map(active, drawers_of(single.train()))):
-            trial = _tried(single, parallelize, mesh, args, kwargs)
+            trial = _tried(single, plan, mesh, args, kwargs)
     return trial
 
 
 def _tried(
     single: nn.Module,
-    parallelize: Callable[[nn.Module, DeviceMesh], object],
+    plan: Plan,
     mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -103,7 +101,7 @@ def _tried(
     def one_rank(view: DeviceMesh) -> _Results:
         with torch.enable_grad():
             module = copy.deepcopy(single)
-            parallelize(module, view)
+            apply_plan(plan, module, view)
             torch.manual_seed(0)
             return _run(module, args, kwargs)
 
@@ -162,12 +160,12 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     loss = torch.zeros((), dtype=torch.double)
     for output in outputs:
         if output.requires_grad and output.is_floating_point():
-            loss = loss + _global(output).square().sum()
+            loss = loss + full_of(output).square().sum()
     if loss.requires_grad:
         torch.autograd.backward(loss)
     plain_module(module)
     grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
-    return _Results([_global(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
+    return _Results([full_of(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -185,10 +183,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
-
-
-def _global(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:

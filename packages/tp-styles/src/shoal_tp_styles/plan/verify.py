@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,12 +12,11 @@ from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import takes
 from shoal_mesh import DeviceMesh
 
-from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
+from .resolve import Plan, Resolved, Use, axis_mesh, resolve, sharded_parameters
 from .trial import PlanTrial, try_plan
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Verification:
+class Verification(NamedTuple):
     """Findings about a plan, one readable line each.
 
     Attributes:
@@ -129,7 +126,7 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
     if local and not errors:
         trial = PlanTrial(unproven=(f"the plan was not run: {local[0]} takes a rank's positions, not whole inputs",))
     elif not errors:
-        trial = try_plan(model, partial(apply_plan, plan), mesh, args, kwargs)
+        trial = try_plan(model, plan, mesh, args, kwargs)
     return Verification(
         tuple(errors),
         trial.wrong,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.internal import shard_sizes
 
@@ -107,12 +106,6 @@ class Overlap:
     chunks: int
 
 
-class OwnOptions:
-    """Base of options that a lowering of its own folder defines."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class LatentFeatures:
     """The last so many features of a Linear are read by each rank's heads, those before them by a column-wise layer."""
@@ -151,7 +144,7 @@ class ModuleSharding:
         outputs: one port per output, None where it passes through; None: all pass through.
         lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the module's own forward
             runs on DTensors.
-        options: what the lowering must know beside placements.
+        options: what the lowering must know beside placements, of a class of its own; None: nothing.
         local_inputs: the module's forward receives plain local tensors.
         local_outputs: plain local tensors leave the module.
         distributes: parameters become DTensors (False for styles that only prepare inputs or outputs).
@@ -166,7 +159,7 @@ class ModuleSharding:
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: tuple[Port | None, ...] | None = None
     lowering: type[Any] | None = None
-    options: FusedBlocks | Adapter | Overlap | OwnOptions | ContextOptions | Experts | LatentFeatures | None = None
+    options: object = None
     local_inputs: bool = False
     local_outputs: bool = True
     distributes: bool = True
@@ -250,8 +243,7 @@ class ModuleCall:
         return [params[name] for name in names if name in params and params[name].requires_grad]
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective of a module's forward or backward.
 
     Attributes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
@@ -32,8 +32,7 @@ from .style import DeclaredStyle, LayoutField, unsupported
 Layouts = Placement | tuple[Placement, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """The dims of a module's features.
 
     Attributes:

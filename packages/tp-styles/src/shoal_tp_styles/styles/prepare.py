@@ -6,7 +6,7 @@ They change no parameter, only the layouts of the tensors that enter and leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -190,13 +190,7 @@ class PrepareModuleInputOutput(_Prepare):
         )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        return ModuleSharding(
-            "PrepareModuleInputOutput",
-            inputs=_ports("PrepareModuleInputOutput", self.input_layouts, self.desired_input_layouts),
-            keywords=_keyword_ports(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
-            outputs=_ports("PrepareModuleInputOutput", self.output_layouts, self.desired_output_layouts),
-            local_inputs=self.use_local_input,
-            local_outputs=self.use_local_output,
-            distributes=False,
-            strict=True,
+        inputs, outputs = (each.sharding(module) for each in (self.prepare_module_input, self.prepare_module_output))
+        return replace(
+            inputs, style="PrepareModuleInputOutput", outputs=outputs.outputs, local_outputs=outputs.local_outputs
         )
