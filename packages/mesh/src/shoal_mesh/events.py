@@ -178,13 +178,9 @@ def unobserve(observer: Observer) -> None:
     observers.remove(observer)
 
 
-def _ignore(event: Event) -> None:
-    """Nothing to do at this end of a collective."""
-
-
 @contextmanager
 def observing(
-    before: Callable[[Event], object] = _ignore, after: Callable[[Event], object] = _ignore
+    before: Callable[[Event], object] = lambda _: None, after: Callable[[Event], object] = lambda _: None
 ) -> Iterator[None]:
     """Call two functions before and after every collective inside the block."""
     observer = SimpleNamespace(before=before, after=after)

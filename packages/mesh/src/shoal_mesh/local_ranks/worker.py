@@ -17,20 +17,18 @@ import reprlib
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Client, Connection
 from operator import attrgetter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .pickle_functions import dump
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One call, sent to all ranks.
 
     Attributes:
@@ -56,8 +54,7 @@ class Job:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception on one rank.
 
     Attributes:

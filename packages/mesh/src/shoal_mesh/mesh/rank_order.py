@@ -9,9 +9,9 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ Costs = Sequence[Sequence[float]]
 Unit = tuple[int, ...]  # ranks that stay together, row-major over the inner axes
 
 
-@dataclass(frozen=True, slots=True)
-class RankOrder:
+class RankOrder(NamedTuple):
     """Ranks in the order in which a mesh lists them, and what that gains.
 
     Attributes:
