@@ -1,4 +1,4 @@
-"""Covers: argument_types.py: what errors say about arguments of a wrong type."""
+"""Covers: argument_types.py: what errors say about arguments of a wrong type, and how texts name ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal_mesh import CollectiveError, MeshError, init_device_mesh
-from shoal_mesh.argument_types import kind_of, require, require_each
+from shoal_mesh.argument_types import by_ranks, kind_of, name_ranks, require, require_each
 from shoal_mesh.errors import CollectiveTypeError, MeshTypeError
 from shoal_mesh.testing import fake_world
 from wrong_calls import public_calls, wrong_values
@@ -76,3 +76,12 @@ def test_wrong_arguments_of_public_functions(name: str, tmp_path: Path, monkeypa
                 if refused == (kind in call.accepted.get(parameter, set())):
                     unexpected.append((parameter, kind, "refused" if refused else "accepted"))
     assert unexpected == []
+
+
+def test_ranks_that_say_the_same_are_named_together() -> None:
+    assert [name_ranks(ranks) for ranks in ([3], (1, 0), [0, 1, 2, 7])] == [
+        "rank 3",
+        "ranks 0, 1",
+        "ranks 0-2, 7",
+    ]
+    assert by_ranks({0: "a", 1: "b", 2: "a"}) == {"ranks 0, 2": "a", "rank 1": "b"}

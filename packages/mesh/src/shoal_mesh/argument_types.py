@@ -1,11 +1,11 @@
-"""Checks that an argument has the type a call takes, with one wording for all errors: taken, got.
+"""Checks that an argument has the type a call takes, with one wording for all errors; and what texts call ranks.
 
 May import: errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 
 from .errors import CollectiveTypeError, MeshTypeError
@@ -53,3 +53,23 @@ def kind_of(value: object) -> str:
         f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of this one with "
         "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, mesh_dim_names=m.mesh_dim_names)"
     )
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """What texts call some ranks: `rank 3`, `ranks 0, 1`, `ranks 0-2, 7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(names)}"
+
+
+def by_ranks(texts: Mapping[int, str]) -> dict[str, str]:
+    """Rank -> text as names of ranks -> text, those together that have equal ones."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return {name_ranks(alike): text for text, alike in ranks.items()}

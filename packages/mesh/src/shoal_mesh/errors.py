@@ -6,25 +6,6 @@ working after the import line has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-__all__ = [
-    "AxisError",
-    "BackendError",
-    "CollectiveError",
-    "CollectiveTypeError",
-    "DimError",
-    "LockstepError",
-    "MeshError",
-    "MeshMismatchError",
-    "MeshTypeError",
-    "MissingExtraError",
-    "NewcomerError",
-    "NoGroupError",
-    "PeerError",
-    "RankError",
-]
-
 
 class MeshError(ValueError, RuntimeError):
     """A mesh that cannot exist: shape, ranks, names or world size do not fit together."""
@@ -104,23 +85,3 @@ class RankError(RuntimeError):
 
 class MissingExtraError(MeshError, ImportError):
     """A feature needs a package that is not installed."""
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """What texts call some ranks: `rank 3`, `ranks 0, 1`, `ranks 0-2, 7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(names)}"
-
-
-def by_ranks(texts: Mapping[int, str]) -> dict[str, str]:
-    """Rank -> text as names of ranks -> text, those together that have equal ones."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        ranks.setdefault(text, []).append(rank)
-    return {name_ranks(alike): text for text, alike in ranks.items()}

@@ -4,7 +4,7 @@ The ranks stay up between cells, a pool for each number of ranks, and `launch` u
 of earlier `%%ranks` cells of the same number and, where it reads a name that no such cell has set, the notebook's own
 value of it. What ranks print comes with their numbers, equal texts once; so does the value of the last line.
 
-May import: errors, local_ranks.
+May import: argument_types, errors, local_ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pickle
 from types import CodeType
 from typing import Any
 
-from .errors import MeshError, MeshTypeError, name_ranks
+from .argument_types import name_ranks
+from .errors import MeshError, MeshTypeError
 from .local_ranks.launch import keep_ranks, kept_pool
 from .local_ranks.pickle_functions import dump
 

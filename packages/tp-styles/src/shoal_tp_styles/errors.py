@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError
 
-__all__ = ["LayoutCountError", "StyleNameError", "UnmatchedPlanWarning"]
-
 
 class LayoutCountError(LayoutError, AssertionError):
     """Layouts and desired layouts of a style are not as many."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..accelerator import module_of, own_device
-from ..argument_types import require, require_each
-from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError, by_ranks, name_ranks
+from ..argument_types import by_ranks, name_ranks, require, require_each
+from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
 

@@ -30,8 +30,8 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from .._torch import TCPStore
 from ..accelerator import default_backend
-from ..argument_types import require
-from ..errors import MeshError, MeshTypeError, RankError, by_ranks, name_ranks
+from ..argument_types import by_ranks, name_ranks, require
+from ..errors import MeshError, MeshTypeError, RankError
 from .pickle_functions import dump, dump_function, refuse_while_loading
 from .worker import Failure, Job
 

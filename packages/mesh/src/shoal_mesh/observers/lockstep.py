@@ -26,9 +26,9 @@ import torch
 
 from .. import _torch
 from .._torch import ProcessGroup, Store
-from ..argument_types import require
+from ..argument_types import by_ranks, name_ranks, require
 from ..collectives import backend_calls
-from ..errors import LockstepError, MeshError, PeerError, by_ranks, name_ranks
+from ..errors import LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
 from ..groups.world import all_gather_objects, device_of, require_world

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from .. import _torch
 from .._torch import ProcessGroup, Store, Work
-from ..errors import PeerError, name_ranks
+from ..argument_types import name_ranks
+from ..errors import PeerError
 from .channel import Channel, machine, processes_of
 from .peers import different_collectives, minority, state_of, wait_until, written_down
 from .recorder import last_of_backend
