@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute, tensor.
+May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute, scopes, tensor.
 """
 
 from ._torch import (
@@ -97,6 +97,7 @@ from .redistribute.shards_in_flight import (
     redistribute_shards as redistribute_shards,
 )
 from .redistribute.steps import format_bytes as format_bytes
+from .scopes import ScopedValue as ScopedValue
 from .tensor.dtensor import local_shard as local_shard
 from .tensor.gradients import (
     GradRoute as GradRoute,

@@ -9,10 +9,9 @@ Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ from ..spec.metadata import Layout, TensorProperties
 from ..spec.specs import spec_of
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """Shards that are the cells of a grid, on a mesh of the same shape.
 
     Attributes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
-from shoal_dtensor.internal import spans, whole_box
+from shoal_dtensor.internal import ScopedValue, spans, whole_box
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import kind_of
 
@@ -32,7 +31,7 @@ from .dtensor_conversion import from_dtensor
 if TYPE_CHECKING:
     from .via_dtensor import DTensorCall
 
-_REPLICATED: ContextVar[bool] = ContextVar("replicated_indices", default=False)
+_REPLICATED = ScopedValue("shoal_replicated_indices", False)
 
 LOOKUPS: dict[Callable[..., Any], inspect.Signature] = {
     F.embedding: inspect.signature(F.embedding),
@@ -57,11 +56,8 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
         torch.Size([2, 3])
     """
     expect("replicated_indices", "equal", equal, bool)
-    token = _REPLICATED.set(equal)
-    try:
+    with _REPLICATED.entered(equal):
         yield
-    finally:
-        _REPLICATED.reset(token)
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,7 +76,7 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return call.run(args, kwargs)
     call.check_layouts()
     lookup = _TableLookup(call, arguments)
-    return lookup.replicated() if _REPLICATED.get() else lookup.own_rows()
+    return lookup.replicated() if _REPLICATED.own() else lookup.own_rows()
 
 
 class _TableLookup:

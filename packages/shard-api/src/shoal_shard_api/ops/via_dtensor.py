@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from shoal_dtensor import DTensor, Replicate, Shard, implicit_replication
-from shoal_dtensor.internal import Box, TorchDispatchMode, pytree
+from shoal_dtensor.internal import Box, ScopedValue, TorchDispatchMode, pytree
 from shoal_mesh import DeviceMesh
 
 from ..arguments import expect
@@ -23,7 +22,7 @@ from ..errors import NotExpressibleError, UnsupportedOpError
 from ..ranks.process_groups import one_dim_mesh
 from . import dtensor_conversion
 
-_MAY_RESHARD: ContextVar[bool] = ContextVar("implicit_reshard", default=False)
+_MAY_RESHARD = ScopedValue("shoal_implicit_reshard", False)
 
 
 @contextmanager
@@ -41,11 +40,8 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
         tensor([1., 2., 3., 4.])
     """
     expect("implicit_reshard", "allow", allow, bool)
-    token = _MAY_RESHARD.set(allow)
-    try:
+    with _MAY_RESHARD.entered(allow):
         yield
-    finally:
-        _MAY_RESHARD.reset(token)
 
 
 class DTensorCall:
@@ -141,7 +137,7 @@ class DTensorCall:
 
     def check_layouts(self) -> None:
         """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
-        if self.problem and not _MAY_RESHARD.get():
+        if self.problem and not _MAY_RESHARD.own():
             raise NotExpressibleError(
                 f"{self.name}: {self.problem}. reshard() the tensor to a ChunkShardingSpec first, or make the call "
                 "inside implicit_reshard()"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
 
+from shoal_dtensor.internal import ScopedValue
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import agree, kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError, RankMismatchError
 
-_LOADING: ContextVar[dist.ProcessGroup | None] = ContextVar("process group of load_with_process_group", default=None)
+_LOADING = ScopedValue[dist.ProcessGroup | None]("shoal_load_with_process_group", None)
 
 
 def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -101,18 +101,15 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
         ...     torch.load(file, weights_only=False).full_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if _LOADING.get() is not None:
+    if _LOADING.own() is not None:
         raise ProcessGroupError("load_with_process_group is already active: it cannot be nested")
-    token = _LOADING.set(resolve(process_group))
-    try:
+    with _LOADING.entered(resolve(process_group)):
         yield
-    finally:
-        _LOADING.reset(token)
 
 
 def _get_current_process_group() -> dist.ProcessGroup:
     """The group of the enclosing ``load_with_process_group``, else the default group."""
-    loading = _LOADING.get()
+    loading = _LOADING.own()
     return resolve(None) if loading is None else loading
 
 
