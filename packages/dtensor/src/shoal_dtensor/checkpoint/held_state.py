@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from ..tensor.dtensor import DTensor
 Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings and lists
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldPart:
+class _HeldPart(NamedTuple):
     """What a rank has of a tensor, or wants of it: boxes of the global tensor."""
 
     shape: tuple[int, ...]
@@ -37,8 +35,7 @@ class _HeldPart:
 Parts = Mapping[Name, tuple[_HeldPart, Shards]]  # with the views of local tensors that hold the boxes
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What one rank tells the others; `step` is None if it holds no whole state, `values` are those without tensors."""
 
     step: int | None

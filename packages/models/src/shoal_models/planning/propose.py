@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ _REPLICAS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way to spread a model over ranks.
 
     Attributes:
@@ -55,8 +53,7 @@ class Candidate:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Proposal:
+class Proposal(NamedTuple):
     """All candidates, those within the bound first, fastest first; those beyond it by memory.
 
     Attributes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +163,7 @@ def reader_of(source: Source, stack: ExitStack) -> Reader:
     return _Files([source] if isinstance(source, str | PathLike) else source, stack)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A parameter or buffer: the table that holds it, and its rows of which entry of the source."""
 
     table: dict[str, Any]

@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """What was written.
 
     Attributes:

@@ -11,11 +11,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ _SUMS = 64
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """One value of a run.
 
     Attributes:
@@ -71,7 +70,7 @@ class RunRecord:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a file, for `load` or `python -m shoal_same_bits compare`."""
-        lines = [{"ranks": self.ranks}, *map(asdict, self.values)]
+        lines = [{"ranks": self.ranks}, *(value._asdict() for value in self.values)]
         Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     @classmethod
@@ -245,8 +244,7 @@ def _sums(part: GlobalPart, salt: int) -> tuple[Tensor, Tensor]:
 # --- comparison ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What `compare_runs` has found.
 
     Attributes:

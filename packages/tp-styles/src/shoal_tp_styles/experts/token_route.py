@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,8 +85,7 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertExchange:
+class ExpertExchange(NamedTuple):
     """The sizes of one exchange.
 
     Attributes:
