@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Spec
 from shoal_dtensor.errors import LayoutError, SecondOrderError, StyleError
-from shoal_dtensor.internal import backward_number, leaf_route, local_shard, running_pass
+from shoal_dtensor.internal import backward_number, leaf_route, local_of, running_pass
 from shoal_mesh import all_gather
 
 from .optimizer_shards import ShardedReplica
@@ -249,8 +249,7 @@ class GradientBuckets:
         bucket.divisor = self.owner.divisor
         means = GroupReduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
         for at, mean in zip(asked, means, strict=True):
-            given: Any = self._given[at][1]
-            (local_shard(given) if isinstance(given, DTensor) else given).copy_(mean)
+            local_of(self._given[at][1]).copy_(mean)
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]

@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import grad_hooked, in_groups, leaf_route, local_shard, redistribute_shards
+from shoal_dtensor.internal import grad_hooked, in_groups, leaf_route, local_of, redistribute_shards
 from shoal_mesh import purpose
 
 from ._torch import run_when_ready
@@ -87,7 +87,7 @@ class ShardedReplica:
     def fill(self, gathered: Tensor) -> None:
         """Take the values of all ranks."""
         held: Any = self.leaf
-        local = local_shard(held) if isinstance(held, DTensor) else held.detach()
+        local = local_of(held).detach()
         if local.device == gathered.device:
             local.copy_(gathered)
         else:  # made on the meta device
@@ -108,7 +108,7 @@ class _Seen(Function):
     ) -> Tensor:
         ctx.take = take
         ctx.set_materialize_grads(False)
-        return replica.sharded.view(local_shard(leaf) if isinstance(leaf, DTensor) else leaf)
+        return replica.sharded.view(local_of(leaf))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None, Tensor | None]:

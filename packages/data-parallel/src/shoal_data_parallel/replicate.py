@@ -28,7 +28,7 @@ from shoal_dtensor.internal import (
     in_groups,
     is_compiling,
     leaf_route,
-    local_shard,
+    local_of,
     owners_of,
     pytree,
     register_owner,
@@ -144,7 +144,7 @@ def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
     """Give all ranks the values of one."""
     comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
     for tensor in tensors:
-        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        local = local_of(tensor).detach()
         if not local.is_meta:
             local.copy_(broadcast(local.contiguous(), comm, source))
 

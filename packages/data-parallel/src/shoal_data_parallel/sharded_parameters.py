@@ -27,6 +27,7 @@ from shoal_dtensor.internal import (
     carry_gradient,
     carry_over,
     grad_hooked,
+    local_of,
     local_shard,
     note_replaced,
     redistribute_shards,
@@ -180,7 +181,7 @@ def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) 
             f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: make "
             "the embedding with sparse=False, or pass its weight in ignored_params"
         )
-    return local_shard(grad) if isinstance(grad, DTensor) else grad
+    return local_of(grad)
 
 
 def shard_parameter(
@@ -217,8 +218,7 @@ def shard_parameter(
     gathered = Spec(mesh, own, param.shape, None, dtype, inner_order)
 
     def rows(tensor: Tensor) -> DTensor:
-        held = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        shard = _narrowed(held.detach(), gathered, resting)
+        shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
         if isinstance(offload, CPUOffloadPolicy):
             pinned = offload.pin_memory and mesh.device_type != "cpu"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal_dtensor import DTensor
-from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree, unwatched
+from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_of, pytree, unwatched
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .policies import MixedPrecisionPolicy
@@ -248,7 +247,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
     def pack(tensor: Tensor) -> Any:
-        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
             return _OfUnit(tensor, forward)
         return tensor if outside is None else outside[0](tensor)

@@ -70,6 +70,7 @@ from .modules.owners import (
     has_hooks as has_hooks,
     holds_tensors as holds_tensors,
     in_turns as in_turns,
+    local_of as local_of,
     note_replaced as note_replaced,
     owners_of as owners_of,
     refuse_save_pretrained as refuse_save_pretrained,

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import DTensor
-from shoal_dtensor.internal import local_shard
+from shoal_dtensor.internal import local_of
 from shoal_mesh.internal import agree
 
 from .arguments import expect, expect_all
@@ -173,7 +172,7 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     if isinstance(value, ShardedTensorBase):
         return value._local_tensors
-    return [local_shard(value) if isinstance(value, DTensor) else value]
+    return [local_of(value)]
 
 
 def _staging(value: Any, padding: float | None) -> Any:

@@ -25,8 +25,9 @@ from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
+from ..modules.owners import local_of
 from ..scopes import implicit_replication
-from ..tensor.dtensor import DTensor, local_shard
+from ..tensor.dtensor import DTensor
 from .functions import active, drawers_of, draws, name_of
 from .layouts import WAY_OUT, extents, followed, replicated
 from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of
@@ -122,7 +123,7 @@ class Watch(FunctionMode):
         if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
             self.written(name, outs[0], tensors)
             return
-        shards = [local_shard(out) if isinstance(out, DTensor) else out for out in outs]
+        shards = [*map(local_of, outs)]
         for out, layout in zip(outs, followed(name, func, args, kwargs, shards, layouts), strict=True):
             note_layout(out, layout)
 
@@ -184,8 +185,7 @@ class Watch(FunctionMode):
         (placement,) = spec.placements
         shard = (placement.dim, spec.sizes(placement.dim)) if isinstance(placement, Shard) else None
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):  # a DTensor on its own mesh draws by itself
-            held = local_shard(local) if isinstance(local, DTensor) else local
-            note_layout(local, self.placed(held, self.axes[spec.mesh], shard, source))
+            note_layout(local, self.placed(local_of(local), self.axes[spec.mesh], shard, source))
 
     def _place(
         self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None

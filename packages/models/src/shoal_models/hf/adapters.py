@@ -14,11 +14,11 @@ from torch import nn
 
 from shoal_dtensor import DTensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
-from shoal_dtensor.internal import unwatch_draws, watch_draws
+from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
 
 from ..errors import CheckpointError
-from ..weights.loading import boxes_of, local_of, reader_of
+from ..weights.loading import boxes_of, reader_of
 from ..weights.saving import own_rank
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -21,14 +21,14 @@ from torch import nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
-from shoal_dtensor.internal import check_device_mesh
+from shoal_dtensor.internal import check_device_mesh, local_of
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
 
 from ..errors import CheckpointError
 from ..planning.auto import auto_plan
-from ..weights.loading import Loaded, Reader, load_sharded, local_of, reader_of
+from ..weights.loading import Loaded, Reader, load_sharded, reader_of
 from ..weights.saving import save_sharded
 from .checkpoint_files import Converted, find_files, source_of
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from shoal_context_parallel.internal import flash_attention
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, format_bytes, pytree, takes
+from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, format_bytes, local_of, pytree, takes
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_tp_styles import preview
 from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, map_tensors, to_meta
@@ -169,7 +169,8 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for storage in (_storage(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)):
+        for leaf in filter(torch.is_tensor, pytree.tree_leaves(out)):
+            storage: Any = local_of(leaf).untyped_storage()
             self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
         return out
 
@@ -217,7 +218,7 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         module = _on_meta(model)
         apply_plan(plan, module, view)
         tensors = [*module.parameters(), *module.buffers()]
-        parameters = {_storage(tensor)._cdata for tensor in tensors}
+        parameters = {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
         storages = _Storages()
         inputs, named = to_meta(args), to_meta(kwargs)
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
@@ -239,8 +240,3 @@ def _on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
-
-
-def _storage(tensor: Tensor) -> Any:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()

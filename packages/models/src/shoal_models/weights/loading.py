@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import local_shard, slices_of, takes, whole_box
+from shoal_dtensor.internal import local_of, slices_of, takes, whole_box
 from shoal_tp_styles.internal import block_rows, make_adjacent, progress, shardings_of
 
 Slices = tuple[slice, ...]
@@ -219,11 +219,6 @@ def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor
         value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
     replacement = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     filled[id(tensor)] = entry.table[entry.name] = replacement
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor, outside of autograd; a plain tensor itself."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import Box, in_groups, takes, volume
+from shoal_dtensor.internal import Box, in_groups, local_of, takes, volume
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError
-from .loading import Entry, boxes_of, entries_of, local_of
+from .loading import Entry, boxes_of, entries_of
 
 T = TypeVar("T")
 

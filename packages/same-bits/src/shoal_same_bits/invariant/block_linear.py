@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import apply, backward_number, first_order_only, local_shard
+from shoal_dtensor.internal import apply, backward_number, first_order_only, local_of
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 from shoal_tp_styles.internal import (
@@ -152,13 +152,13 @@ class InvariantColumn(ColumnLinear):
         out, again = apply(_OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
         if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
             again.readers = readers
-            keep_token(_held(input), self.reading(), again)
+            keep_token(local_of(input), self.reading(), again)
         readers.count += 1
         return self.finish(out)
 
     def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
         """The replicated input and its readers: of the first of them, where one has read it before."""
-        found = find_token(_held(input), self.reading(), grad=True, in_tree=True)
+        found = find_token(local_of(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
             return found, readers
@@ -169,10 +169,6 @@ class InvariantColumn(ColumnLinear):
     def reading(self) -> Hashable:
         """What readers that share a gradient have in common."""
         return self.comm, self.port_in.layout, self.blocks
-
-
-def _held(tensor: Tensor) -> Tensor:
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class InvariantRow(RowLinear):
