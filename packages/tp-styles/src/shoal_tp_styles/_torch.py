@@ -25,11 +25,6 @@ def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
-def split_sizes(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """`tensor.split` along dim 0, which torch leaves untyped."""
-    return list(torch.split_with_sizes(tensor, sizes))
-
-
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """The dtype in which autocast runs matrix products of `tensor`; None where it leaves them alone.
 

@@ -1,4 +1,4 @@
 """The only folder that changes modules: their parameters become DTensors, their forward local computation, and back.
 
-May import: _torch, lowering, sharding.
+May import: lowering, sharding.
 """

@@ -19,7 +19,6 @@ from shoal_dtensor.errors import LayoutError, TiedWeightError
 from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
 from shoal_mesh import DeviceMesh
 
-from .._torch import split_sizes
 from ..sharding.dim_shards import Heads
 from ..sharding.module_sharding import FusedBlocks
 
@@ -109,7 +108,7 @@ def _shard(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
 def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
     """The same DTensors, their local shards adjacent in one buffer."""
     local = [tensor.to_local() for tensor in tensors]
-    shards = split_sizes(torch.cat(local), [shard.shape[0] for shard in local])
+    shards = torch.split_with_sizes(torch.cat(local), [shard.shape[0] for shard in local])
     return [DTensor(shard, tensor.spec) for shard, tensor in zip(shards, tensors, strict=True)]
 
 

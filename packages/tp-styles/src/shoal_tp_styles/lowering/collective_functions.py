@@ -57,8 +57,6 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
 from shoal_mesh.internal import all_reduce_, sums_are_in_tree
 
-from .._torch import split_sizes
-
 _ATTRIBUTE = "_shoal_token"
 
 
@@ -240,7 +238,7 @@ def sum_over_ranks(tensors: list[Tensor | None], comm: Comm | None) -> list[Tens
             summed[i] = all_reduce(tensor, comm)
             continue
         flat = all_reduce_(torch.cat([tensor.reshape(-1) for _, tensor in same]), comm)
-        sums = split_sizes(flat, [tensor.numel() for _, tensor in same])
+        sums = torch.split_with_sizes(flat, [tensor.numel() for _, tensor in same])
         for (i, tensor), total in zip(same, sums, strict=True):
             summed[i] = total.view_as(tensor)
     return summed

@@ -20,7 +20,6 @@ from shoal_dtensor import Placement, Shard
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
-from .._torch import split_sizes
 from ..sharding.module_sharding import Collective, ModuleSharding, Overlap
 from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
 
@@ -57,7 +56,7 @@ def gathered_product(
     full, product = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
     starts = [0, *accumulate(blocks)][:-1]
     for gathered, each in zip(pending, lengths, strict=True):
-        parts = split_sizes(gathered.wait(), list(each))
+        parts = torch.split_with_sizes(gathered.wait(), list(each))
         for i, (part, start) in enumerate(zip(parts, starts, strict=True)):
             starts[i] = end = start + len(part)
             full[start:end] = part
@@ -126,7 +125,7 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
             yield rows, where
         return
     # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 | 3.
-    shards = split_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
+    shards = torch.split_with_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
     count = _count(chunks, max(len(shard) for shard in shards))
     for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
         yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))

@@ -28,7 +28,6 @@ from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import apply, is_compiling, shard_sizes
 from shoal_mesh import Comm
 
-from .._torch import split_sizes
 from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
@@ -114,7 +113,7 @@ class _Concatenate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(split_sizes(grad, ctx.rows))
+        return tuple(torch.split_with_sizes(grad, ctx.rows))
 
 
 class FusedLowering(Lowered):
