@@ -116,7 +116,6 @@ def kept_in_order(collective: Any, directly: str) -> None:
 
 Class = TypeVar("Class", bound=type)
 
-
 _ITS_OWN_TENSORS = (
     "torch.distributed.tensor",
     "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
@@ -152,16 +151,23 @@ def refuse_its_own_mesh(mesh: object) -> None:
         )
 
 
+def _own_name(value: object) -> tuple[str, dict[str, object]]:
+    """How generated code spells an instance, and what that name stands for."""
+    name = f"{type(value).__name__}_{id(value)}"
+    return name, {name: value}
+
+
 def constant_when_compiled(cls: Class) -> Class:
     """Class decorator: torch.compile takes instances for constants of its graph.
 
     Instances are created, read and called while it traces, guarded by equality, and may be arguments of what the graph
-    calls. The class needs `__eq__`, `__hash__` and `__fx_repr__`, which returns how generated code spells an instance
-    and the names it needs. Traced code may read attributes that the class itself has: slots, properties and methods.
-    Methods that return process groups are named in `_TRACED`: a group is an input of a graph, so they are traced into.
+    calls. The class needs `__eq__` and `__hash__`. Its `__fx_repr__` returns how generated code spells an instance and
+    the names it needs; without one each instance has a name of its own. Traced code may read attributes that the class
+    itself has: slots, properties and methods. Methods that return process groups are named in `_TRACED`: a group is an
+    input of a graph, so they are traced into.
 
     Raises:
-        MeshTypeError: it is no class, or lacks one of these methods.
+        MeshTypeError: it is no class of Python, or its instances have no hash.
 
     Example:
         >>> @constant_when_compiled
@@ -180,10 +186,14 @@ def constant_when_compiled(cls: Class) -> Class:
         ...     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         ...         return f"Scale({self.by})", {"Scale": Scale}
     """
-    if not issubclass(type(cls), type) or getattr(cls, "__hash__", None) is None or not hasattr(cls, "__fx_repr__"):
-        raise MeshTypeError(
-            f"constant_when_compiled takes a class with __eq__, __hash__ and __fx_repr__, got {cls!r:.80}"
-        )
+    fits = issubclass(type(cls), type) and getattr(cls, "__hash__", None) is not None
+    try:
+        if fits and not hasattr(cls, "__fx_repr__"):
+            cls.__fx_repr__ = _own_name  # type: ignore[attr-defined]  # what torch.fx looks for
+    except TypeError:  # a type that is written in C
+        fits = False
+    if not fits:
+        raise MeshTypeError(f"constant_when_compiled takes a class with __eq__ and __hash__, got {cls!r:.80}")
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
     members |= dict.fromkeys(getattr(cls, "_TRACED", ()), opaque_object.MemberType.INLINED)

@@ -132,11 +132,6 @@ class DimSharding:
     def __hash__(self) -> int:  # lengths may be symbols, which have none
         return hash((self.axes, self.axis_sizes, self.ragged))
 
-    def __fx_repr__(self) -> tuple[str, dict[str, object]]:
-        """How code that torch.compile generates spells it: by a name of its own."""
-        name = f"dim_sharding_{id(self)}"
-        return name, {name: self}
-
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of every shard: an entry per rank of the axes, so ask for one interval where that will do."""

@@ -342,11 +342,6 @@ class Spec(SpecNames, Interned):
                 placements[axis] = placement
         return Spec(self.mesh, placements, shape, stride, self.dtype, tuple((dim, each.axes) for dim, each in sharded))
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How code that torch.compile generates spells it: by a name of its own."""
-        name = f"spec_{id(self)}"
-        return name, {name: self}
-
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
         return Spec, (self.mesh, self.placements, *plain)

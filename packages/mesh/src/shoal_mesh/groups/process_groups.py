@@ -141,11 +141,6 @@ class Comm:
     else:
         __hash__ = object.__hash__  # in C
 
-    def __fx_repr__(self) -> tuple[str, dict[str, object]]:
-        """How code that torch.compile generates spells it: by a name of its own."""
-        name = f"comm_{id(self)}"
-        return name, {name: self}
-
     @classmethod
     def run_at_first(cls) -> None:
         """Do what waits for the first communicator; later calls do nothing."""

@@ -335,11 +335,6 @@ class RankGrid:
     def __hash__(self) -> int:
         return self._hash
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How code that torch.compile generates spells it: by a name of its own."""
-        name = f"mesh_{id(self)}"
-        return name, {name: self}
-
     def _stable_hash(self) -> str:
         """A hash that is the same in every process (for caches on disk)."""
         return blake2b(repr(self._key[:-1]).encode(), digest_size=16).hexdigest()
