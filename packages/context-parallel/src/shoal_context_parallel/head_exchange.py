@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor.errors import SecondOrderError
-from shoal_dtensor.internal import apply, unwatched
+from shoal_dtensor.internal import apply, first_order_only, unwatched
 from shoal_mesh import Comm, all_to_all_blocks, purpose
 
 from .sequence_layout import Range, SequenceLayout
@@ -116,6 +115,5 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise SecondOrderError("attention of a sharded sequence has first derivatives only")
+        first_order_only("attention of a sharded sequence has first derivatives only")
         return None, None, None, *ctx.transposed(list(grads))

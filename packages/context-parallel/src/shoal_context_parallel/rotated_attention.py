@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor.errors import SecondOrderError
-from shoal_dtensor.internal import apply, unwatched
+from shoal_dtensor.internal import apply, first_order_only, unwatched
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
 from shoal_mesh.internal import Pending
 
@@ -181,8 +180,7 @@ class _RotatedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise SecondOrderError("attention of a sharded sequence has first derivatives only")
+        first_order_only("attention of a sharded sequence has first derivatives only")
         q, own_block, out, lse = ctx.saved_tensors
         task: Task = ctx.task
         sizes: _Sizes = ctx.sizes

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Spec
-from shoal_dtensor.errors import LayoutError, SecondOrderError, StyleError
-from shoal_dtensor.internal import backward_number, leaf_route, local_of, running_pass
+from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.internal import backward_number, first_order_only, leaf_route, local_of, running_pass
 from shoal_mesh import all_gather
 
 from .optimizer_shards import ShardedReplica
@@ -224,11 +224,10 @@ class GradientBuckets:
             return None
         if backward_number() != self._number:
             return None  # the pass around this one reduces what is made of it
-        if torch.is_grad_enabled():
-            raise SecondOrderError(
-                "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the mean over ranks "
-                "has no derivative. Ask for gradients of inputs, or differentiate the module before it is replicated"
-            )
+        first_order_only(
+            "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the mean over ranks has "
+            "no derivative. Ask for gradients of inputs, or differentiate the module before it is replicated"
+        )
         self._given[at] = grad, torch.empty_like(parameter.held.detach())
         return self._given[at][1]
 

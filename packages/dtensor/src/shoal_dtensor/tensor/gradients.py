@@ -139,17 +139,20 @@ def grad_hooked(param: Any) -> bool:
     return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
 
 
-def first_order_only() -> None:
+_OF_LOWERED = (
+    "a lowered module's backward ran with create_graph=True; second derivatives need the module's DTensor path: "
+    "parallelize_module(..., lower=False)"
+)
+
+
+def first_order_only(why: str = _OF_LOWERED) -> None:
     """Refuse to run a backward that itself is recorded: its local shards would not carry gradients.
 
     Raises:
-        SecondOrderError: under `create_graph=True`.
+        SecondOrderError: under `create_graph=True`; it says why.
     """
     if torch.is_grad_enabled():
-        raise SecondOrderError(
-            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
-            "DTensor path: parallelize_module(..., lower=False)"
-        )
+        raise SecondOrderError(why)
 
 
 # --- groups that travel together --------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import LayoutError, SecondOrderError
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
 
@@ -58,8 +59,7 @@ class _RowStatistics(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
+        first_order_only("losses on a sharded vocabulary have first derivatives only")
         x, lse, index, inside, q = ctx.saved_tensors
         to_lse, to_picked, to_q = grads
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -274,8 +274,7 @@ class _LogSoftmax(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
+        first_order_only("losses on a sharded vocabulary have first derivatives only")
         (out,) = ctx.saved_tensors
         total = all_reduce(ctx.vocab.sum_of_classes(grad).unsqueeze(-1), ctx.vocab.comm)
         return grad - out.exp() * total, None

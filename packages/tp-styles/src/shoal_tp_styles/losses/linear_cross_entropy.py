@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Partial, Replicate
-from shoal_dtensor.errors import LayoutError, SecondOrderError
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce
 from shoal_mesh.internal import all_reduce_
 
@@ -80,8 +81,7 @@ class _LinearStatistics(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise SecondOrderError("linear_cross_entropy has first derivatives only")
+        first_order_only("linear_cross_entropy has first derivatives only")
         x, w, b, index, inside, q, lse = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = torch.zeros_like(x) if needs_x else None
