@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Never
 
 HOMES: Mapping[str, str] = {
     name: package
@@ -31,8 +31,8 @@ HOMES: Mapping[str, str] = {
 
 def facade(
     package: str, names: list[str], instead: Mapping[str, str] | None = None, later: Mapping[str, str] | None = None
-) -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
-    """The functions `__dir__` and `__getattr__` of a package.
+) -> tuple[Callable[[], list[str]], Callable[[str], Never]]:
+    """The functions `__dir__` and `__getattr__` of a package; the latter has no value for who checks types.
 
     `from package import name` first asks for the attribute, and would replace an AttributeError by an error without the
     hint; so where the import system asks, it is an ImportError. `hasattr` is False, as it must be.
