@@ -7,6 +7,7 @@ was seen, arguments are made up by type: that suits the many operators that take
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import count as counting, islice
 from typing import Any
 
@@ -67,6 +68,7 @@ def seeded(call: Call) -> Call:
     return Call(call.op, call.args, {**call.kwargs, names[0]: torch.Generator().manual_seed(7)})
 
 
+@cache
 def _base(op: OpOverload) -> str:
     name = str(op._schema.name).removeprefix("aten::")
     return name if name.endswith("__") else name.removesuffix("_")

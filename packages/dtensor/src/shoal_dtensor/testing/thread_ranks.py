@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
+from shoal_mesh.internal import accelerator
 
 from .simulate import COMBINE, reduce_all
 
@@ -208,6 +209,7 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
         [tensor([2., 2.]), tensor([2., 2.])]
     """
     simulation = Simulation.of(meshes[0])
+    set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed  # no stack is formatted
     results: list[Any] = [None] * len(functions)
     failures: list[BaseException] = []
 
@@ -215,7 +217,7 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
         simulation.turns.take()
         try:
             with torch.no_grad():
-                torch.manual_seed(seed)
+                set_seed(seed)
                 results[index] = functions[index]()
         except BaseException as error:
             failures.append(error)

@@ -81,7 +81,6 @@ def validate(
         How many cases ran, which were wrong, and which rows declare traffic that they never start.
 
     Example:
-        >>> import torch
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
@@ -160,11 +159,8 @@ class CallTrial:
         self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
         read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
         self.tensors: list[Tensor] = [*flatten(read)]
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(SEED)
-            self.results: tuple[Any, list[Tensor]] = self._run(
-                self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
-            )
+        outs = [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
+        self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
         metas = tuple(_meta(t) for t in self.tensors)
         outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
         of_metas = pytree.tree_map(_meta, (args, self.kwargs))
@@ -227,12 +223,13 @@ class CallTrial:
         try:
             communicates = any(row.traffic is not None for row in rows)
             functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
-            problems = [*self._problems(on_threads(functions, meshes, SEED), meshes, rows, shardings)]
+            results = on_threads(functions, meshes, SEED) if communicates else [*map(_alone, functions)]
+            problems = [*self._problems(results, meshes, rows, shardings)]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         used = axes_used(meshes[0])
         if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
-            problems.append(f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
+            problems.insert(0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
         if problems:
             sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}
             report.wrong.append(
@@ -278,6 +275,13 @@ class CallTrial:
                 wanted = part_of(value, spec, c)
                 if not torch.allclose(total.to(wide), wanted.to(wide), rtol=1e-6, atol=1e-7, equal_nan=True):
                     yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
+
+
+def _alone(function: Callable[[], Any]) -> Any:
+    """What a function returns that starts no collective: one that does has no turn to give, and raises."""
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.default_generator.manual_seed(SEED)
+        return function()
 
 
 def _meta(value: Any) -> Any:
