@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal_mesh import MeshError, all_reduce, comm_over, init_device_mesh, launch
 from shoal_mesh.errors import RankError
 from shoal_mesh.testing import fake_world, on_ranks
-from started_scripts import SCRIPT, run_script
+from started_scripts import SCRIPT, run_script, two_at_a_time
 
 
 def _total(start: float, *, scale: float = 1.0) -> float:
@@ -60,33 +60,49 @@ def test_a_rank_may_return_before_others_have_what_it_sent() -> None:
     assert launch(_sends_and_returns, 2) == [float(1 << 20), 0.0]
 
 
-def test_ranks_have_the_arguments_of_the_script(tmp_path: Path) -> None:
-    code = """
-        import sys
-        from shoal_mesh import launch
+ARGUMENTS = """
+    import sys
+    from shoal_mesh import launch
 
-        def given():
-            return sys.argv[1:]
+    def given():
+        return sys.argv[1:]
 
-        if __name__ == "__main__":
-            sys.argv += ["--steps", "3"]
-            print(launch(given, 2))
-    """
-    assert run_script(tmp_path, code) == "[['--steps', '3'], ['--steps', '3']]\n"
+    if __name__ == "__main__":
+        sys.argv += ["--steps", "3"]
+        print(launch(given, 2))
+"""
+AT_IMPORT = """
+    from shoal_mesh import launch
+    import os
+
+    def pid():
+        return os.getpid()
+
+    launch(pid, 2)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_a_script_that_launches_when_it_is_imported(tmp_path: Path) -> None:
-    code = """
-        from shoal_mesh import launch
-        import os
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
+    """What each script prints."""
+    started = {
+        "arguments": (ARGUMENTS,),
+        "at import": (AT_IMPORT,),
+        "alone": (SCRIPT,),
+        "torchrun": (SCRIPT, *TORCHRUN),
+    }
+    folder = tmp_path_factory.mktemp("scripts")
+    return two_at_a_time(run_script, {name: (folder / name, *args) for name, args in started.items()})
 
-        def pid():
-            return os.getpid()
 
-        launch(pid, 2)
-    """
+def test_ranks_have_the_arguments_of_the_script(scripts: dict[str, Future[str]]) -> None:
+    assert scripts["arguments"].result() == "[['--steps', '3'], ['--steps', '3']]\n"
+
+
+def test_a_script_that_launches_when_it_is_imported(scripts: dict[str, Future[str]]) -> None:
     with pytest.raises(AssertionError, match="put what starts them under `if __name__ == '__main__':`"):
-        run_script(tmp_path, code)
+        scripts["at import"].result()
 
 
 def test_from_a_program() -> None:
@@ -111,16 +127,15 @@ def test_where_ranks_are_there_already() -> None:
         _nested(wrong=True)
 
 
-def test_from_a_script(tmp_path: Path) -> None:
-    out = run_script(tmp_path, SCRIPT)
+def test_from_a_script(scripts: dict[str, Future[str]]) -> None:
+    out = scripts["alone"].result()
     assert "[20, 20]" in out
     assert "printed on 0" in out
     assert "printed on 1" in out
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    out = run_script(tmp_path, SCRIPT, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert out.count("[20, 20]") == 2
+def test_under_torchrun(scripts: dict[str, Future[str]]) -> None:
+    assert scripts["torchrun"].result().count("[20, 20]") == 2
 
 
 def test_the_fake_world_is_a_world_of_present_ranks() -> None:

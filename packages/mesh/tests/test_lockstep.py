@@ -232,7 +232,7 @@ def _without_one(fault: str, transport: str, culprit: int, folder: str) -> None:
     try:
         with lockstep(timeout=1.5), purpose("losses"):
             if comm.rank == culprit:
-                _fail(fault)
+                _fail(fault, [Path(folder, str(rank)) for rank in range(comm.size) if rank != culprit])
                 return
             all_reduce(torch.ones(2), comm)
     except PeerError as error:
@@ -242,13 +242,14 @@ def _without_one(fault: str, transport: str, culprit: int, folder: str) -> None:
         assert comm.rank == culprit
 
 
-def _fail(fault: str) -> None:
+def _fail(fault: str, answers: list[Path]) -> None:
     if fault == "raises":
         raise ValueError("wrong data")
     if fault.startswith("ends"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "is elsewhere":
-        time.sleep(5)
+        while not all(path.exists() for path in answers):  # until the others have given up on this rank
+            time.sleep(0.01)
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:

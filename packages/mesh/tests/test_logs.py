@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from shoal_mesh import all_reduce, annotate_collectives, init_device_mesh
 from shoal_mesh.errors import MeshError
 from shoal_mesh.logs import log_from_environment
 from shoal_mesh.testing import fake_world
+from started_scripts import two_at_a_time
 
 PROGRAM = """
 import torch
@@ -30,14 +32,20 @@ def stderr_of(log: str) -> str:
     ).stderr
 
 
-def test_collectives_are_logged_where_the_environment_asks() -> None:
-    (line,) = stderr_of("collectives").splitlines()
+@pytest.fixture(scope="module")
+def logged() -> dict[str, Future[str]]:
+    """What is logged, by the topic that the environment asks for."""
+    return two_at_a_time(stderr_of, {topic: (topic,) for topic in ("collectives", "", "plans")})
+
+
+def test_collectives_are_logged_where_the_environment_asks(logged: dict[str, Future[str]]) -> None:
+    (line,) = logged["collectives"].result().splitlines()
     assert line.startswith("[rank 1] shoal.collectives: all_reduce sum [tp] (8,) 32 B in ")
 
 
-def test_nothing_is_logged_unasked() -> None:
-    assert stderr_of("") == ""
-    assert stderr_of("plans") == ""
+def test_nothing_is_logged_unasked(logged: dict[str, Future[str]]) -> None:
+    assert logged[""].result() == ""
+    assert logged["plans"].result() == ""
 
 
 def test_an_unknown_topic_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,7 @@ import pytest
 
 from shoal_mesh.errors import MeshTypeError
 from shoal_mesh.testing import rank_pool
-from started_scripts import SCRIPT, run_script
+from started_scripts import SCRIPT, run_script, two_at_a_time
 
 SEEN: list[int] = []
 
@@ -23,63 +24,73 @@ def _called(function: Callable[[int], int], x: int) -> int:
     return function(x)
 
 
-def test_from_a_notebook_the_function_travels_as_code(tmp_path: Path) -> None:
-    assert "[20, 20]" in run_script(tmp_path, SCRIPT, "-", stdin=True)
+CLASSES = """
+    from dataclasses import dataclass
+    import torch
+    from shoal_mesh import launch
+    SCALE = 3
+
+    @dataclass
+    class Pair:
+        left: int
+        right: int
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+
+        def forward(self, x):
+            return SCALE * x
+
+    def step(pair):
+        assert isinstance(pair, Pair)
+        return Pair(Model()(pair.left), pair.right)
+
+    found = launch(step, 2, Pair(2, 5))
+    print(found, isinstance(found[0], Pair))
+"""
+DEFINITIONS = """
+    from functools import cache
+    from threading import Lock
+    from shoal_mesh import launch
+    LOCK = Lock()
+
+    class Config:
+        step = 1
+
+    @cache
+    def base():
+        return 10
+
+    def called(function, config):
+        return function(config)
+
+    if __name__ == "__main__":
+        with LOCK:
+            print(launch(called, 2, lambda config: base() + config.step * isinstance(config, Config), Config()))
+        print(launch(lambda: [LOCK.locked(), type(Config()) is Config], 2))
+"""
 
 
-def test_classes_of_a_notebook_travel_there_and_back(tmp_path: Path) -> None:
-    code = """
-        from dataclasses import dataclass
-        import torch
-        from shoal_mesh import launch
-        SCALE = 3
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
+    """What each script prints; a notebook's cells come from stdin."""
+    folder = tmp_path_factory.mktemp("scripts")
+    started = {"function": (SCRIPT, "-"), "classes": (CLASSES, "-"), "definitions": (DEFINITIONS,)}
+    return two_at_a_time(run_script, {name: (folder / name, *args) for name, args in started.items()})
 
-        @dataclass
-        class Pair:
-            left: int
-            right: int
 
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
+def test_from_a_notebook_the_function_travels_as_code(scripts: dict[str, Future[str]]) -> None:
+    assert "[20, 20]" in scripts["function"].result()
 
-            def forward(self, x):
-                return SCALE * x
 
-        def step(pair):
-            assert isinstance(pair, Pair)
-            return Pair(Model()(pair.left), pair.right)
-
-        found = launch(step, 2, Pair(2, 5))
-        print(found, isinstance(found[0], Pair))
-    """
-    said = run_script(tmp_path, code, "-", stdin=True)
+def test_classes_of_a_notebook_travel_there_and_back(scripts: dict[str, Future[str]]) -> None:
+    said = scripts["classes"].result()
     assert said == "[Pair(left=6, right=5), Pair(left=6, right=5)] True\n"
 
 
-def test_ranks_run_the_script_for_what_it_defines(tmp_path: Path) -> None:
-    code = """
-        from functools import cache
-        from threading import Lock
-        from shoal_mesh import launch
-        LOCK = Lock()
-
-        class Config:
-            step = 1
-
-        @cache
-        def base():
-            return 10
-
-        def called(function, config):
-            return function(config)
-
-        if __name__ == "__main__":
-            with LOCK:
-                print(launch(called, 2, lambda config: base() + config.step * isinstance(config, Config), Config()))
-            print(launch(lambda: [LOCK.locked(), type(Config()) is Config], 2))
-    """
-    assert run_script(tmp_path, code) == "[11, 11]\n[[False, True], [False, True]]\n"
+def test_ranks_run_the_script_for_what_it_defines(scripts: dict[str, Future[str]]) -> None:
+    assert scripts["definitions"].result() == "[11, 11]\n[[False, True], [False, True]]\n"
 
 
 def test_inner_functions_and_lambdas_travel_as_code() -> None:

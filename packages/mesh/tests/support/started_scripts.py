@@ -1,4 +1,4 @@
-"""A script that launches ranks, and the process that runs it."""
+"""A script that launches ranks, and the processes that run it and others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-__all__ = ["SCRIPT", "run_script"]
+__all__ = ["SCRIPT", "run_script", "two_at_a_time"]
 
 
-def run_script(tmp_path: Path, code: str, *command: str, stdin: bool = False) -> str:
-    """What a script prints, started by a command (or read from stdin) in a process of its own."""
+def two_at_a_time(start: Callable[..., str], calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Future[str]]:
+    """What processes that need nothing of each other print, by name of the call that starts each and waits for it."""
+    with ThreadPoolExecutor(2) as threads:
+        return {name: threads.submit(start, *args) for name, args in calls.items()}
+
+
+def run_script(tmp_path: Path, code: str, *command: str) -> str:
+    """What a script prints, started by a command (the command `-` reads it from stdin) in a process of its own."""
     script = tmp_path / "script.py"
+    tmp_path.mkdir(exist_ok=True)
     script.write_text(textwrap.dedent(code))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    stdin = command == ("-",)
     source = script.read_text() if stdin else None
     done = subprocess.run(
         [sys.executable, *command, *([] if stdin else [str(script)])],
