@@ -7,26 +7,49 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+from integration_tests.processes import two_at_a_time
 
 SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "examples" / "train_llama.py"
 TINY = ["--steps=4", "--batch=4", "--seq=16", "--dim=32", "--layers=1", "--heads=4", "--kv-heads=2", "--hidden=64"]
 
 
 def run(*args: str | Path, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={torchrun}"] if torchrun else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
     command = [sys.executable, *launcher, str(SCRIPT), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
+RUNS = {  # that need nothing of each other, each with the ranks that torchrun starts
+    "untied": (["--dtype=float64"], 0),  # rounding is below 1e-9 there
+    "fully sharded": (["--fsdp", "--tied", "--dtype=float64"], 0),
+    "tied": (["--tied", "--mesh=1x2"], 2),
+    "too few ranks": (["--mesh=2x2"], 2),
+}
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[subprocess.CompletedProcess[str]]]:
+    """Small runs, two of them at a time, in folders of their names."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def start(name: str) -> subprocess.CompletedProcess[str]:
+        args, ranks = RUNS[name]
+        return run(*TINY, *args, "--out", folder / name, torchrun=ranks)
+
+    return two_at_a_time(start, [(name,) for name in RUNS])
+
+
+@pytest.fixture(scope="module")
+def finished(ended: Any) -> Path:
     """The folder of a small run on a 2x2 mesh, with the two weights of embedding and head apart."""
-    out = tmp_path_factory.mktemp("untied")
-    done = run(*TINY, "--dtype", "float64", "--out", out)  # rounding is below 1e-9 there
+    done = ended["untied"].result()
+    out = Path(done.args[-1])
     assert done.returncode == 0, done.stdout + done.stderr
     (out / "stdout").write_text(done.stdout)
     return out
@@ -41,14 +64,14 @@ def test_a_run_agrees_with_one_process_and_leaves_its_results(finished: Path) ->
     assert (finished / "checkpoint" / ".metadata").is_file()
 
 
-def test_weights_are_sharded_over_both_axes(tmp_path: Path) -> None:
-    done = run(*TINY, "--fsdp", "--tied", "--dtype", "float64", "--out", tmp_path)
+def test_weights_are_sharded_over_both_axes(ended: Any) -> None:
+    done = ended["fully sharded"].result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
 
 
-def test_a_run_with_tied_weights_under_torchrun(tmp_path: Path) -> None:
-    done = run(*TINY, "--tied", "--mesh", "1x2", "--out", tmp_path, torchrun=2)
+def test_a_run_with_tied_weights_under_torchrun(ended: Any) -> None:
+    done = ended["tied"].result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal bit for bit" in done.stdout
 
@@ -96,9 +119,9 @@ def test_bad_input_ends_in_one_line_and_touches_nothing(finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_a_mesh_that_does_not_fit_the_world_is_refused_by_every_rank(tmp_path: Path) -> None:
-    done = run(*TINY, "--mesh", "2x2", "--out", tmp_path / "out", torchrun=2)
+def test_a_mesh_that_does_not_fit_the_world_is_refused_by_every_rank(ended: Any) -> None:
+    done = ended["too few ranks"].result()
     assert done.returncode != 0
     assert done.stderr.count("train_llama: a mesh of 2x2 has 4 ranks, but torchrun started 2") == 2
     assert done.stderr.count("Traceback") <= 1  # torchrun's own, about the end of its children
-    assert not (tmp_path / "out").exists()
+    assert not Path(done.args[-1]).exists()

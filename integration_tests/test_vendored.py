@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration_tests.processes import two_at_a_time
 
 HOST = "acme._vendor"
 SMOKE = {
@@ -125,9 +127,19 @@ def run(home: Path, *args: str, timeout: float) -> None:
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
 
 
-def test_a_copy_with_one_prefix_rewritten_works_without_the_original(layer: Any, layers: Any, tmp_path: Path) -> None:
-    vendor(layer, layers, tmp_path)
-    run(tmp_path, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120)
+def smoke(layer: Any, layers: Any, home: Path) -> None:
+    """Use a copy of the layer in a process that must not meet the original."""
+    vendor(layer, layers, home)
+    run(home, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120)
+
+
+@pytest.fixture(scope="module")
+def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Future[None]]:
+    return two_at_a_time(smoke, [(layer, layers, tmp_path_factory.mktemp(layer.folder)) for layer in layers])
+
+
+def test_a_copy_with_one_prefix_rewritten_works_without_the_original(layer: Any, smoked: Any) -> None:
+    smoked[layer].result()
 
 
 def test_no_file_names_a_layer_in_any_other_way(layer: Any) -> None:
