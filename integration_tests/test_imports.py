@@ -9,8 +9,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from concurrent.futures import Future
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,8 @@ def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtenso
 
 def test_each_layer_imports_within_its_time(tmp_path: Path, layers: Any) -> None:
     names = [layer.name for layer in layers]
-    run = partial(probe, *names, PYTHONPYCACHEPREFIX=str(tmp_path))
-    runs = [run()["seconds"]]  # compiles and fills the cache of bytecode, as installing a package does
-    with ThreadPoolExecutor(2) as threads:
-        runs += [found["seconds"] for found in threads.map(lambda _: run(), range(7))]
+    # The first run compiles and fills the cache of bytecode, as installing a package does.
+    runs = [probe(*names, PYTHONPYCACHEPREFIX=str(tmp_path))["seconds"] for _ in range(8)]
     torchs, *layers = [min(times) for times in zip(*runs, strict=True)]
     budget = IMPORT_BUDGET * torchs
     assert max(layers) <= budget, f"seconds of torch {torchs}, over it, bottom to top: {layers}; allowed {budget}"
