@@ -25,8 +25,7 @@ split: Callable[..., Any] = BASE.split
 class TensorNote:
     """What is left on a tensor object as an attribute; it goes along into no copy and no file.
 
-    torch pickles attributes with a tensor.  A load of weights only builds few things, and None is none of them, but an
-    empty size is: a reader of notes takes what is false for none.
+    In a file it is an empty size, which a load of weights only builds, as it does not None: false says that none is.
     """
 
     __slots__ = ()

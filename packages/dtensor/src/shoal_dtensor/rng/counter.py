@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -52,7 +51,7 @@ def fill_counter(
         return
     if local.is_complex():
         if fill.name == "normal_":
-            fill = replace(fill, args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
+            fill = fill._replace(args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
         local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
     if not shape:
         local, shape, box = local.unsqueeze(0), (1,), ((0, 1),)

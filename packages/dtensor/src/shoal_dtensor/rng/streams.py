@@ -17,10 +17,9 @@ Every random operator is in the end an in-place fill of fresh memory, so a `Fill
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ from .memory_order import MemoryOrder, stretches
 from .state import generator_of
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(NamedTuple):
     """One of torch's in-place random methods with its arguments.
 
     Attributes:
@@ -141,8 +139,7 @@ _UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 com
 _PROBE = 83  # elements: several units, and a rest that is not a multiple of any
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
+class Law(NamedTuple):
     """How a distribution consumes the generator.
 
     Attributes:
@@ -245,8 +242,7 @@ _LARGEST = 1 << 24  # elements: no device known holds a round of more
 _INDEX_LIMIT = 1 << 31  # elements: from here on torch splits a launch in two
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(NamedTuple):
     """How a distribution uses up the generator's offset on one device.
 
     Attributes:
