@@ -210,8 +210,7 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = function_of(node)
-        # Nodes of torch pass gradients on; a function in Python that does not say may do anything with them.
+        function = function_of(node)  # None: torch's node, which passes gradients on; others that do not say end it
         tell = getattr(function, "gradient_shares", None)
         shares: Sequence[int] | None = () if function is None else tell and tell(node)
         if shares == ():
