@@ -23,6 +23,10 @@ from shoal_mesh.testing import fake_world, on_ranks
 
 Function = Callable[[Any, DeviceMesh], Any]
 
+TRACED = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
+
 
 def crossing(x: Tensor, mesh: DeviceMesh) -> Any:
     whole: Any = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
@@ -102,6 +106,7 @@ def test_compiled_functions_equal_eager_ones(backend: str) -> None:
         check(name, function, whole[:4] + mesh.get_rank(), mesh, backend)
 
 
+@TRACED
 def test_one_graph_with_functional_collectives() -> None:
     graphs: list[torch.fx.GraphModule] = []
 
@@ -144,9 +149,6 @@ def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeyp
             assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"
 
 
-TRACED = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-)
 UNLIKE: dict[str, Callable[..., Any]] = {  # some ranks have nothing to add, some get nothing, and the last has no rows
     "cumsum": lambda x: x.sum(1).cumsum(0),
     "logcumsumexp": lambda x: x.sum(1).logcumsumexp(0),

@@ -212,6 +212,7 @@ def test_a_rule_for_good_replaces_what_every_policy_has_decided(mesh: DeviceMesh
     assert aten.neg.default(x).placements == (Shard(0),)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch 2.11, of ContextVar.get
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 def test_blocks_inside_of_compiled_code(mesh: DeviceMesh, block: Block) -> None:
     x, seen = sharded(mesh, torch.ones(4, 2)), []

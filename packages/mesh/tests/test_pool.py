@@ -95,6 +95,7 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
         rank_pool(2).run(_rank_and_seed, (i for i in range(2)))
     with pytest.raises(ValueError, match="at least one rank"):
         RankPool(0)
+    assert str(RankPool(True).size) == "1"
 
 
 def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class RankPool:
         require(backend, str | None, "a backend is named by a string, such as 'gloo'")
         if size < 1:
             raise MeshError(f"a pool needs at least one rank, got {size}")
-        self.size = size
+        self.size = int(size)  # True is 1, which the ranks' environment has to say
         self.backend: str = backend or default_backend(size)
         self._show_output, self._once = show_output, once
         self._connections: list[Connection] = []
