@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from integration_tests.case_runner import run_cases
 from integration_tests.drop_in.signatures import differences
 from integration_tests.drop_in.snippets import FOLDER, compare, snippets
@@ -44,6 +45,7 @@ def _signatures() -> list[tuple[str, str]]:
         return differences()
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="docs/differences.md is about torch 2.13")
 @pytest.mark.parametrize("area", AREAS)
 def test_answers_differ_where_a_row_says_so(area: str) -> None:
     cases = snippets(area)

@@ -33,7 +33,7 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
         for name, operator in torch._ops._higher_order_ops.items():
             operator.py_impl(cls)(lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs))
         utils: Any = torch._higher_order_ops.utils
-        compiled = getattr(utils, "_hop_compile_and_call", None)  # torch 2.11 has no one place for it
+        compiled: Any = getattr(utils, "_hop_compile_and_call", None)  # torch 2.11 has no one place for it
 
         def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
             """What `torch.cond` and its kin call outside of compiled functions."""
