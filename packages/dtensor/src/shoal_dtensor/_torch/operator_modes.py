@@ -24,12 +24,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils.checkpoint import (
-    CheckpointFunction,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-    checkpoint,
-)
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Number of dispatch modes that are active.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -130,7 +125,9 @@ class ReplacedAttention(FunctionMode):
 
 Enter = Callable[[], AbstractContextManager[object]]
 
-_REENTRANT, _OTHER = CheckpointFunction.forward.__code__, unwrap(checkpoint).__code__
+# The functions whose frames refer to it; from torch 2.14 on, `checkpoint` calls another one for the second kind.
+_REENTRANT = CheckpointFunction.forward.__code__
+_OTHER = unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
 
 
 class _InScopes(NamedTuple):
