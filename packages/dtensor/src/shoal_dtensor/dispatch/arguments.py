@@ -166,11 +166,11 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 
 def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
+    mesh = mesh_of(cls, args, kwargs)
 
     def spec(tensor: Any) -> Spec:
         if isinstance(tensor, cls):
             return tensor._spec  # type: ignore[no-any-return]  # of a DTensor
-        mesh = mesh_of(cls, args, kwargs)
         return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
 
     return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
