@@ -33,23 +33,14 @@ class TileKind(Enum):
 
 
 class Tile(NamedTuple):
-    """Local queries and keys of one block of keys, none of them without a partner.
+    """Local queries and keys of one block of keys, none of them without a partner."""
 
-    Attributes:
-        row: batch row; None for all.
-        queries: slice of the rank's queries.
-        keys: slice of the block's keys.
-        kind: which keys each query reads.
-        offset: position of the first query less that of the first key.
-        first_key: global position of the first key.
-    """
-
-    row: int | None
-    queries: slice
-    keys: slice
-    kind: TileKind
-    offset: int
-    first_key: int
+    row: int | None  # batch row; None for all
+    queries: slice  # slice of the rank's queries
+    keys: slice  # slice of the block's keys
+    kind: TileKind  # which keys each query reads
+    offset: int  # position of the first query less that of the first key
+    first_key: int  # global position of the first key
 
 
 class _Segment(NamedTuple):
@@ -119,18 +110,14 @@ class Documents:
 class AttentionMask:
     """Which keys a query reads, by global positions.
 
-    Attributes:
-        causal: keys up to the query's own position.
-        window: (left, right): so many keys before and behind the query's own position; None: no bound.
-        documents: keys of the query's own document.
-
     Raises:
         LayoutError: if a window has a negative side.
     """
 
-    causal: bool = False
+    causal: bool = False  # keys up to the query's own position
+    # (left, right): so many keys before and behind the query's own position; None: no bound
     window: tuple[int | None, int | None] = (None, None)
-    documents: Documents | None = None
+    documents: Documents | None = None  # keys of the query's own document
 
     def __post_init__(self) -> None:
         if any(side is not None and side < 0 for side in self.window):

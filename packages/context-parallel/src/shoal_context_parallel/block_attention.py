@@ -42,25 +42,16 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 class AttentionKernel(NamedTuple):
-    """A kernel of attention that gives the log-sums of its rows, and what it takes.
+    """A kernel of attention that gives the log-sums of its rows, and what it takes."""
 
-    Attributes:
-        forward: output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale follow.
-        backward: their gradients.
-        multiple: what the widths of keys and values are multiples of.
-        equal_widths: whether these two are equal.
-        masks: whether something may be added to the scores.
-        groups: whether query heads may share a head of keys.
-        name: under which torch says whether it runs for a dtype on a device; "" for always.
-    """
-
+    # output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale follow
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    multiple: int = 1
-    equal_widths: bool = False
-    masks: bool = True
-    groups: bool = False
-    name: str = ""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # their gradients
+    multiple: int = 1  # what the widths of keys and values are multiples of
+    equal_widths: bool = False  # whether these two are equal
+    masks: bool = True  # whether something may be added to the scores
+    groups: bool = False  # whether query heads may share a head of keys
+    name: str = ""  # under which torch says whether it runs for a dtype on a device; "" for always
 
     def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
         """Whether it computes such tensors."""
@@ -142,21 +133,13 @@ def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class BlockKernel:
-    """Attention inside a tile.
+    """Attention inside a tile."""
 
-    Attributes:
-        scale: factor of the scores.
-        window: (left, right) reach of queries, for tiles at a window's edge.
-        attn_mask: (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none.
-        unmasked: the kernel of tiles without a mask.
-        masked: that of tiles to whose scores something is added.
-    """
-
-    scale: float
-    window: tuple[int | None, int | None]
-    attn_mask: Tensor | None
-    unmasked: AttentionKernel
-    masked: AttentionKernel
+    scale: float  # factor of the scores
+    window: tuple[int | None, int | None]  # (left, right) reach of queries, for tiles at a window's edge
+    attn_mask: Tensor | None  # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
+    unmasked: AttentionKernel  # the kernel of tiles without a mask
+    masked: AttentionKernel  # that of tiles to whose scores something is added
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""

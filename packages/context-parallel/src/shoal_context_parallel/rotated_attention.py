@@ -30,23 +30,14 @@ from .sequence_layout import SequenceLayout
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all blocks of one attention share.
+    """What all blocks of one attention share."""
 
-    Attributes:
-        layout: positions of each rank.
-        comm: the axis; None where this rank holds the whole sequence, alone in the layout.
-        mask: which keys a query reads.
-        kernel: attention inside a tile.
-        rotation: "ring" or "allgather".
-        batch: number of batch rows; the first dim of folded tensors is `batch * heads of keys`.
-    """
-
-    layout: SequenceLayout
-    comm: Comm | None
-    mask: AttentionMask
-    kernel: BlockKernel
-    rotation: str
-    batch: int
+    layout: SequenceLayout  # positions of each rank
+    comm: Comm | None  # the axis; None where this rank holds the whole sequence, alone in the layout
+    mask: AttentionMask  # which keys a query reads
+    kernel: BlockKernel  # attention inside a tile
+    rotation: str  # "ring" or "allgather"
+    batch: int  # number of batch rows; the first dim of folded tensors is `batch * heads of keys`
 
     @property
     def rank(self) -> int:

@@ -30,17 +30,11 @@ from .sharded_parameters import DataAxes, ShardedParameter, local_gradient
 
 @dataclass(slots=True, eq=False)
 class ReplicatedParameter:
-    """A parameter that every data-parallel rank updates in the same way.
+    """A parameter that every data-parallel rank updates in the same way."""
 
-    Attributes:
-        leaf: the parameter; plain, or a DTensor on the axes of a style.
-        partial: the layout of a local gradient over the data axes, in the dtype of the reduction.
-        reduced: the layout of the mean.
-    """
-
-    leaf: nn.Parameter
-    partial: Spec
-    reduced: Spec
+    leaf: nn.Parameter  # the parameter; plain, or a DTensor on the axes of a style
+    partial: Spec  # the layout of a local gradient over the data axes, in the dtype of the reduction
+    reduced: Spec  # the layout of the mean
 
     @classmethod
     def of(cls, leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ReplicatedParameter:

@@ -33,19 +33,12 @@ from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_paramete
 
 @dataclass(slots=True, eq=False)
 class ShardedReplica:
-    """A parameter that every data-parallel rank has a replica of, and updates a shard of.
+    """A parameter that every data-parallel rank has a replica of, and updates a shard of."""
 
-    Attributes:
-        leaf: where autograd accumulates; modules see it where it is frozen.
-        sharded: what optimizers see.
-        version: of the shard when the replica was gathered; None if it has to be.
-        seen: what modules see of a leaf that is trained.
-    """
-
-    leaf: nn.Parameter
-    sharded: ShardedParameter
-    version: tuple[object, ...] | None
-    seen: Tensor | None = None
+    leaf: nn.Parameter  # where autograd accumulates; modules see it where it is frozen
+    sharded: ShardedParameter  # what optimizers see
+    version: tuple[object, ...] | None  # of the shard when the replica was gathered; None if it has to be
+    seen: Tensor | None = None  # what modules see of a leaf that is trained
 
     @classmethod
     def of(

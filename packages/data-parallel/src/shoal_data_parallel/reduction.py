@@ -49,15 +49,10 @@ class ReducedParameter(Protocol):
 
 
 class Reducer:
-    """What of a module reduces gradients.
+    """What of a module reduces gradients."""
 
-    Attributes:
-        syncs: whether backward does; otherwise this rank keeps them for the next backward that does.
-        divisor: what summed gradients are divided by: by default the number of ranks.
-    """
-
-    syncs: bool = True
-    divisor: float
+    syncs: bool = True  # whether backward does; otherwise this rank keeps them for the next backward that does
+    divisor: float  # what summed gradients are divided by: by default the number of ranks
 
     def drop_kept(self) -> None:
         """Drop kept gradients."""

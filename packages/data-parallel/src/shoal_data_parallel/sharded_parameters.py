@@ -43,15 +43,10 @@ Site = tuple[nn.Module, str]
 
 @dataclass(frozen=True, slots=True)
 class DataAxes:
-    """The axes of data parallelism.
+    """The axes of data parallelism."""
 
-    Attributes:
-        mesh: the mesh of these axes alone.
-        sharded: how many of them, the last ones, shard parameters; over the others parameters are replicated.
-    """
-
-    mesh: DeviceMesh
-    sharded: int = 1
+    mesh: DeviceMesh  # the mesh of these axes alone
+    sharded: int = 1  # how many of them, the last ones, shard parameters; over the others parameters are replicated
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
@@ -72,24 +67,16 @@ class DataAxes:
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """A parameter of a unit.
+    """A parameter of a unit."""
 
-    Attributes:
-        sites: the modules that hold it, and under which name.
-        leaf: the sharded parameter: what optimizers and checkpoints see.
-        resting: the leaf's layout, in the dtype of the computation: from where it is gathered.
-        gathered: the layout in which it is used.
-        inner: the spec of the DTensor that modules see, on the axes of their styles; None if they see a plain tensor.
-        reduced: the leaf's layout in the dtype of the reduction: where gradients arrive.
-        precision: the dtypes of computation and reduction, where they are not the leaf's.
-    """
-
-    sites: tuple[Site, ...]
-    leaf: nn.Parameter
-    resting: Spec
-    gathered: Spec
+    sites: tuple[Site, ...]  # the modules that hold it, and under which name
+    leaf: nn.Parameter  # the sharded parameter: what optimizers and checkpoints see
+    resting: Spec  # the leaf's layout, in the dtype of the computation: from where it is gathered
+    gathered: Spec  # the layout in which it is used
+    # the spec of the DTensor that modules see, on the axes of their styles; None if they see a plain tensor
     inner: Spec | None
-    reduced: Spec
+    reduced: Spec  # the leaf's layout in the dtype of the reduction: where gradients arrive
+    # the dtypes of computation and reduction, where they are not the leaf's
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
 
     @property

@@ -32,19 +32,14 @@ Versions = list[tuple[object, ...]]
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """The gathered parameters of a unit, from a forward to its backward.
+    """The gathered parameters of a unit, from a forward to its backward."""
 
-    Attributes:
-        tensors: the gathered local tensors, one per parameter; without memory while they are freed.
-        versions: of the leaves when they were gathered (`Unit.versions`).
-        views: what modules see of the tensors, with its place in autograd's graph.
-        filled: whether the tensors have memory.
-    """
-
-    versions: Versions
+    versions: Versions  # of the leaves when they were gathered (`Unit.versions`)
+    # the gathered local tensors, one per parameter; without memory while they are freed
     tensors: list[Tensor] = field(default_factory=list)
+    # what modules see of the tensors, with its place in autograd's graph
     views: list[Tensor] = field(default_factory=list)
-    filled: bool = False
+    filled: bool = False  # whether the tensors have memory
     _written: Sequence[int] = ()
 
     def free(self) -> None:
@@ -76,22 +71,14 @@ class Gathered:
 
 @dataclass(slots=True, eq=False)
 class Forward:
-    """One forward of a unit.
+    """One forward of a unit."""
 
-    Attributes:
-        unit: the unit.
-        gathered: the values that it used.
-        trained: indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to.
-        before: the unit whose forward ended before, so that its backward begins next.
-        units: all units of the same outermost module.
-    """
-
-    unit: Unit
-    gathered: Gathered
-    trained: list[int]
-    units: Sequence[Unit]
+    unit: Unit  # the unit
+    gathered: Gathered  # the values that it used
+    trained: list[int]  # indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to
+    units: Sequence[Unit]  # all units of the same outermost module
     nodes: Sequence[Any] = ()
-    before: Sequence[Unit] = ()
+    before: Sequence[Unit] = ()  # the unit whose forward ended before, so that its backward begins next
 
 
 class Unit(Group):

@@ -75,26 +75,18 @@ class ScopedValue(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """What holds inside a block; under the same rules, one object for the same settings.
+    """What holds inside a block; under the same rules, one object for the same settings."""
 
-    Attributes:
-        unknown: what happens to an operator without a rule.
-        communication: whether operators may redistribute their inputs.
-        plain_is_replicated: whether plain tensors among DTensors count as replicated.
-        replicas_checked: whether gradients that count as replicated are compared over their ranks.
-        overlays: rule tables that come before the standing one, innermost first.
-        outer: the scope around the block that brought the innermost overlay; None without overlays.
-        alike: the scopes under the same rules by their settings, at most 36; the same dict in all of them.
-        decisions: the cache of this scope by the operator's id, owned by the dispatcher.
-    """
-
-    unknown: Unknown = "replicate"
-    communication: Communication = "allow"
-    plain_is_replicated: bool = False
-    replicas_checked: bool = False
-    overlays: tuple[Mapping[Any, Any], ...] = ()
+    unknown: Unknown = "replicate"  # what happens to an operator without a rule
+    communication: Communication = "allow"  # whether operators may redistribute their inputs
+    plain_is_replicated: bool = False  # whether plain tensors among DTensors count as replicated
+    replicas_checked: bool = False  # whether gradients that count as replicated are compared over their ranks
+    overlays: tuple[Mapping[Any, Any], ...] = ()  # rule tables that come before the standing one, innermost first
+    # the scope around the block that brought the innermost overlay; None without overlays
     outer: Scope | None = field(default=None, repr=False)
+    # the scopes under the same rules by their settings, at most 36; the same dict in all of them
     alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
+    # the cache of this scope by the operator's id, owned by the dispatcher
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -272,14 +272,10 @@ class RankTestCase(unittest.TestCase):
     """A unittest base whose test methods run on `world_size` ranks of the session's pool.
 
     `setUp` and `tearDown` run here, once; `set_up_rank` and `tear_down_rank` run around the method on every rank.
-
-    Attributes:
-        world_size: number of ranks; set it in the class body.
-        timeout: seconds until a rank that has not returned counts as hung.
     """
 
-    world_size: int = default_world_size()
-    timeout: float = 60.0
+    world_size: int = default_world_size()  # number of ranks; set it in the class body
+    timeout: float = 60.0  # seconds until a rank that has not returned counts as hung
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

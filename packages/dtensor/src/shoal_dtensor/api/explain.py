@@ -32,17 +32,11 @@ from ..tensor.spec_arguments import target_spec
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Explanation:
-    """The cheapest plans between two specs.
+    """The cheapest plans between two specs."""
 
-    Attributes:
-        chosen: the plan that `redistribute` runs.
-        rejected: the runners-up, cheapest first.
-        least_bytes: what a rank has to receive at least, averaged over the ranks.
-    """
-
-    chosen: Plan
-    rejected: tuple[Plan, ...]
-    least_bytes: float
+    chosen: Plan  # the plan that `redistribute` runs
+    rejected: tuple[Plan, ...]  # the runners-up, cheapest first
+    least_bytes: float  # what a rank has to receive at least, averaged over the ranks
 
     def as_data(self) -> dict[str, Any]:
         """Everything as plain lists, numbers and strings (for JSON)."""

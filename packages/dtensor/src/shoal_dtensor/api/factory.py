@@ -25,21 +25,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
-    """What every factory takes by keyword.
+    """What every factory takes by keyword."""
 
-    Attributes:
-        dtype: element type; torch's default, or that of the number to fill with, when left out.
-        layout: only `torch.strided`.
-        requires_grad: whether autograd records operations on the tensor.
-        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
-    """
-
-    dtype: torch.dtype | None
-    layout: torch.layout
-    requires_grad: bool
-    device_mesh: DeviceMesh | None
-    placements: Placements | None
+    dtype: torch.dtype | None  # element type; torch's default, or that of the number to fill with, when left out
+    layout: torch.layout  # only `torch.strided`
+    requires_grad: bool  # whether autograd records operations on the tensor
+    device_mesh: DeviceMesh | None  # the mesh; the one of the enclosing `with mesh:` when left out
+    placements: Placements | None  # one per mesh axis, or a `PartitionSpec`; all replicated when left out
 
 
 _DEFAULTS = Keywords(dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None)

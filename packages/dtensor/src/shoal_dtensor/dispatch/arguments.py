@@ -32,16 +32,12 @@ Readers = Mapping[str, Reader | None]
 
 
 class Plain(NamedTuple):
-    """A plain tensor among the arguments, as part of a key.
-
-    Attributes:
-        candidate: whether it has one element, or may be torch's own.
-    """
+    """A plain tensor among the arguments, as part of a key."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    candidate: bool
+    candidate: bool  # whether it has one element, or may be torch's own
 
 
 def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:

@@ -36,22 +36,15 @@ class Sharding(NamedTuple):
 
 
 class ShardingProblem(NamedTuple):
-    """What an assignment is for.
+    """What an assignment is for."""
 
-    Attributes:
-        specs: of every tensor input that is read.
-        outputs: global shape, stride and dtype of every tensor output.
-        fixed: pairs (input, output or None): this input is written in place, so its layout must stay, and the
-            output that aliases it has the same.
-        outs: specs of `out=` arguments; output `i` must have the layout of `outs[i]`.
-        unordered: whether the order of elements along sharded dims does not matter (see `Rule`).
-    """
-
-    specs: tuple[Spec, ...]
-    outputs: tuple[TensorMeta, ...]
+    specs: tuple[Spec, ...]  # of every tensor input that is read
+    outputs: tuple[TensorMeta, ...]  # global shape, stride and dtype of every tensor output
+    # pairs (input, output or None): this input is written in place, so its layout must stay, and the output that
+    # aliases it has the same
     fixed: tuple[tuple[int, int | None], ...] = ()
-    outs: tuple[Spec, ...] = ()
-    unordered: bool = False
+    outs: tuple[Spec, ...] = ()  # specs of `out=` arguments; output `i` must have the layout of `outs[i]`
+    unordered: bool = False  # whether the order of elements along sharded dims does not matter (see `Rule`)
 
 
 def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:

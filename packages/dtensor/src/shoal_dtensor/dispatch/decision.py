@@ -38,17 +38,11 @@ class ResultKind(IntEnum):
 
 
 class InputMove(NamedTuple):
-    """An input that must be redistributed before the call, or a written one that is redistributed back after it.
+    """An input that must be redistributed before the call, or a written one that is redistributed back after it."""
 
-    Attributes:
-        place: its position, or its name.
-        item: its index if the argument is a list; None if it is the argument itself.
-        plan: how it is redistributed.
-    """
-
-    place: int | str
-    item: int | None
-    plan: Plan
+    place: int | str  # its position, or its name
+    item: int | None  # its index if the argument is a list; None if it is the argument itself
+    plan: Plan  # how it is redistributed
 
     def within(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What contains the input among these arguments, and the index or name that it has there."""
@@ -58,38 +52,26 @@ class InputMove(NamedTuple):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Decision:
-    """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns.
+    """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns."""
 
-    Attributes:
-        call: the function.
-        result_kind: what becomes of its result.
-        outputs: the spec of every tensor output, flattened.
-        aliased: for each output the flat index of the input that it is (in-place and `out=` forms), or None.
-        unreported_writes: the arguments that an operator without result writes to, which torch does not count.
-        slow_path: whether there is more to do, which the following say.
-        moves: the inputs that must be redistributed first.
-        write_backs: the written ones among them, from where they were written to their own layout.
-        view_copied: whether a view operator's output does not alias its input, because that was redistributed.
-        foreach: whether the operator does the same to every element of its lists, one after the other.
-        verifies_plain: whether the ranks compare the plain tensors among the inputs, in every call.
-        reason: what the collectives are for, as debug modes and errors of the mesh layer repeat it.
-        notice: what to warn of when it runs.
-        watched: the operator with its inputs, if the communication policy holds for its local function; else empty.
-    """
-
-    call: Callable[..., Any]
-    result_kind: ResultKind
-    outputs: tuple[Spec, ...] = ()
+    call: Callable[..., Any]  # the function
+    result_kind: ResultKind  # what becomes of its result
+    outputs: tuple[Spec, ...] = ()  # the spec of every tensor output, flattened
+    # for each output the flat index of the input that it is (in-place and `out=` forms), or None
     aliased: tuple[int | None, ...] = ()
+    # the arguments that an operator without result writes to, which torch does not count
     unreported_writes: tuple[int | str, ...] = ()
-    slow_path: bool = False
-    moves: tuple[InputMove, ...] = ()
+    slow_path: bool = False  # whether there is more to do, which the following say
+    moves: tuple[InputMove, ...] = ()  # the inputs that must be redistributed first
+    # the written ones among them, from where they were written to their own layout
     write_backs: tuple[InputMove, ...] = ()
+    # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
-    foreach: bool = False
-    verifies_plain: bool = False
-    reason: str = ""
-    notice: str = ""
+    foreach: bool = False  # whether the operator does the same to every element of its lists, one after the other
+    verifies_plain: bool = False  # whether the ranks compare the plain tensors among the inputs, in every call
+    reason: str = ""  # what the collectives are for, as debug modes and errors of the mesh layer repeat it
+    notice: str = ""  # what to warn of when it runs
+    # the operator with its inputs, if the communication policy holds for its local function; else empty
     watched: str = ""
 
     @classmethod

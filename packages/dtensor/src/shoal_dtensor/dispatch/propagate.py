@@ -35,16 +35,11 @@ from .results import check_outs, check_writes, in_place_view, result_kind, with_
 
 
 class Circumstances(NamedTuple):
-    """What a decision depends on besides the operator and its arguments.
+    """What a decision depends on besides the operator and its arguments."""
 
-    Attributes:
-        scope: the policies that hold.
-        copies: flat indices of the inputs that are views whose storage is not their base's.
-        verifies_plain: whether plain tensors among the inputs are to be compared over the ranks in every call.
-    """
-
-    scope: Scope
-    copies: frozenset[int] = frozenset()
+    scope: Scope  # the policies that hold
+    copies: frozenset[int] = frozenset()  # flat indices of the inputs that are views whose storage is not their base's
+    # whether plain tensors among the inputs are to be compared over the ranks in every call
     verifies_plain: bool = False
 
 

@@ -226,22 +226,15 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
 
 
 class _ViewSource(NamedTuple):
-    """Where the values of a redistributed view come from.
+    """Where the values of a redistributed view come from."""
 
-    Attributes:
-        op, args, kwargs: the call that returned it; `base` is the first tensor among its arguments.
-        item: which of the call's outputs it is.
-        spec: of the base at that time.
-        version: of the base when the values were taken.
-    """
-
-    op: OpOverload
+    op: OpOverload  # the call that returned it; `base` is the first tensor among its arguments
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    item: int
+    item: int  # which of the call's outputs it is
     base: Any
-    spec: Spec
-    version: int
+    spec: Spec  # of the base at that time
+    version: int  # of the base when the values were taken
 
 
 def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:

@@ -80,13 +80,6 @@ class DimSharding:
         axis_sizes: their sizes.
         sizes: elements of every shard, row-major over `axes`; `(length,)` when it is replicated.
 
-    Attributes:
-        length: global number of elements.
-        step: elements of the longest shard.
-        ragged: elements of every shard where those are not `step` up to the end; None otherwise.
-        shards: number of shards, empty ones too.
-        even: whether all shards are equally large.
-
     Example:
         >>> sharding = DimSharding((0, 1), (2, 2), (2, 2, 2, 1))
         >>> sharding.offsets, sharding.interval((1, 0)), sharding.step, sharding.ragged
@@ -95,11 +88,12 @@ class DimSharding:
 
     axes: tuple[int, ...]
     axis_sizes: tuple[int, ...]
-    length: int
-    step: int
-    ragged: tuple[int, ...] | None
+    length: int  # global number of elements
+    step: int  # elements of the longest shard
+    ragged: tuple[int, ...] | None  # elements of every shard where those are not `step` up to the end; None otherwise
+    # number of shards, empty ones too
     shards: int = field(default=1, compare=False, repr=False)  # compiled code reads what the class itself has
-    even: bool = field(default=True, compare=False, repr=False)
+    even: bool = field(default=True, compare=False, repr=False)  # whether all shards are equally large
 
     def __init__(self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"

@@ -117,17 +117,11 @@ _LARGEST = 1024  # ranks that a notebook shows as a table
 
 
 class RankTable(NamedTuple):
-    """A table of ranks.
+    """A table of ranks."""
 
-    Attributes:
-        rows: element ranges of the first dim, as `0:4`.
-        columns: of the second.
-        cells: the ranks that hold them, as `0,1`.
-    """
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    cells: Sequence[Sequence[str]]
+    rows: Sequence[str]  # element ranges of the first dim, as `0:4`
+    columns: Sequence[str]  # of the second
+    cells: Sequence[Sequence[str]]  # the ranks that hold them, as `0,1`
 
     def color(self, cell: str) -> str:
         """One colour for each set of ranks; none for a cell that no rank holds."""

@@ -29,19 +29,16 @@ class StridedDimSharding:
         element  0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
         rank       0       1        0       1
 
-    Attributes:
-        levels: pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so.  Shards of
-            a level are multiples of the next level's runs.
-        length: elements of the dim.
-
     Example:
         >>> sharding = StridedDimSharding(((3, DimSharding((0,), (2,), (2, 1))),), 9)  # (3, 3), its second dim as 2 + 1
         >>> sharding.size((0,)), sharding.size((1,)), sharding.shape
         (6, 3, (3, 3))
     """
 
+    # pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so; shards of a level
+    # are multiples of the next level's runs.
     levels: tuple[tuple[int, DimSharding], ...]
-    length: int
+    length: int  # elements of the dim
 
     @cached_property
     def axes(self) -> tuple[int, ...]:

@@ -107,33 +107,20 @@ class _Holder:
 
 
 class _Part(NamedTuple):
-    """The gradients of one mesh.
+    """The gradients of one mesh."""
 
-    Attributes:
-        first: one of them.
-        axes: of the mesh, what to reduce over.
-        counted: those that this rank counts.
-    """
-
-    first: int
-    axes: tuple[int, ...]
-    counted: tuple[int, ...]
+    first: int  # one of them
+    axes: tuple[int, ...]  # of the mesh, what to reduce over
+    counted: tuple[int, ...]  # those that this rank counts
 
 
 class _Contribution(NamedTuple):
-    """What this rank adds to the norm.
+    """What this rank adds to the norm."""
 
-    Attributes:
-        parts: one for each mesh, and one for plain gradients.
-        dtype: of the norm.
-        plain: whether a gradient is plain.
-        partial: whether a gradient is partial, so that it has to be finished first.
-    """
-
-    parts: tuple[_Part, ...]
-    dtype: torch.dtype
-    plain: bool
-    partial: bool
+    parts: tuple[_Part, ...]  # one for each mesh, and one for plain gradients
+    dtype: torch.dtype  # of the norm
+    plain: bool  # whether a gradient is plain
+    partial: bool  # whether a gradient is partial, so that it has to be finished first
 
 
 def _check_plain(owners: Sequence[Tensor]) -> None:

@@ -21,18 +21,13 @@ _ATTRIBUTE = "_shoal_layout"
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout(TensorNote):
-    """What is known of a local tensor.
+    """What is known of a local tensor."""
 
-    Attributes:
-        spec: its global tensor; None if that is unknown, or if nothing says that it is sharded.
-        unknown: why the layout is unknown; empty otherwise.
-        drawn: whether it holds random numbers that every rank drew alike, along the axes on which `spec` is replicated.
-        blocks: of a fused output, the specs of the blocks that lie behind each other along the last dim.
-    """
-
-    spec: Spec | None = None
-    unknown: str = ""
+    spec: Spec | None = None  # its global tensor; None if that is unknown, or if nothing says that it is sharded
+    unknown: str = ""  # why the layout is unknown; empty otherwise
+    # whether it holds random numbers that every rank drew alike, along the axes on which `spec` is replicated
     drawn: bool = False
+    # of a fused output, the specs of the blocks that lie behind each other along the last dim
     blocks: tuple[Spec, ...] = ()
 
 

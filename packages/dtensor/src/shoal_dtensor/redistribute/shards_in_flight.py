@@ -141,16 +141,11 @@ class _Asked(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A DTensor whose local tensor is to arrive.
+    """A DTensor whose local tensor is to arrive."""
 
-    Attributes:
-        tensor: the DTensor, which nobody may need any more.
-        at: position of the redistribution that brings it.
-        present: the local tensor to which what arrives is added in place; None if it is the local tensor itself.
-    """
-
-    tensor: ReferenceType[Any]
-    at: int
+    tensor: ReferenceType[Any]  # the DTensor, which nobody may need any more
+    at: int  # position of the redistribution that brings it
+    # the local tensor to which what arrives is added in place; None if it is the local tensor itself
     present: Tensor | None
 
 

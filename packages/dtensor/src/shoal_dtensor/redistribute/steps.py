@@ -19,21 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One step: every rank goes from its box under `src` to its box under `dst`.
-
-    Attributes:
-        axes: mesh axes it works over; of a collective, in the order of its blocks.
-        seconds: expected time.
-        bytes: received by the busiest rank.
-        peak_bytes: expected memory at its worst moment, input and output included.
-    """
+    """One step: every rank goes from its box under `src` to its box under `dst`."""
 
     src: Spec
     dst: Spec
-    axes: tuple[int, ...] = ()
-    seconds: float = 0.0
-    bytes: int = 0
-    peak_bytes: int = 0
+    axes: tuple[int, ...] = ()  # mesh axes it works over; of a collective, in the order of its blocks
+    seconds: float = 0.0  # expected time
+    bytes: int = 0  # received by the busiest rank
+    peak_bytes: int = 0  # expected memory at its worst moment, input and output included
 
     @property
     def communicates(self) -> bool:
@@ -151,13 +144,9 @@ class Exchange(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfer(Step):
-    """Any sharding on one mesh -> any sharding on another: an exchange among the ranks of both.
+    """Any sharding on one mesh -> any sharding on another: an exchange among the ranks of both."""
 
-    Attributes:
-        ranks: global ranks that take part, ascending.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks that take part, ascending
 
     def detail(self) -> str:
         return f" among {len(self.ranks)} ranks"

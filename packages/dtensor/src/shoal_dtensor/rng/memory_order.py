@@ -18,19 +18,12 @@ from ..layout.tensor_meta import remembered
 
 
 class MemoryOrder(NamedTuple):
-    """A global tensor in memory order, and one rank's box of it.
+    """A global tensor in memory order, and one rank's box of it."""
 
-    Attributes:
-        order: the tensor's dims, slowest first.
-        shape: global extents, in that order.
-        box: the rank's `(start, stop)` per dim, in that order.
-        contiguous: whether the global tensor is row-major; torch's normal kernel differs for tensors that are not.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    box: Box
-    contiguous: bool
+    order: tuple[int, ...]  # the tensor's dims, slowest first
+    shape: tuple[int, ...]  # global extents, in that order
+    box: Box  # the rank's `(start, stop)` per dim, in that order
+    contiguous: bool  # whether the global tensor is row-major; torch's normal kernel differs for tensors that are not
 
     @property
     def numel(self) -> int:
@@ -97,19 +90,12 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class Stretch(NamedTuple):
-    """A stretch of the walk that is a box itself, and the part of it that is wanted.
+    """A stretch of the walk that is a box itself, and the part of it that is wanted."""
 
-    Attributes:
-        start: flat index of the stretch's first element, counted from the start of the range asked for.
-        shape: extents of the stretch.
-        source: the wanted part, as slices of the stretch.
-        target: the same part, as slices of the wanted box.
-    """
-
-    start: int
-    shape: tuple[int, ...]
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
+    start: int  # flat index of the stretch's first element, counted from the start of the range asked for
+    shape: tuple[int, ...]  # extents of the stretch
+    source: tuple[slice, ...]  # the wanted part, as slices of the stretch
+    target: tuple[slice, ...]  # the same part, as slices of the wanted box
 
     def copy(self, flat: Tensor, target: Tensor, back: bool = False) -> None:
         """Copy the part from the 1-D tensor that holds the range asked for, or, `back`, into it."""

@@ -16,15 +16,11 @@ Mode = Literal["single_device", "counter", "per_axis", "local"]
 
 @dataclass(frozen=True, slots=True)
 class RandomMode:
-    """A mode and, for "per_axis", the mesh axes that have streams of their own.
+    """A mode and, for "per_axis", the mesh axes that have streams of their own."""
 
-    Attributes:
-        mode, axes: as `random_mode` takes them.
-        outside: the checkpoints of activations in which a block entered it; None where no block did.
-    """
-
-    mode: Mode = "single_device"
+    mode: Mode = "single_device"  # as `random_mode` takes them
     axes: tuple[int | str, ...] = ()
+    # the checkpoints of activations in which a block entered it; None where no block did
     outside: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
 
     def hold_in_recomputation(self) -> None:

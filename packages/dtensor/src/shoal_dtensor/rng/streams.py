@@ -31,22 +31,18 @@ from .state import generator_of
 class Fill(NamedTuple):
     """One of torch's in-place random methods with its arguments.
 
-    Attributes:
-        name: the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`, `log_normal_`
-            or `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with arguments (chance to drop,
-            dtype of the input).
-        args: its arguments before `generator`.
-        granule: the kernel may differ by the number of elements modulo this.
-
     Example:
         >>> target = torch.empty(3, dtype=torch.int64)
         >>> Fill("random_", (0, 6))(target); bool(target.lt(6).all())
         True
     """
 
+    # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`, `log_normal_` or
+    # `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with arguments (chance to drop, dtype of the
+    # input)
     name: str
-    args: tuple[Any, ...] = ()
-    granule: int = 1
+    args: tuple[Any, ...] = ()  # its arguments before `generator`
+    granule: int = 1  # the kernel may differ by the number of elements modulo this
 
     def __call__(self, target: Tensor, generator: torch.Generator | None = None, operand: Tensor | None = None) -> None:
         """Fill `target` in place.
@@ -140,16 +136,12 @@ _PROBE = 83  # elements: several units, and a rest that is not a multiple of any
 
 
 class Law(NamedTuple):
-    """How a distribution consumes the generator.
+    """How a distribution consumes the generator."""
 
-    Attributes:
-        unit: chunks that start at multiples of it, and a last chunk of at least so many elements, give the same
-            values as one draw; None if the values must be drawn in one go.
-        words: 32-bit words per value in all but the last unit; None if that varies.
-    """
-
+    # chunks that start at multiples of it, and a last chunk of at least so many elements, give the same values as one
+    # draw; None if the values must be drawn in one go
     unit: int | None
-    words: int | None
+    words: int | None  # 32-bit words per value in all but the last unit; None if that varies
 
 
 def fill_cpu(
@@ -243,15 +235,10 @@ _INDEX_LIMIT = 1 << 31  # elements: from here on torch splits a launch in two
 
 
 class Rounds(NamedTuple):
-    """How a distribution uses up the generator's offset on one device.
+    """How a distribution uses up the generator's offset on one device."""
 
-    Attributes:
-        size: elements that one round fills.
-        step: by how much a round moves the offset.
-    """
-
-    size: int
-    step: int
+    size: int  # elements that one round fills
+    step: int  # by how much a round moves the offset
 
 
 def fill_cuda(

@@ -155,12 +155,6 @@ class Windows:
     whose windows have their middle in it.  Transposed, input `i` adds to the outputs `i * stride - padding + dilation *
     j`; a shard of n inputs computes `n * stride` outputs, the last one also what is left.
 
-    Attributes:
-        length: how many inputs.
-        outputs: how many outputs.
-        transposed: whether windows are of outputs.
-        beside: inputs on either side that an output reads besides those that reach it, which interpolation does.
-
     Example:
         >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
         (5, 3)
@@ -169,14 +163,14 @@ class Windows:
         (1, 5)
     """
 
-    length: int
-    outputs: int
+    length: int  # how many inputs
+    outputs: int  # how many outputs
     kernel: int
     stride: int = 1
     padding: int = 0
     dilation: int = 1
-    transposed: bool = False
-    beside: int = 0
+    transposed: bool = False  # whether windows are of outputs
+    beside: int = 0  # inputs on either side that an output reads besides those that reach it, which interpolation does
 
     @property
     def reach(self) -> int:
@@ -283,17 +277,13 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
 
 
 class Halo(NamedTuple):
-    """One sharded dim of an input along which windows run, as this rank sees it.
+    """One sharded dim of an input along which windows run, as this rank sees it."""
 
-    Attributes:
-        exchange: fetches what this rank's windows read of the input along the dim, and returns the gradient of it.
-        margins: how far they reach over the start and the end of the input.
-        widths: how many outputs the operator, which knows nothing of the others, makes too few at the start and at the
-            end; negative where it makes too many.
-    """
-
+    # fetches what this rank's windows read of the input along the dim, and returns the gradient of it
     exchange: Relocation
-    margins: tuple[int, int]
+    margins: tuple[int, int]  # how far they reach over the start and the end of the input
+    # how many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
+    # negative where it makes too many
     widths: tuple[int, int]
 
     @property

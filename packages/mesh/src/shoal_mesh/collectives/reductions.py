@@ -43,17 +43,11 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.
 
 
 class WireReduction(NamedTuple):
-    """How to reduce one dtype with one op.
+    """How to reduce one dtype with one op."""
 
-    Attributes:
-        op: what the backend is asked for.
-        dtype: dtype on the wire, None for that of the tensor.
-        divide: whether the sum is divided by the number of ranks afterwards.
-    """
-
-    op: str
-    dtype: torch.dtype | None = None
-    divide: bool = False
+    op: str  # what the backend is asked for
+    dtype: torch.dtype | None = None  # dtype on the wire, None for that of the tensor
+    divide: bool = False  # whether the sum is divided by the number of ranks afterwards
 
 
 def reduction(dtype: torch.dtype, op: str) -> WireReduction:

@@ -30,17 +30,14 @@ from .world import require_world, world_place
 class BackendChoice:
     """What a user may choose for the groups of one axis; by default they have the backend of the default group.
 
-    Attributes:
-        backend: `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's.
-        options: the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes.
-        tag: not empty for a group that serves one end alone, so that no other group over the same ranks is taken.
-
     Raises:
         MeshTypeError: a backend that is no text, or options of no backend.
     """
 
-    backend: str | None = None
+    backend: str | None = None  # `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's
+    # the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes
     options: object | None = None
+    # not empty for a group that serves one end alone, so that no other group over the same ranks is taken
     tag: str = ""
 
     def __post_init__(self) -> None:

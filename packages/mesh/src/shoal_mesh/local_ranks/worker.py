@@ -29,47 +29,27 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 class Job(NamedTuple):
-    """One call, sent to all ranks.
+    """One call, sent to all ranks."""
 
-    Attributes:
-        function: pickled, by name or as code (`dump_function`).
-        payload: pickled (args, kwargs), read when there is a default group.
-        state: attributes of the test instance when the function is a method, None otherwise.
-        path: `sys.path` of the parent.
-        argv: `sys.argv` of the parent.
-        cwd: working directory of the parent.
-        store: port of the parent's store, and a prefix that no other job has.
-        backend: of the default group.
-        last: whether a rank ends when it has answered.
-    """
-
-    function: bytes
-    payload: bytes
-    state: dict[str, Any] | None
-    path: list[str]
-    argv: list[str]
-    cwd: str
-    store: tuple[int, str]
-    backend: str
-    last: bool
+    function: bytes  # pickled, by name or as code (`dump_function`)
+    payload: bytes  # pickled (args, kwargs), read when there is a default group
+    state: dict[str, Any] | None  # attributes of the test instance when the function is a method, None otherwise
+    path: list[str]  # `sys.path` of the parent
+    argv: list[str]  # `sys.argv` of the parent
+    cwd: str  # working directory of the parent
+    store: tuple[int, str]  # port of the parent's store, and a prefix that no other job has
+    backend: str  # of the default group
+    last: bool  # whether a rank ends when it has answered
 
 
 class Failure(NamedTuple):
-    """An exception on one rank.
+    """An exception on one rank."""
 
-    Attributes:
-        kind: name of the exception's type.
-        message: its text.
-        trace: the formatted traceback, with the locals of the failing function.
-        skip: whether it asked to skip the test.
-        error: the pickled exception, None when it cannot be pickled.
-    """
-
-    kind: str
-    message: str
-    trace: str
-    skip: bool = False
-    error: bytes | None = None
+    kind: str  # name of the exception's type
+    message: str  # its text
+    trace: str  # the formatted traceback, with the locals of the failing function
+    skip: bool = False  # whether it asked to skip the test
+    error: bytes | None = None  # the pickled exception, None when it cannot be pickled
 
 
 def serve_forks(preload: list[str]) -> None:

@@ -25,16 +25,7 @@ AxisLike = int | str
 
 
 class RankGrid:
-    """Ranks at coordinates, the coordinate of this process, and its communicators.
-
-    Attributes:
-        device_type: `cpu`, `cuda`, ...: never with an index.
-        ndim: number of axes.
-        shape: number of ranks along each axis.
-        mesh_dim_names: names of the axes, None for an unnamed mesh.
-        axis_names: names of the axes; "0", "1", ... for an unnamed mesh.
-        is_abstract: whether the mesh is for planning only and has no process groups.
-    """
+    """Ranks at coordinates, the coordinate of this process, and its communicators."""
 
     __slots__ = (
         "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_hash", "_key",
@@ -45,12 +36,12 @@ class RankGrid:
     _derived: dict[Any, Any]
     _flattened: dict[str, Any]
     _tensor: torch.Tensor | None
-    device_type: str
-    ndim: int
-    shape: tuple[int, ...]
-    mesh_dim_names: tuple[str, ...] | None
-    axis_names: tuple[str, ...]
-    is_abstract: bool
+    device_type: str  # `cpu`, `cuda`, ...: never with an index
+    ndim: int  # number of axes
+    shape: tuple[int, ...]  # number of ranks along each axis
+    mesh_dim_names: tuple[str, ...] | None  # names of the axes, None for an unnamed mesh
+    axis_names: tuple[str, ...]  # names of the axes; "0", "1", ... for an unnamed mesh
+    is_abstract: bool  # whether the mesh is for planning only and has no process groups
     _TRACED = ("get_group",)
 
     @classmethod

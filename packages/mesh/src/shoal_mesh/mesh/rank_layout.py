@@ -230,20 +230,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """The fields of a mesh as checked values, which is also what is pickled.
+    """The fields of a mesh as checked values, which is also what is pickled."""
 
-    Attributes:
-        device_type: without an index.
-        layout: coordinate -> rank.
-        names: of the axes, or None.
-        choices: backend of every axis.
-        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
-        connect: what gives an abstract mesh its communicators, None if it has none.
-    """
-
-    device_type: str
-    layout: Layout
-    names: tuple[str, ...] | None
-    choices: tuple[BackendChoice, ...]
-    abstract_rank: int | None = None
+    device_type: str  # without an index
+    layout: Layout  # coordinate -> rank
+    names: tuple[str, ...] | None  # of the axes, or None
+    choices: tuple[BackendChoice, ...]  # backend of every axis
+    abstract_rank: int | None = None  # the rank whose view an abstract mesh is, None for a mesh with process groups
+    # what gives an abstract mesh its communicators, None if it has none
     connect: Callable[[tuple[int, ...]], Comm] | None = None

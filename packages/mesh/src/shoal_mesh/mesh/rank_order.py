@@ -30,17 +30,12 @@ Unit = tuple[int, ...]  # ranks that stay together, row-major over the inner axe
 
 
 class RankOrder(NamedTuple):
-    """Ranks in the order in which a mesh lists them, and what that gains.
+    """Ranks in the order in which a mesh lists them, and what that gains."""
 
-    Attributes:
-        ranks: row-major.
-        before: for every axis the seconds of an all-gather of 1 MiB a rank along its slowest line, in rank order.
-        after: the same in this order.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # row-major
+    # for every axis the seconds of an all-gather of 1 MiB a rank along its slowest line, in rank order
     before: tuple[float, ...]
-    after: tuple[float, ...]
+    after: tuple[float, ...]  # the same in this order
 
     def __str__(self) -> str:
         """A line per axis."""

@@ -18,33 +18,19 @@ from ..errors import MeshError
 
 @dataclass(slots=True)
 class Record:
-    """One collective of a trace.
+    """One collective of a trace."""
 
-    Attributes:
-        op: name of the functional collective.
-        axes: mesh axes it ran along; the name of the group when it was not asked for by axis.
-        size: number of ranks.
-        shapes: shapes that this rank put in.
-        dtype: of the first of them.
-        nbytes: bytes that this rank put in.
-        reduce_op: `sum`, ... or ''.
-        module: path of the innermost module, `Global` outside of modules.
-        backward: whether it ran in the backward pass.
-        started: seconds since the mode was entered.
-        seconds: duration on the host.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    size: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    nbytes: int
-    reduce_op: str
-    module: str
-    backward: bool
-    started: float
-    seconds: float = 0.0
+    op: str  # name of the functional collective
+    axes: tuple[str, ...]  # mesh axes it ran along; the name of the group when it was not asked for by axis
+    size: int  # number of ranks
+    shapes: tuple[tuple[int, ...], ...]  # shapes that this rank put in
+    dtype: str  # of the first of them
+    nbytes: int  # bytes that this rank put in
+    reduce_op: str  # `sum`, ... or ''.
+    module: str  # path of the innermost module, `Global` outside of modules
+    backward: bool  # whether it ran in the backward pass
+    started: float  # seconds since the mode was entered
+    seconds: float = 0.0  # duration on the host
 
 
 @dataclass(slots=True)

@@ -20,52 +20,31 @@ _MEETINGS = 5  # at the beginning: ranks leave each at about the same moment, wh
 
 @dataclass(slots=True)
 class Call:
-    """One collective, as one rank ran it. Times are in seconds from the beginning of the block.
+    """One collective, as one rank ran it. Times are in seconds from the beginning of the block."""
 
-    Attributes:
-        what: which one: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`.
-        group: name of the communicator; the n-th call of a group is one collective on all its ranks.
-        nbytes: bytes that this rank put in.
-        started: when this rank came.
-        blocked: when this rank could do nothing else: from and to; several times if it was started with `async_op`.
-        rank: whose call it is.
-        computed: seconds since the rank was last blocked.
-        waited: seconds of `blocked` in which not all ranks had come.
-        moved: the other seconds of `blocked`.
-        others: seconds that the other ranks computed before it, on average; of the call that came last.
-        held_up: seconds that they waited for this call, on average, because its rank computed for longer.
-    """
-
-    what: str
-    group: str
-    nbytes: int
-    started: float
+    what: str  # which one: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`
+    group: str  # name of the communicator; the n-th call of a group is one collective on all its ranks
+    nbytes: int  # bytes that this rank put in
+    started: float  # when this rank came
+    # when this rank could do nothing else: from and to; several times if it was started with `async_op`
     blocked: list[tuple[float, float]]
-    rank: int = 0
-    computed: float = 0.0
-    waited: float = 0.0
-    moved: float = 0.0
-    others: float = 0.0
-    held_up: float = 0.0
+    rank: int = 0  # whose call it is
+    computed: float = 0.0  # seconds since the rank was last blocked
+    waited: float = 0.0  # seconds of `blocked` in which not all ranks had come
+    moved: float = 0.0  # the other seconds of `blocked`
+    others: float = 0.0  # seconds that the other ranks computed before it, on average; of the call that came last
+    held_up: float = 0.0  # seconds that they waited for this call, on average, because its rank computed for longer
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """The seconds of one rank.
+    """The seconds of one rank."""
 
-    Attributes:
-        computed: outside of collectives.
-        waited: in collectives to which not all ranks had come.
-        moved: in collectives to which all ranks had come.
-        nbytes: bytes that the rank put into collectives.
-        held_up: seconds that the other ranks waited for this one, on average over them.
-    """
-
-    computed: float = 0.0
-    waited: float = 0.0
-    moved: float = 0.0
-    nbytes: int = 0
-    held_up: float = 0.0
+    computed: float = 0.0  # outside of collectives
+    waited: float = 0.0  # in collectives to which not all ranks had come
+    moved: float = 0.0  # in collectives to which all ranks had come
+    nbytes: int = 0  # bytes that the rank put into collectives
+    held_up: float = 0.0  # seconds that the other ranks waited for this one, on average over them
 
 
 @dataclass(slots=True)
@@ -74,17 +53,12 @@ class StragglerTable:
 
     A rank holds the others up in a collective to which it comes last, by as much as it has computed for longer than
     they did since their last collectives: a rank that is late because it waited for another one is not at fault.
-
-    Attributes:
-        calls: of all ranks, by rank and time.
-        seconds: from the beginning to the end of the slowest rank.
-        ranks: the times of every rank.
-        held_up: calls for which the others waited because the rank had computed for longer, the longest first.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    seconds: float = 0.0
-    ranks: list[RankTimes] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # of all ranks, by rank and time
+    seconds: float = 0.0  # from the beginning to the end of the slowest rank
+    ranks: list[RankTimes] = field(default_factory=list)  # the times of every rank
+    # calls for which the others waited because the rank had computed for longer, the longest first
     held_up: list[Call] = field(default_factory=list)
 
     def fill(self, calls: Sequence[Sequence[Call]], seconds: Sequence[float]) -> None:

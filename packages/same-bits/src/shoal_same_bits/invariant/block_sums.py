@@ -27,15 +27,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockArithmetic:
-    """How sums are divided.
+    """How sums are divided."""
 
-    Attributes:
-        blocks: into how many parts a dim that ranks may share is divided; degrees divide it.
-        rows: how many tokens of a sample are computed together; None for all.
-    """
-
-    blocks: int
-    rows: int | None = None
+    blocks: int  # into how many parts a dim that ranks may share is divided; degrees divide it
+    rows: int | None = None  # how many tokens of a sample are computed together; None for all
 
     def own_blocks(self, ranks: int, size: int, what: str) -> int:
         """How many of the blocks one of so many ranks has that share a dim; a StyleError if they cannot share them."""
@@ -126,15 +121,10 @@ def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A function of a number of blocks and of tensors.
+    """A function of a number of blocks and of tensors."""
 
-    Attributes:
-        definition: what it computes.
-        faster: forms that may have the same bits, the fastest first.
-    """
-
-    definition: Form
-    faster: tuple[Form, ...]
+    definition: Form  # what it computes
+    faster: tuple[Form, ...]  # forms that may have the same bits, the fastest first
 
     def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
         tensors = [contiguous_block(operand) for operand in operands]

@@ -34,21 +34,13 @@ _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalPart:
-    """What one rank adds to something that is summed over the elements of a global tensor.
+    """What one rank adds to something that is summed over the elements of a global tensor."""
 
-    Attributes:
-        local: this rank's values.
-        indices: for each dim the global indices of the local ones.
-        sizes: of the global tensor.
-        counted: False if another rank counts the same values.
-        meshes: over whose ranks parts are added, one after the other.
-    """
-
-    local: Tensor
-    indices: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    counted: bool
-    meshes: tuple[DeviceMesh, ...]
+    local: Tensor  # this rank's values
+    indices: tuple[Tensor, ...]  # for each dim the global indices of the local ones
+    sizes: tuple[int, ...]  # of the global tensor
+    counted: bool  # False if another rank counts the same values
+    meshes: tuple[DeviceMesh, ...]  # over whose ranks parts are added, one after the other
 
     def hashes(self) -> Tensor:
         """A number for each element, of its global index; as many as there are bits of the value."""

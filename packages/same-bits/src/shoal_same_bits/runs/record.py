@@ -34,26 +34,16 @@ _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values tha
 
 
 class Value(NamedTuple):
-    """One value of a run.
+    """One value of a run."""
 
-    Attributes:
-        name: `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has #n.
-        shape, dtype: of the global tensor; of a rank's own where `by_rank`.
-        by_rank: whether it is what the ranks computed on plain tensors: compared between runs on as many ranks only.
-        sums: see above.
-        norm: of all elements.
-        broken: how many elements are infinite or no number.
-        digest: of global index and bits; equal where all bits are.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has #n
+    shape: tuple[int, ...]  # of the global tensor; of a rank's own where `by_rank`
     dtype: str
-    by_rank: bool
-    sums: list[float]
-    norm: float
-    broken: int
-    digest: int
+    by_rank: bool  # whether it is what the ranks computed on plain tensors: compared between runs on as many ranks only
+    sums: list[float]  # see above
+    norm: float  # of all elements
+    broken: int  # how many elements are infinite or no number
+    digest: int  # of global index and bits; equal where all bits are
 
 
 @dataclass(slots=True)

@@ -28,17 +28,11 @@ from ..spec.specs import spec_of
 
 
 class Grid(NamedTuple):
-    """Shards that are the cells of a grid, on a mesh of the same shape.
+    """Shards that are the cells of a grid, on a mesh of the same shape."""
 
-    Attributes:
-        mesh_shape: Number of shards along every mesh axis.
-        ranks: Global rank at every mesh coordinate, row-major.
-        placements: For every mesh axis, the tensor dim that it shards and the shard sizes.
-    """
-
-    mesh_shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    placements: tuple[Shard, ...]
+    mesh_shape: tuple[int, ...]  # number of shards along every mesh axis
+    ranks: tuple[int, ...]  # global rank at every mesh coordinate, row-major
+    placements: tuple[Shard, ...]  # for every mesh axis, the tensor dim that it shards and the shard sizes
 
 
 @lru_cache(maxsize=4096)

@@ -86,19 +86,12 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
 
 
 class ExpertExchange(NamedTuple):
-    """The sizes of one exchange.
+    """The sizes of one exchange."""
 
-    Attributes:
-        comm: the ranks that hold the experts.
-        sends: rows to each rank.
-        receives: rows from each rank.
-        own: (ranks, own experts) rows of each of this rank's experts from each rank.
-    """
-
-    comm: Comm
-    sends: list[int]
-    receives: list[int]
-    own: list[list[int]]
+    comm: Comm  # the ranks that hold the experts
+    sends: list[int]  # rows to each rank
+    receives: list[int]  # rows from each rank
+    own: list[list[int]]  # (ranks, own experts) rows of each of this rank's experts from each rank
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:

@@ -29,17 +29,11 @@ BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
 
 @dataclass(frozen=True, slots=True)
 class _LogitBlocks:
-    """What all blocks of rows share.
+    """What all blocks of rows share."""
 
-    Attributes:
-        vocab: the classes of each rank.
-        cap: logits are `cap * tanh(logits / cap)`; None for no bound.
-        block: rows whose logits exist at a time.
-    """
-
-    vocab: Vocab
-    cap: float | None
-    block: int
+    vocab: Vocab  # the classes of each rank
+    cap: float | None  # logits are `cap * tanh(logits / cap)`; None for no bound
+    block: int  # rows whose logits exist at a time
 
     def blocks(self, rows: int) -> list[slice]:
         """The rows of each block."""

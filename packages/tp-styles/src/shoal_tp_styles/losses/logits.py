@@ -106,19 +106,12 @@ def plain(tensor: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """The layout of the rows of logits.
+    """The layout of the rows of logits."""
 
-    Attributes:
-        mesh: of the logits; None for plain ones, of which every rank has all rows.
-        placements: of a tensor with one entry per row (no class dim), one per mesh axis.
-        order: its shard order.
-        shape: global shape of such a tensor; None where every rank has all rows.
-    """
-
-    mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] = ()
-    order: Order = ()
-    shape: tuple[int, ...] | None = None
+    mesh: DeviceMesh | None = None  # of the logits; None for plain ones, of which every rank has all rows
+    placements: tuple[Placement, ...] = ()  # of a tensor with one entry per row (no class dim), one per mesh axis
+    order: Order = ()  # its shard order
+    shape: tuple[int, ...] | None = None  # global shape of such a tensor; None where every rank has all rows
 
     @classmethod
     def of(cls, logits: Tensor, class_dim: int) -> LogitRows:

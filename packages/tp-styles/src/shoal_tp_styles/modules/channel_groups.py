@@ -26,22 +26,14 @@ from .convolution import convolved, with_zeros
 
 
 class ChannelsOfGroups(NamedTuple):
-    """How the groups of channels of a module are sharded.
+    """How the groups of channels of a module are sharded."""
 
-    Attributes:
-        groups: number of groups.
-        unit: groups that stay together.
-        into, out_of: input and output channels of a group.
-        rows: of a group in the weight, along dim 0.
-        dim: the dim of the channels.
-    """
-
-    groups: int
-    unit: int
-    into: int
+    groups: int  # number of groups
+    unit: int  # groups that stay together
+    into: int  # input and output channels of a group
     out_of: int
-    rows: int
-    dim: int = 1
+    rows: int  # of a group in the weight, along dim 0
+    dim: int = 1  # the dim of the channels
 
     @classmethod
     def of(cls, module: Any, multiple_of: int) -> Self:

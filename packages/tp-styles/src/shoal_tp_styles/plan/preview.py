@@ -25,17 +25,11 @@ from .trial import map_tensors
 
 
 class CollectiveCost(NamedTuple):
-    """One collective of a step.
+    """One collective of a step."""
 
-    Attributes:
-        op: all_reduce, all_gather, reduce_scatter or all_to_all.
-        nbytes: bytes of the global tensor.
-        seconds: expected time by the mesh's topology.
-    """
-
-    op: str
-    nbytes: int
-    seconds: float
+    op: str  # all_reduce, all_gather, reduce_scatter or all_to_all
+    nbytes: int  # bytes of the global tensor
+    seconds: float  # expected time by the mesh's topology
 
     def __str__(self) -> str:
         return f"{self.op} {format_bytes(self.nbytes)}"
@@ -43,22 +37,14 @@ class CollectiveCost(NamedTuple):
 
 @dataclass(slots=True)
 class PreviewRow:
-    """One style on one module.
+    """One style on one module."""
 
-    Attributes:
-        path: the module's path.
-        style: the style.
-        parameter_bytes: of the rank that holds most.
-        forward: collectives, in order of use.
-        backward: collectives of the backward.
-        by_dispatch: the module's own forward runs on DTensors; the collectives of its operators are not listed.
-    """
-
-    path: str
-    style: str
-    parameter_bytes: int
-    forward: list[CollectiveCost] = field(default_factory=list)
-    backward: list[CollectiveCost] = field(default_factory=list)
+    path: str  # the module's path
+    style: str  # the style
+    parameter_bytes: int  # of the rank that holds most
+    forward: list[CollectiveCost] = field(default_factory=list)  # collectives, in order of use
+    backward: list[CollectiveCost] = field(default_factory=list)  # collectives of the backward
+    # the module's own forward runs on DTensors; the collectives of its operators are not listed
     by_dispatch: bool = False
 
 

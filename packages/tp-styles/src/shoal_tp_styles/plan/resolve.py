@@ -47,21 +47,13 @@ class AutoPlan(dict[str, ParallelStyle]):
 
 
 class Use(NamedTuple):
-    """One style on one module.
+    """One style on one module."""
 
-    Attributes:
-        key: the plan's entry.
-        path: path of the module from the root.
-        module: the module.
-        style: the style.
-        sharding: what the style declares for it; None for styles that only have `_apply`.
-    """
-
-    key: str
-    path: str
-    module: nn.Module
-    style: ParallelStyle
-    sharding: ModuleSharding | None
+    key: str  # the plan's entry
+    path: str  # path of the module from the root
+    module: nn.Module  # the module
+    style: ParallelStyle  # the style
+    sharding: ModuleSharding | None  # what the style declares for it; None for styles that only have `_apply`
 
     def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[tuple[str, str, int, list[int]]]:
         """For each axis that shards a parameter: its name, the dim in words, its elements, and those of each rank."""
@@ -81,17 +73,11 @@ class Use(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A plan on a module.
+    """A plan on a module."""
 
-    Attributes:
-        root: the module.
-        uses: styles on modules, in the plan's order.
-        unmatched: one message per entry that matches no module.
-    """
-
-    root: nn.Module
-    uses: tuple[Use, ...]
-    unmatched: tuple[str, ...]
+    root: nn.Module  # the module
+    uses: tuple[Use, ...]  # styles on modules, in the plan's order
+    unmatched: tuple[str, ...]  # one message per entry that matches no module
 
     def ambiguous(self) -> list[str]:
         """Parameters that two entries would shard, and modules that one kind of boundary style would wrap twice."""

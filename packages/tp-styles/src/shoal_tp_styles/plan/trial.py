@@ -29,15 +29,11 @@ MOST_PARAMETERS = 1 << 26
 
 
 class PlanTrial(NamedTuple):
-    """What a run showed.
+    """What a run showed."""
 
-    Attributes:
-        wrong: outputs and gradients that differ from the plain model's, or the error that the run raised.
-        unproven: why the plan was not run; empty if it was.
-    """
-
+    # outputs and gradients that differ from the plain model's, or the error that the run raised
     wrong: tuple[str, ...] = ()
-    unproven: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()  # why the plan was not run; empty if it was
 
     @property
     def proven(self) -> bool:

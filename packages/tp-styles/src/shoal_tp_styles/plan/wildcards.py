@@ -14,17 +14,11 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """What a pattern matched.
+    """What a pattern matched."""
 
-    Attributes:
-        paths: the matching module paths, in the order of the module tree.
-        token: the first token that nothing matched; None if the pattern matched.
-        reached: the deepest module path at which `token` found no child.
-    """
-
-    paths: tuple[str, ...]
-    token: str | None = None
-    reached: str = ""
+    paths: tuple[str, ...]  # the matching module paths, in the order of the module tree
+    token: str | None = None  # the first token that nothing matched; None if the pattern matched
+    reached: str = ""  # the deepest module path at which `token` found no child
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,17 +60,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied.
+    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied."""
 
-    Attributes:
-        dim: the dim.
-        heads: of one block.
-        blocks: number of equal blocks that the dim holds behind each other (gate, up), each of them sharded.
-    """
-
-    dim: int
-    heads: Heads
-    blocks: int = 1
+    dim: int  # the dim
+    heads: Heads  # of one block
+    blocks: int = 1  # number of equal blocks that the dim holds behind each other (gate, up), each of them sharded
 
     def on(self, ranks: int) -> Shard | StridedShard:
         """The placement over so many ranks.
@@ -103,17 +97,11 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOwner:
-    """A parameter of one expert of a list: the rank that holds the expert holds all rows, the others none.
+    """A parameter of one expert of a list: the rank that holds the expert holds all rows, the others none."""
 
-    Attributes:
-        expert: index of the expert.
-        experts: number of experts.
-        rows: elements of dim 0.
-    """
-
-    expert: int
-    experts: int
-    rows: int
+    expert: int  # index of the expert
+    experts: int  # number of experts
+    rows: int  # elements of dim 0
 
     def on(self, ranks: int) -> Placement:
         """The placement over so many ranks.

@@ -37,17 +37,11 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class FusedBlocks:
-    """A fused weight (and bias) whose blocks of rows are sharded each by itself.
+    """A fused weight (and bias) whose blocks of rows are sharded each by itself."""
 
-    Attributes:
-        blocks: name -> features, in the order of the rows.
-        prefix: the fused parameters are `<prefix>weight` and `<prefix>bias`.
-        transposed: the fused weight has shape (in, out) instead of (out, in).
-    """
-
-    blocks: Mapping[str, Heads]
-    prefix: str = ""
-    transposed: bool = False
+    blocks: Mapping[str, Heads]  # name -> features, in the order of the rows
+    prefix: str = ""  # the fused parameters are `<prefix>weight` and `<prefix>bias`
+    transposed: bool = False  # the fused weight has shape (in, out) instead of (out, in)
 
     @property
     def features(self) -> int:
@@ -115,20 +109,14 @@ class LatentFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts that tokens are routed to.
+    """Experts that tokens are routed to."""
 
-    Attributes:
-        count: number of experts.
-        grouped: the module's forward takes rows sorted by expert and the number of rows of each expert; False: tokens,
-            the experts chosen for each of them, and their weights.
-        listed: the experts are the children of a ModuleList; False: they are indices of dim 0 of its parameters.
-        capacity: rows that an expert takes, as a factor of equally many for each; None: all.
-    """
-
-    count: int
+    count: int  # number of experts
+    # the module's forward takes rows sorted by expert and the number of rows of each expert; False: tokens, the experts
+    # chosen for each of them, and their weights
     grouped: bool
-    listed: bool
-    capacity: float | None = None
+    listed: bool  # the experts are the children of a ModuleList; False: they are indices of dim 0 of its parameters
+    capacity: float | None = None  # rows that an expert takes, as a factor of equally many for each; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,21 +33,13 @@ Layouts = Placement | tuple[Placement, ...] | None
 
 
 class Features(NamedTuple):
-    """The dims of a module's features.
+    """The dims of a module's features."""
 
-    Attributes:
-        parameters: the sharded dim of each parameter.
-        input: the sharded dim of the input; None: the input is replicated.
-        output: the sharded dim of the output; None: the output is a partial sum.
-        lowering: the local computation.
-        inputs: number of inputs.
-    """
-
-    parameters: Mapping[str, int]
-    input: int | None
-    output: int | None
-    lowering: type[Lowered]
-    inputs: int = 1
+    parameters: Mapping[str, int]  # the sharded dim of each parameter
+    input: int | None  # the sharded dim of the input; None: the input is replicated
+    output: int | None  # the sharded dim of the output; None: the output is a partial sum
+    lowering: type[Lowered]  # the local computation
+    inputs: int = 1  # number of inputs
 
     def lowering_for(self, module: nn.Module, kind: type[nn.Module]) -> type[Lowered] | None:
         """The lowering of a module that counts as `kind`; None for a subclass with a forward of its own."""

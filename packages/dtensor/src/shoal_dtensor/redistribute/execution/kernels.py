@@ -46,26 +46,18 @@ Coordinate = tuple[int, ...]
 
 
 class CollectiveCall(NamedTuple):
-    """One call of shoal_mesh's collectives.
+    """One call of shoal_mesh's collectives."""
 
-    Attributes:
-        kind: name of the function: all_gather, all_gather_v, reduce_scatter, reduce_scatter_v, all_reduce,
-            all_to_all, all_to_all_v.
-        axes: mesh axes of the communicator, in the order of its members.
-        dim: tensor dim of the blocks; of all_to_all the dim that is split.
-        op: reduction.
-        sizes: lengths of the members' blocks (of all_to_all_v: elements sent to each).
-        receives: of all_to_all_v: elements received from each; of all_to_all: the dim that is joined.
-        ranks: global ranks of the communicator where it is not along axes of one mesh.
-    """
-
+    # name of the function: all_gather, all_gather_v, reduce_scatter, reduce_scatter_v, all_reduce, all_to_all,
+    # all_to_all_v
     kind: str
-    axes: tuple[int, ...]
-    dim: int = 0
-    op: str = "sum"
-    sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...]  # mesh axes of the communicator, in the order of its members
+    dim: int = 0  # tensor dim of the blocks; of all_to_all the dim that is split
+    op: str = "sum"  # reduction
+    sizes: tuple[int, ...] = ()  # lengths of the members' blocks (of all_to_all_v: elements sent to each)
+    # of all_to_all_v: elements received from each; of all_to_all: the dim that is joined
     receives: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # global ranks of the communicator where it is not along axes of one mesh
 
 
 def unchanged(local: Tensor) -> Tensor:
@@ -79,16 +71,11 @@ def received(got: Tensor, local: Tensor) -> Tensor:
 
 
 class Kernel(NamedTuple):
-    """A step on one rank.
+    """A step on one rank."""
 
-    Attributes:
-        prepare: local tensor -> buffer to communicate.
-        collective: None for a local step: then `finish` does all.
-        finish: (what the collective gave, local tensor) -> new local tensor.
-    """
-
-    prepare: Callable[[Tensor], Tensor] = unchanged
-    collective: CollectiveCall | None = None
+    prepare: Callable[[Tensor], Tensor] = unchanged  # local tensor -> buffer to communicate
+    collective: CollectiveCall | None = None  # None for a local step: then `finish` does all
+    # (what the collective gave, local tensor) -> new local tensor
     finish: Callable[[Tensor, Tensor], Tensor] = received
 
 

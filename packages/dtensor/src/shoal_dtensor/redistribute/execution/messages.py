@@ -32,22 +32,15 @@ _SENT = torch.empty(0)
 
 
 class Leg(NamedTuple):
-    """A plan's local steps up to a collective, and that.
+    """A plan's local steps up to a collective, and that."""
 
-    Attributes:
-        position: of the plan among those that advance together.
-        before: the local steps.
-        step: what communicates; `kernel` and `call` are this rank's part of it, `shape` that of what it sends.
-        gives_result: whether the collective gives the result of the plan as it is.
-    """
-
-    position: int
-    before: tuple[Stage, ...]
-    step: Step
+    position: int  # of the plan among those that advance together
+    before: tuple[Stage, ...]  # the local steps
+    step: Step  # what communicates; `kernel` and `call` are this rank's part of it, `shape` that of what it sends
     kernel: Kernel
     call: CollectiveCall
     shape: Sequence[int]
-    gives_result: bool
+    gives_result: bool  # whether the collective gives the result of the plan as it is
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:

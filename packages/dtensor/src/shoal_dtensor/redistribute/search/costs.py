@@ -20,16 +20,11 @@ class Links:
     """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
 
     A group over several axes is given as a mask with one bit for each: see `mask_of`.
-
-    Attributes:
-        sizes: ranks along each axis.
-        latency: seconds that one collective over the axis takes at least.
-        bandwidth: bytes per second that a rank can receive over the axis.
     """
 
-    sizes: tuple[int, ...]
-    latency: tuple[float, ...]
-    bandwidth: tuple[float, ...]
+    sizes: tuple[int, ...]  # ranks along each axis
+    latency: tuple[float, ...]  # seconds that one collective over the axis takes at least
+    bandwidth: tuple[float, ...]  # bytes per second that a rank can receive over the axis
 
     def ranks(self, axes: int) -> int:
         """Number of ranks of a group over `axes`."""

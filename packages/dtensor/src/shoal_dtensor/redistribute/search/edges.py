@@ -16,21 +16,13 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """One edge of the search: what `plan` makes a step of.
+    """One edge of the search: what `plan` makes a step of."""
 
-    Attributes:
-        kind: name of the step class.
-        axes: mesh axes, in the order of the collective's blocks.
-        tensor_dims: dims whose sharding changes; (from, to) of an all-to-all.
-        after: the state that it leads to.
-        seconds, received, peak: time, bytes of the busiest rank, memory of input, output and buffers.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    tensor_dims: tuple[int, ...]
-    after: State
-    seconds: float
+    kind: str  # name of the step class
+    axes: tuple[int, ...]  # mesh axes, in the order of the collective's blocks
+    tensor_dims: tuple[int, ...]  # dims whose sharding changes; (from, to) of an all-to-all
+    after: State  # the state that it leads to
+    seconds: float  # time, bytes of the busiest rank, memory of input, output and buffers
     received: int
     peak: int
 

@@ -38,19 +38,12 @@ Edges = tuple[Edge, ...]
 
 
 class Route(NamedTuple):
-    """A way through the search space.
+    """A way through the search space."""
 
-    Attributes:
-        seconds: expected time.
-        edges: in order.
-        peak: bytes at the worst moment, the source box included.
-        floor: seconds that any way takes at least; `seconds` if none is faster.
-    """
-
-    seconds: float
-    edges: Edges
-    peak: int
-    floor: float
+    seconds: float  # expected time
+    edges: Edges  # in order
+    peak: int  # bytes at the worst moment, the source box included
+    floor: float  # seconds that any way takes at least; `seconds` if none is faster
 
 
 def routes(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Route]:

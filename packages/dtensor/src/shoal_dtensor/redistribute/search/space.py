@@ -57,16 +57,11 @@ class Shards(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of a dim between two shardings.
+    """What becomes of a dim between two shardings."""
 
-    Attributes:
-        leaving, entering: axes of the old one, and of the new one, inside of what both have in common.
-        held: the smallest fraction of its new shard that a rank has.
-    """
-
-    leaving: int
+    leaving: int  # axes of the old one, and of the new one, inside of what both have in common
     entering: int
-    held: float
+    held: float  # the smallest fraction of its new shard that a rank has
 
 
 class State:

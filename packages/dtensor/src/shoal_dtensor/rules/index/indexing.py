@@ -39,18 +39,13 @@ class IndexedDims(NamedTuple):
 
     Of an x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7, 5): `indexed` is
     ((1,), (2,)), `kept` is ((0, 0), (3, 3)), `first` is 1 and `ndim` is 2.
-
-    Attributes:
-        indexed: for each index tensor, in order, the dims of x that it stands for (a mask stands for several).
-        kept: pairs (dim of x, dim of the result) of the other dims.
-        first: where the indices' common dims begin in the result.
-        ndim: how many common dims the indices have.
     """
 
+    # for each index tensor, in order, the dims of x that it stands for (a mask stands for several)
     indexed: tuple[tuple[int, ...], ...]
-    kept: tuple[tuple[int, int], ...]
-    first: int
-    ndim: int
+    kept: tuple[tuple[int, int], ...]  # pairs (dim of x, dim of the result) of the other dims
+    first: int  # where the indices' common dims begin in the result
+    ndim: int  # how many common dims the indices have
 
 
 def _is_mask(index: TensorMeta | Tensor) -> bool:

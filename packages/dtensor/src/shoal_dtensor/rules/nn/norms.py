@@ -114,24 +114,15 @@ class Statistics:
 
     Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3).  A group norm of 3 groups
     splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements each, and parameters (6, 1).
-
-    Attributes:
-        spec: of the input.
-        axes: the mesh axes over which they are summed.
-        count: over how many elements of all ranks each is.
-        shape: that of the local input in which they are over whole `dims`.
-        dims: those dims.
-        parameters: the shape in which weight and bias multiply the input and are added.
-        others: the dims of the input over which the gradients of weight and bias are summed.
     """
 
-    spec: Spec
-    axes: tuple[int, ...]
-    count: int
-    shape: Sequence[int]
-    dims: list[int]
-    parameters: Sequence[int]
-    others: list[int]
+    spec: Spec  # of the input
+    axes: tuple[int, ...]  # the mesh axes over which they are summed
+    count: int  # over how many elements of all ranks each is
+    shape: Sequence[int]  # that of the local input in which they are over whole `dims`
+    dims: list[int]  # those dims
+    parameters: Sequence[int]  # the shape in which weight and bias multiply the input and are added
+    others: list[int]  # the dims of the input over which the gradients of weight and bias are summed
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
