@@ -178,8 +178,24 @@ def test_a_second_derivative_is_refused() -> None:
     mesh = mesh_of(4, 1)
     _, model = pair(mesh)
     loss = loss_of(model, *own(mesh, *batch(0)))
-    with pytest.raises(SecondOrderError, match="create_graph=True; second derivatives need"):
+    with pytest.raises(SecondOrderError, match="fully_shard: a backward with create_graph=True"):
         torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+    unit = fully_shard(nn.Linear(4, 4), mesh["data"])
+    rows = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(SecondOrderError, match="fully_shard: a backward with create_graph=True"):
+        torch.autograd.grad(unit(rows).sum(), rows, create_graph=True)  # of inputs alone: the graph holds the weight
+
+
+@on_ranks(4)
+def test_a_parameter_computed_from_others_is_refused() -> None:
+    unit = fully_shard(nn.Linear(4, 4), mesh_of(4, 1)["data"])
+    scaled = {name: 2 * param for name, param in unit.named_parameters()}
+    with pytest.raises(LayoutError, match="'weight' of Linear was replaced by the result of an operation"):
+        torch.func.functional_call(unit, scaled, (torch.ones(2, 4),))
+    detached = {name: param.detach() for name, param in scaled.items()}
+    weight, bias = (detached[name].full_tensor() for name in ("weight", "bias"))
+    rows = torch.ones(2, 4)
+    torch.testing.assert_close(torch.func.functional_call(unit, detached, (rows,)), rows @ weight.T + bias)
 
 
 # --- copies and other ways to call ------------------------------------------------------------------------------------

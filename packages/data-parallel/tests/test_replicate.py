@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -526,3 +527,21 @@ def test_what_is_refused() -> None:
     with pytest.raises(StyleError, match="post-accumulate-grad hook"):
         loss_of(model, *own(mesh, *batch(0))).backward()
     assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "shard", [partial(fully_shard, reshard_after_forward=False), partial(replicate, shard_optimizer=True)]
+)
+def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empty(shard: Callable[..., Any]) -> None:
+    mesh = mesh_of(4, 1)["data"]
+    start = nn.Linear(4, 2)  # two rows: two ranks have none, and all empty tensors have one address
+    model = shard(copy.deepcopy(start), mesh)
+    rows = torch.ones(1, 4)
+    with torch.no_grad():
+        model(rows)
+        for param in (*model.parameters(), *start.parameters()):
+            param.data = 2 * param.data
+        torch.testing.assert_close(model(rows), start(rows))
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+        torch.testing.assert_close(model(rows), 2 * start(rows))

@@ -140,3 +140,17 @@ def test_an_activation_that_was_read_goes_into_a_file_and_back(gathered: bool) -
     file.seek(0)
     loaded = torch.load(file)
     assert torch.equal(loaded, x) and torch.equal(module(loaded), out)
+
+
+@on_ranks(4)
+def test_an_activation_that_gets_other_data_is_read_again() -> None:
+    axis, sizes = all_ranks(), (2, 1, 1, 0)  # an empty shard has one address, whatever it is
+    start = nn.Linear(4, 8).double()
+    linear = parallelize_module(
+        copy.deepcopy(start), axis, ColwiseParallel(input_layouts=Shard(0, sizes=sizes), use_local_output=False)
+    )
+    full = torch.randn(4, 4, dtype=torch.double)
+    x = full.split(sizes)[axis.get_local_rank()].clone()
+    for factor in (1, 2, 3):
+        x.data = factor * full.split(sizes)[axis.get_local_rank()]
+        torch.testing.assert_close(linear(x).full_tensor(), start(factor * full))

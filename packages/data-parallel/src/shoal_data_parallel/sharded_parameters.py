@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
-    FakeTensor,
     carry_gradient,
     carry_over,
     grad_hooked,
     local_of,
     local_shard,
+    memory_of,
     note_replaced,
     redistribute_shards,
     shard_sizes,
@@ -87,8 +87,7 @@ class ShardedParameter:
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
         shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
-        memory = 0 if isinstance(shard, FakeTensor) else shard.data_ptr()
-        return self.leaf._version, shard._version, memory, shard.dtype
+        return self.leaf._version, shard._version, memory_of(shard), shard.dtype
 
     def empty(self) -> Tensor:
         """A gathered local tensor without values."""
@@ -118,12 +117,17 @@ class ShardedParameter:
         `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype.
 
         Raises:
-            LayoutError: if it is not sharded as this one.
+            LayoutError: if it is not sharded as this one, or no leaf.
         """
         module, name = self.sites[0]
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
             asked = self.resting
+            if isinstance(held, DTensor) and not held.is_leaf:
+                raise LayoutError(
+                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by the result of an operation, "
+                    "whose gradient would not be averaged: pass parameters, or tensors that are detached"
+                )
             if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
                 got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
                 raise LayoutError(

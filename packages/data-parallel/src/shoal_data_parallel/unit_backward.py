@@ -18,6 +18,11 @@ from shoal_dtensor.internal import GradRoute, first_order_only, grad_hooked, gra
 from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit
 
+_FIRST_ORDER = (
+    "fully_shard: a backward with create_graph=True; second derivatives need parameters that are not freed: "
+    "differentiate the module before it is sharded, or use replicate() and ask for gradients of inputs"
+)
+
 
 class UnitBackward:
     """What one backward pass has done to units, and has still to deliver."""
@@ -38,10 +43,12 @@ class UnitBackward:
 
         Raises:
             StyleError: if a parameter was written to since, or kept gradients are those of half a backward.
+            SecondOrderError: under `create_graph=True`, whose graph would keep parameters that are freed.
         """
         unit = forward.unit
         if forward in unit.open:
             return
+        first_order_only(_FIRST_ORDER)
         self._reach(forward)
         unit.refill(forward.gathered)
         unit.open.add(forward)
@@ -70,7 +77,7 @@ class UnitBackward:
     def _routes_of(self, forward: Forward) -> tuple[dict[int, GradRoute], set[int], bool]:
         """Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank keeps them."""
         if forward not in self._routes:
-            first_order_only()
+            first_order_only(_FIRST_ORDER)
             self._reach(forward)
             unit, leaves = forward.unit, {i: forward.unit.parameters[i].leaf for i in forward.trained}
             routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}

@@ -19,6 +19,7 @@ from ._torch import (
     is_compiling as is_compiling,
     is_tracing as is_tracing,
     make_wrapper as make_wrapper,
+    memory_of as memory_of,
     pytree as pytree,
     saving_state as saving_state,
     selectively_checkpointed as selectively_checkpointed,

@@ -72,6 +72,7 @@ from .tensors import (
     count_write as count_write,
     disabled_torch_function as disabled_torch_function,
     make_wrapper as make_wrapper,
+    memory_of as memory_of,
     pytree as pytree,
     shares_memory as shares_memory,
     split as split,

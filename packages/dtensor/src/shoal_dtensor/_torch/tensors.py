@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -60,6 +61,14 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in (one, other)]
     return bool(storages[0]._cdata == storages[1]._cdata)
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, int]:
+    """Where a tensor's elements are, to compare with where they are later; an empty tensor has a place of its own too.
+
+    An address would not do: it is zero for all empty tensors, and that of freed memory is given to others.
+    """
+    return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
 def count_write(tensors: Any) -> None:

@@ -50,6 +50,7 @@ from shoal_dtensor.internal import (
     apply,
     in_memory_as,
     is_compiling,
+    memory_of,
     selectively_checkpointed,
     unwatched,
     whole_when_compiled,
@@ -66,7 +67,7 @@ class _Token(TensorNote):
 
     key: Hashable
     version: int
-    storage: int
+    memory: object
     token: Tensor
 
 
@@ -82,7 +83,7 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
     if sums_are_in_tree() and not in_tree:
         return None
     entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
-    if not entry or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):
+    if not entry or entry.key != key or entry.version != tensor._version or entry.memory != _memory(tensor):
         return None
     return entry.token if entry.token.requires_grad is grad else None
 
@@ -90,12 +91,12 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
 def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
     """Leave the token of a reading on the tensor."""
     if not isinstance(tensor, FakeTensor) and not tensor.is_inference():  # whose writes are not counted
-        setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _storage(tensor), token))
+        setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _memory(tensor), token))
 
 
-def _storage(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> object:
     """Where the elements are; those of a tensor that is traced are nowhere, and stay there."""
-    return 0 if is_compiling() else tensor.data_ptr()
+    return None if is_compiling() else memory_of(tensor)
 
 
 Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
