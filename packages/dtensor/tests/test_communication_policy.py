@@ -1,4 +1,4 @@
-"""Covers: dispatch/decision.py: nothing communicates on its own where that is forbidden."""
+"""Covers: scopes.py: nothing communicates on its own where that is forbidden."""
 
 from __future__ import annotations
 

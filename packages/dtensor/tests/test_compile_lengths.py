@@ -1,6 +1,6 @@
 """Compiled programs on DTensors of changing lengths: one graph for the first, one for all others.
 
-Covers: layout/tensor_meta.py, _torch/compiling.py, dispatch/arguments.py, tensor/torch_requests.py.  Forward and
+Covers: layout/tensor_meta.py, _torch/compiling.py, dispatch/global_call.py, tensor/serialization.py.  Forward and
 backward give what they give eagerly.
 """
 

@@ -1,4 +1,4 @@
-"""Covers: dispatch/{dispatch,arguments,results}.py, _torch/{operators,tensors}.py: keys, caches and what runs."""
+"""Covers: dispatch/{dispatch,results}.py, _torch/{operators,tensors}.py: keys, caches and what runs."""
 
 from __future__ import annotations
 

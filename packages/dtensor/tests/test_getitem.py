@@ -1,4 +1,4 @@
-"""Covers: tensor/getitem.py, against what torch assigns; index lists without numbers."""
+"""Covers: indices in tensor/spec_arguments.py, against what torch assigns; index lists without numbers."""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
-from shoal_dtensor.tensor.getitem import without_numbers
+from shoal_dtensor.tensor.spec_arguments import without_numbers
 from shoal_dtensor.testing import on_threads, thread_meshes
 
 PARTS = st.one_of(

@@ -1,6 +1,6 @@
 """What an operator with given specs will do, before it does it.
 
-Covers: dispatch/propagate.py, dispatch/global_outputs.py, dispatch/decision.py.
+Covers: dispatch/propagate.py, dispatch/global_call.py, dispatch/results.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from shoal_dtensor import CommunicationForbiddenError, Partial, Replicate, Shard, Spec
-from shoal_dtensor.dispatch.decision import ResultKind
-from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
+from shoal_dtensor.dispatch.propagate import decide, rule_of
+from shoal_dtensor.dispatch.results import ResultKind
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError, OperatorArgumentError, OperatorIndexError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import overlay, pointwise
@@ -25,7 +25,6 @@ from shoal_mesh import abstract_mesh
 
 aten = torch.ops.aten
 MESH = abstract_mesh((2,))
-PLAIN = Circumstances(DEFAULT)
 NO_RULE = aten._test_functorch_fallback.default  # neither rule nor decomposition
 
 
@@ -34,30 +33,30 @@ def spec(placement: Placement, *shape: int) -> Spec:
 
 
 def test_a_call_whose_inputs_fit_is_simple() -> None:
-    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(0))], {}, PLAIN)
+    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(0))], {}, DEFAULT)
     assert not decision.slow_path
     assert decision.result_kind is ResultKind.ONE and decision.outputs == (spec(Shard(0)),)
 
 
 def test_an_input_that_does_not_fit_is_moved() -> None:
-    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, PLAIN)
+    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.slow_path
     ((place, item, way),) = decision.moves
     assert place in (0, 1) and item is None and way.collectives == 1 and not decision.write_backs
 
 
 def test_an_input_behind_a_number_is_moved() -> None:
-    decision = decide(aten.polygamma.default, [4, spec(Partial())], {}, PLAIN)
+    decision = decide(aten.polygamma.default, [4, spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
     assert [(place, item) for place, item, _ in decision.moves] == [(1, None)]
 
 
 def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
-    decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, PLAIN)
+    decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.result_kind is ResultKind.FIRST
     assert [move.place for move in decision.moves] == [1] and decision.outputs == (spec(Shard(0)),)
     # relu of a partial value needs the value: it is reduced, and the result given back as a partial value.
-    decision = decide(aten.relu_.default, [spec(Partial())], {}, PLAIN)
+    decision = decide(aten.relu_.default, [spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
     assert [move.plan.dst.placements for move in decision.write_backs] == [(Partial(),)]
 
@@ -73,12 +72,12 @@ def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
     ids=str,
 )
 def test_result_kinds(op: Any, args: list[Any], kind: ResultKind) -> None:
-    decision = decide(op, args, {}, PLAIN)
+    decision = decide(op, args, {}, DEFAULT)
     assert decision.result_kind is kind
 
 
 def kind_of(op: Any) -> ResultKind:
-    return decide(op, [spec(Shard(0))], {}, PLAIN).result_kind
+    return decide(op, [spec(Shard(0))], {}, DEFAULT).result_kind
 
 
 def test_data_dependent_results_are_dynamic() -> None:
@@ -92,7 +91,7 @@ def test_composite_operators_run_on_the_tensors_themselves() -> None:
 
 def test_views_whose_storage_is_not_their_bases_are_not_written_to() -> None:
     with pytest.raises(InPlaceError, match="the write would not reach the base"):
-        decide(aten.add_.Scalar, [spec(Shard(0)), 1], {}, Circumstances(DEFAULT, copies=frozenset({0})))
+        decide(aten.add_.Scalar, [spec(Shard(0)), 1], {}, DEFAULT, frozenset({0}))
 
 
 @pytest.mark.parametrize(
@@ -106,19 +105,19 @@ def test_views_whose_storage_is_not_their_bases_are_not_written_to() -> None:
 )
 def test_errors_come_before_anything_runs(error: type[Exception], op: Any, args: list[Any]) -> None:
     with pytest.raises(error, match=r"different meshes|same reduction dim|out of range"):
-        decide(op, args, {}, PLAIN)
+        decide(op, args, {}, DEFAULT)
 
 
 def test_policies() -> None:
-    forbidding = Circumstances(replace(DEFAULT, communication="forbid", alike={}, decisions={}))
+    forbidding = replace(DEFAULT, communication="forbid", alike={}, decisions={})
     assert decide(aten.relu.default, [spec(Shard(0))], {}, forbidding).watched
     with pytest.raises(CommunicationForbiddenError, match=r"relu[\s\S]*AllReduce"):
         decide(aten.relu.default, [spec(Partial())], {}, forbidding)
-    strict = Circumstances(replace(DEFAULT, unknown="error", alike={}, decisions={}))
+    strict = replace(DEFAULT, unknown="error", alike={}, decisions={})
     with pytest.raises(NoRuleError, match="_test_functorch_fallback"):
         decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, strict)
     with pytest.warns(UserWarning, match="no sharding rule"):
-        decision = decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, PLAIN)
+        decision = decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, DEFAULT)
     assert decision.moves and decision.outputs == (spec(Replicate()),)
 
 

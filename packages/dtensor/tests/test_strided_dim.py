@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
-from shoal_dtensor.dispatch.propagate import Circumstances, decide
+from shoal_dtensor.dispatch.propagate import decide
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.layout.spec import Spec
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 def viewed(spec: Spec, *shape: int) -> Spec:
     """The spec of a view, which must not move anything."""
-    decision = decide(aten.view.default, (spec, list(shape)), {}, Circumstances(current()))
+    decision = decide(aten.view.default, (spec, list(shape)), {}, current())
     assert not getattr(decision, "moves", ()), f"{spec} as {shape} is gathered"
     return decision.outputs[0]
 
@@ -133,8 +133,8 @@ def test_runs_and_shards_must_fit() -> None:
 
 def test_an_operator_that_needs_the_order_gathers() -> None:
     flat = viewed(Spec(abstract_mesh((4,)), (S1,), (2, 8)), 16)
-    assert decide(aten.cumsum.default, (flat, 0), {}, Circumstances(current())).moves
-    assert not decide(aten.sum.dim_IntList, (flat, [0]), {}, Circumstances(current())).slow_path
+    assert decide(aten.cumsum.default, (flat, 0), {}, current()).moves
+    assert not decide(aten.sum.dim_IntList, (flat, [0]), {}, current()).slow_path
 
 
 def meshes() -> list[tuple[DeviceMesh, list[Placement]]]:

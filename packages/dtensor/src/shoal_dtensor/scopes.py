@@ -10,14 +10,18 @@ May import: _torch, errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
+from warnings import warn
+
+from shoal_mesh.internal import Event, observing
 
 from ._torch.engine import set_thread_object, thread_object
-from .errors import ArgumentValueError
+from .errors import ArgumentValueError, CommunicationForbiddenError
 
 Unknown = Literal["replicate", "error", "local"]
 Communication = Literal["allow", "warn", "forbid"]
@@ -200,3 +204,48 @@ def checked_replicas() -> Iterator[None]:
 def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
     if got not in allowed:
         raise ArgumentValueError(f"{what}: expected one of {', '.join(allowed)}, got {got!r}")
+
+
+# --- what may communicate on its own ----------------------------------------------------------------------------------
+#
+# Plans and rules say beforehand what they send, and are refused before anything runs.  Beside that, local functions run
+# under an observer of the mesh layer, so a collective that no rule declares is refused as well.
+
+
+def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
+    """What to warn of whenever `what` runs, with a line for each plan or collective; "" if it needs none, or may.
+
+    CommunicationForbiddenError if it must not.
+    """
+    if not needs or scope.communication == "allow":
+        return ""
+    message = f"{what} needs implicit communication:\n" + "\n".join(needs)
+    if scope.communication == "forbid":
+        raise CommunicationForbiddenError(f"{message}\nredistribute explicitly before, or allow communication here")
+    return message
+
+
+def obey(what: str, spec: object, plan: Any) -> None:
+    """Apply the policy that holds to a plan that a gradient or a read is about to run: `what` of a tensor, its spec."""
+    scope = current()
+    if plan.collectives and scope.communication != "allow":
+        notice = notice_of(f"{what} {spec!r}", [f"  {plan.src!r} -> {plan.dst!r}\n{plan}"], scope)
+        if notice:
+            warn(notice, stacklevel=3)
+
+
+@contextmanager
+def watched(what: str) -> Iterator[None]:
+    """Inside the block, a collective of this thread is warned of or refused, as the policy that holds says."""
+    scope, thread = current(), threading.get_ident()
+
+    def before(event: Event) -> None:
+        if threading.get_ident() == thread:
+            purpose = f" for {event.purpose}" if event.purpose else ""
+            need = f"  {event.op} of {event.nbytes} bytes along {'x'.join(event.comm.axes)}{purpose}"
+            notice = notice_of(what, [need], scope)
+            if notice:
+                warn(notice, stacklevel=2)
+
+    with observing(before):
+        yield

@@ -8,8 +8,8 @@ Where each of them holds the same shard of such a tensor, that is the sum of the
 
 A reduction of values that are partial along other axes must commute with theirs.  All else is refused.
 
-An operator on lists does the same to every element: it runs on one after the other where one writes what is
-redistributed for another, or on those of one mesh by themselves.
+An operator on lists does the same to every element: it runs on one after the other where some are redistributed, since
+one may write what is redistributed for another, or on those of one mesh by themselves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, around, count_write, group_ranks, reduction_name, shares_memory
+from .._torch import OpOverload, around, count_write, group_ranks, reduction_name
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
+from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 
 # Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
@@ -42,10 +43,6 @@ _ON_SHARDS: dict[str, tuple[int | None, int | None]] = {
     "_c10d_functional::broadcast_": (2, None),
 }
 _UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
-
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
-    from .decision import Decision
 
 
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
@@ -81,13 +78,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
 
 def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
-    """Refuse a tensor whose shards the ranks of a group cannot combine.
-
-    Raises:
-        MixedTensorError: if it is plain.
-        InPlaceError: if it is a view whose storage is not its base's.
-        PlacementError: if the ranks of the group do not hold the same shard of it, or partial values do not commute.
-    """
+    """Refuse a tensor whose shards the ranks of a group cannot combine, and to write to what no base would see."""
     spec: Spec | None = getattr(tensor, "_spec", None)
     if spec is None:
         raise MixedTensorError(f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}")
@@ -135,8 +126,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
 def check_strided(op: OpOverload, tensor: Any) -> None:
     """Refuse to find elements by their places in the memory of what a tensor is a view of, unless ranks have all of it.
 
-    Raises:
-        NoRuleError: if the tensor views a part, or may (inference mode does not tell), of what is not replicated.
+    In inference mode any tensor may be a view of a part.
     """
     base = tensor if tensor._base is None else tensor._base
     is_part = base.numel() != tensor.numel() or tensor.is_inference()
@@ -152,16 +142,6 @@ BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_str
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
-
-
-def must_run_sequentially(decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a `foreach` call must take its elements one by one: one writes what is redistributed for another."""
-    targets = [tensor for place in decision.unreported_writes if isinstance(place, int) for tensor in args[place]]
-    tensors = [container[at] for container, at in (move.within(args, kwargs) for move in decision.moves)]
-    return len(args[0]) > 1 and (
-        len({*map(id, targets)}) < len(targets)
-        or any(one is not other and shares_memory(one, other) for one in tensors for other in targets)
-    )
 
 
 def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]] | None:

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 from warnings import warn
 
+import torch
 from torch import Tensor
 
 from shoal_mesh import purpose
 
-from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
+from .._torch import OpOverload, around, is_collective, never_compiled, raised_as_it_is, recorder
 from ..errors import OperatorArgumentError
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
-from ..rules.language.op_call import schema_of
-from ..scopes import Scope, blocks, current, entered, own_scope
-from .arguments import Plain, Readers, mesh_of, read_keywords, readers_of, specs_of
-from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
-from .decision import Decision, ResultKind, watched
-from .global_outputs import run_on_few
-from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
-from .propagate import Circumstances, decide, rule_of
-from .results import count_writes, follow, in_order, is_out_of_order, with_kernel_metadata, wrap_dynamic
+from ..scopes import Scope, blocks, current, entered, own_scope, watched
+from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
+from .global_call import mesh_of, run_on_few, specs_of
+from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
+from .propagate import decide, rule_of
+from .results import Decision, ResultKind, as_seen, count_writes, follow, wrap_dynamic
 
 _LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
@@ -111,7 +110,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             else:
                 local.append(read(arg, key, types))
         if kwargs:
-            named = read_keywords(cache.keywords, kwargs, key, types)
+            named = _read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
     if recorder():
         check_recorded(str(op), *[t._local_tensor for t in flatten([*args, *kwargs.values()]) if isinstance(t, cls)])
@@ -152,7 +151,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
         ) from None
     scope = current()
     rule = rule_of(op, scope)
-    readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
+    readers = _readers_of(op, cls, by_value=rule is None or rule.by_value)
     cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
     if op in BY_STRIDES:  # what they do depends on what a tensor is a view of, which no key says
         return cache
@@ -178,12 +177,15 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     plain = [entry.candidate for entry in mixed if entry.shape]
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
-        _verify_plain(call, candidates=scope.plain_is_replicated or all(plain))
+        mesh = mesh_of(cls, args, kwargs)
+        verify_plain(cls, mesh, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
     has_copies = [entry for entry in key if entry is cls.copied_view]
     tensors = flatten([*args, *kwargs.values()]) if has_copies else ()
     copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
     specs, named_specs = specs_of(cls, args, kwargs)
-    decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
+    decision = decide(op, specs, named_specs, scope, copies)
+    if verified:
+        decision = replace(decision, slow_path=True, verifies_plain=True)
     if _LOG.isEnabledFor(logging.DEBUG):
         _log(op, (*specs, *named_specs.values()), decision)
     cache.remember(key, decision)
@@ -197,25 +199,18 @@ def _log(op: object, args: Sequence[Any], decision: Decision) -> None:
     _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, args)), outputs, moves)
 
 
-def _verify_plain(call: _Call, *, candidates: bool) -> None:
-    """Refuse a call, on all ranks, whose plain tensors do not count as replicated."""
-    values = values_read(call.op, call.args, call.kwargs)
-    plain = [tensor for tensor in flatten(values) if not isinstance(tensor, call.cls) and tensor.ndim]
-    verify_replicated(mesh_of(call.cls, call.args, call.kwargs), str(call.op), plain, candidates=candidates)
-
-
 def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
     if decision.verifies_plain and first is None:
-        _verify_plain(call, candidates=True)
+        verify_plain(cls, mesh_of(cls, args, kwargs), op, args, kwargs, candidates=True)
     if decision.result_kind is ResultKind.COMPOSITE:
         with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)
     if decision.notice:
         warn(decision.notice, stacklevel=2)
     if decision.moves:
-        if decision.foreach and must_run_sequentially(decision, args, kwargs):
+        if decision.foreach and len(args[0]) > 1:
             return run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         local, named = [*local], {**named}
         with purpose(decision.reason) if decision.reason else nullcontext():
@@ -229,27 +224,14 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
         write_back(move.plan, results[at], owners[at])
     count_writes(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
-        decision, result = _as_seen(op, decision, result, *first)
+        seen, result = as_seen(op, decision, result)
+        if seen is not decision:
+            cache, key = first
+            cache.remember(key, seen)
+            decision = seen
     if decision.view_copied:
         return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
     return _wrapped(cls, result, decision, args, kwargs)
-
-
-def _as_seen(op: OpOverload, decision: Decision, result: Any, cache: _OpCache, key: Any) -> tuple[Decision, Any]:
-    """The decision with what its first local call shows, remembered so, and the result by it."""
-    locals_ = [*flatten(result)]
-    outputs = with_kernel_metadata(op, decision.outputs, decision.aliased, locals_)
-    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
-    fresh = zip(outputs, decision.aliased, locals_, strict=True)
-    if not schema_of(op).is_view and any(
-        alias is None and spec.coordinate is not None and is_out_of_order(local, spec) for spec, alias, local in fresh
-    ):
-        run, placed = decision.call, (outputs, decision.aliased)
-        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), *placed))
-        result = in_order(result, *placed)
-    if seen is not decision:
-        cache.remember(key, seen)
-    return seen, result
 
 
 def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -293,3 +275,125 @@ def clear_cache() -> None:
     run_on_few.cache_clear()
     for scope in current().alike.values():
         scope.decisions.clear()
+
+
+# --- what arguments add to the key, and what the local call gets for them ---------------------------------------------
+#
+# The schema says once per operator how each argument is read, so that a call looks at values only: a float is a float,
+# a list of tensors is not searched for numbers.
+
+_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_NUMBERS = frozenset({int, float, bool, complex})
+_NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
+_CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
+
+# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
+Reader = Callable[[Any, list[Any], Any], Any]
+# None where the value itself is the key.
+Readers = Mapping[str, Reader | None]
+
+
+def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
+    """How the arguments of an operator are read; numbers are part of the key `by_value`, or only by their types."""
+    if is_collective(op):  # one decision for all arguments, among which process groups are new objects in every call
+        return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
+    anything = _reader_of_anything(cls, by_value=by_value)
+    tensors = _reader_of_tensors(cls, anything)
+
+    def reader(kind: Any) -> Reader | None:
+        while kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        name = kind.kind()
+        if name == "ListType":
+            element = kind.getElementType().kind()
+            if element == "TensorType":
+                return tensors
+            if element in _NUMERIC:
+                return _types if not by_value else _values if element in _CONSTANT else _typed_values
+            return anything
+        if by_value and name in _CONSTANT:
+            return None
+        return _number if name in _NUMERIC and not by_value else anything
+
+    return {argument.name: reader(argument.type) for argument in op._schema.arguments}
+
+
+def _read_keywords(readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any) -> dict[str, Any]:
+    """The local keyword arguments; their names and what decides about them are added to `key`."""
+    local: dict[str, Any] = {}
+    for name, arg in kwargs.items():
+        key.append(name)
+        read = readers[name]
+        if read is None or arg is None:
+            key.append(arg)
+            local[name] = arg
+        else:
+            local[name] = read(arg, key, types)
+    return local
+
+
+def _number(arg: Any, key: list[Any], types: Any) -> Any:
+    """A number whose value does not matter, or a constant that torch's schemas call a number, such as a dtype."""
+    kind = type(arg)
+    key.append(kind if kind in _NUMBERS else arg)
+    return arg
+
+
+def _types(arg: Any, key: list[Any], types: Any) -> Any:
+    key.append(tuple(map(type, arg)))
+    return arg
+
+
+def _values(arg: Any, key: list[Any], types: Any) -> Any:
+    key.append(tuple(arg))
+    return arg
+
+
+def _typed_values(arg: Any, key: list[Any], types: Any) -> Any:
+    key += (tuple(arg), tuple(map(type, arg)))
+    return arg
+
+
+def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
+    # The count of references that `is_candidate` takes depends on this being called with an item of a loop.
+    def anything(arg: Any, key: list[Any], types: Any) -> Any:
+        kind = type(arg)
+        if kind in _NUMBERS:
+            key.append(kind)  # 1, 1.0 and True are equal keys but different arguments
+            if by_value:
+                key.append(arg)
+        elif isinstance(arg, cls):
+            local = arg._local_tensor  # before the class is looked at: the first use of a pending tensor changes it
+            key.append(arg._spec)
+            if type(arg) is not cls:
+                key.append(type(arg))
+            return local
+        elif isinstance(arg, torch.Tensor):
+            key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)))
+            if arg.requires_grad and torch.is_grad_enabled():
+                keep_gradient_plain(arg)
+            return arg.resolve_conj().resolve_neg()
+        elif isinstance(arg, list | tuple):
+            key.append(len(arg))
+            return [anything(item, key, types) for item in arg]
+        else:
+            key.append(torch.Generator if kind is torch.Generator else arg)
+        return arg
+
+    return anything
+
+
+def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
+    only = (cls,)
+
+    def tensors(arg: Any, key: list[Any], types: Any) -> Any:
+        if types == only:
+            try:
+                key.append(tuple(map(_SPEC, arg)))
+            except AttributeError:  # a plain tensor among them, which torch does not name in `types`
+                pass  # the error refers to it, and is over before references are counted
+            else:
+                return list(map(_LOCAL, arg))
+        return anything(arg, key, types)
+
+    return tensors

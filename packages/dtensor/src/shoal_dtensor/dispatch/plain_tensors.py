@@ -17,7 +17,7 @@ from inspect import getargvalues
 from itertools import dropwhile, takewhile
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.hooks import unserializable_hook
@@ -38,10 +38,19 @@ from .._torch import (
 )
 from ..errors import MixedTensorError, NoRuleError
 from ..layout.spec import Spec
+from ..layout.tensor_meta import flatten
 from ..rows_of_ranks import extremes_of_ranks
 from ..rules.language.op_call import schema_of
-from ..scopes import current
-from .decision import notice_of
+from ..scopes import current, notice_of
+
+
+class Plain(NamedTuple):
+    """A plain tensor among the arguments, as part of a key."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    candidate: bool  # whether it has one element, or may be torch's own
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
@@ -64,11 +73,8 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
 
     Values that are not known yet (while tracing) are not compared; tensors on the meta device have none and pass.
-    `what` is the operator, `candidates` whether this rank takes all of them for candidates.
-
-    Raises:
-        MixedTensorError: on every rank, if one of them is not a candidate or differs, on any rank.
-        CommunicationForbiddenError: if the ranks would have to compare them where communication is forbidden.
+    `what` is the operator, `candidates` whether this rank takes all of them for candidates.  The MixedTensorError is
+    raised on every rank.
     """
     if all(tensor.is_meta for tensor in tensors):
         return
@@ -169,10 +175,14 @@ _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -77235922
 _OVERWRITING = frozenset({torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor})
 
 
-def values_read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments whose values an operator reads: all but `out=` and what it overwrites."""
+def verify_plain(
+    cls: type, mesh: DeviceMesh, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, candidates: bool
+) -> None:
+    """`R -> check`: `verify_replicated` of what an operator reads among its arguments: not `out=`, nor overwritten."""
     outs = schema_of(op).outs
-    return [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
+    read = [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
+    plain = [tensor for tensor in flatten(read) if not isinstance(tensor, cls) and tensor.ndim]
+    verify_replicated(mesh, str(op), plain, candidates=candidates)
 
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
@@ -199,10 +209,7 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
 
     Its values do not tell, its history does, up to an autograd function whose backward counts what each rank gives,
     such as `to_local()` of a shard: its `gradient_shares` are the global ranks that give something, none if it passes
-    on what it is given, None if it takes a whole gradient.
-
-    Raises:
-        MixedTensorError: on every rank, for all have the same history.
+    on what it is given, None if it takes a whole gradient.  All ranks have the same history, so all raise.
     """
     waiting, seen = [node], set()
     while waiting:
@@ -326,11 +333,7 @@ def _module(frame: FrameType) -> str:
 
 
 def check_recorded(what: str, *shards: torch.Tensor) -> None:
-    """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now.
-
-    Raises:
-        NoRuleError: if it would.
-    """
+    """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now."""
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
             f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "

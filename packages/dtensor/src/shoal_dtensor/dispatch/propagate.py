@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,23 +24,30 @@ from ..rng.modes import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, local_function, nothing_of, replicated
-from ..scopes import Scope
-from .arguments import NeedsConstantsError, constants_of, example_of, metas_of, places_of, specs_in
+from ..scopes import Scope, notice_of
 from .assign import Sharding, ShardingProblem, assign, unmoved
 from .composites import collective_on_shards
-from .decision import Decision, InputMove, ResultKind, notice_of
-from .global_outputs import by_few_elements, by_meta_kernel
+from .global_call import (
+    NeedsConstantsError,
+    by_few_elements,
+    by_meta_kernel,
+    constants_of,
+    example_of,
+    metas_of,
+    places_of,
+    specs_in,
+)
 from .plain_tensors import instead
-from .results import check_outs, check_writes, in_place_view, result_kind, with_overlap_fallback
-
-
-class Circumstances(NamedTuple):
-    """What a decision depends on besides the operator and its arguments."""
-
-    scope: Scope  # the policies that hold
-    copies: frozenset[int] = frozenset()  # flat indices of the inputs that are views whose storage is not their base's
-    # whether plain tensors among the inputs are to be compared over the ranks in every call
-    verifies_plain: bool = False
+from .results import (
+    Decision,
+    InputMove,
+    ResultKind,
+    check_outs,
+    check_writes,
+    in_place_view,
+    result_kind,
+    with_overlap_fallback,
+)
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -61,32 +68,31 @@ def decide(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    circumstances: Circumstances,
+    scope: Scope,
+    copies: frozenset[int] = frozenset(),
 ) -> Decision:
     """How to run `op`, given its arguments with a `Spec` in place of each tensor, keyword arguments in schema order.
 
-    Raises:
-        MixedTensorError: if the specs are of different meshes.
-        NoRuleError: if the operator has no rule and the policy is "error", or writes to sharded tensors unseen.
-        InPlaceError: if a written tensor is such a copy, or would have to change its shape.
-        CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
+    The scope has the policies that hold; `copies` are the flat indices of inputs that are views whose storage is not
+    their base's.  What must not run (MixedTensorError of several meshes, NoRuleError, InPlaceError,
+    CommunicationForbiddenError) is refused here.
     """
     try:
-        return _decide(op, args, kwargs, circumstances)
+        return _decide(op, args, kwargs, scope, copies)
     except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
-        return _decide(op, constants_of(args), constants_of(kwargs), circumstances)
+        return _decide(op, constants_of(args), constants_of(kwargs), scope, copies)
 
 
-def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances) -> Decision:
-    """How to run `op`, for `decide`."""
-    scope = circumstances.scope
+def _decide(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope, copies: frozenset[int]
+) -> Decision:
     rule = rule_of(op, scope)
     if rule is None:
         composite = collective_on_shards(op) if is_collective(op) else in_place_view(op) or decomposition_of(op)
         if composite is not None:
-            return Decision.composite(composite, verifies_plain=circumstances.verifies_plain)
+            return Decision.composite(composite)
         rule = _without_rule(op, scope)
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
@@ -107,7 +113,7 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
         sharding = _sharding_of_each(rule, call, inputs)
     else:
         sharding = _sharding(rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered))
-    return _decision(rule, call, specs, sharding, circumstances, binding)
+    return _decision(rule, call, specs, sharding, binding, scope, copies)
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
@@ -144,8 +150,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
 def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
     """The sharding of a call among whose sizes are symbols.
 
-    Raises:
-        NeedsConstantsError: if the operator cannot run for the symbols as it does for the sizes traced with.
+    NeedsConstantsError if the operator cannot run for the symbols as it does for the sizes traced with.
     """
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
@@ -211,13 +216,14 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
     return Sharding(final, tuple(spec for spec in outputs if spec is not None), tuple(sorted(communicating)))
 
 
-def _decision(  # what a decision is made of
+def _decision(  # noqa: PLR0913  # what a decision is made of
     rule: Rule,
     call: OpCall,
     specs: tuple[Spec, ...],
     sharding: Sharding,
-    circumstances: Circumstances,
     binding: Callable[[], LocalFunction],
+    scope: Scope,
+    copies: frozenset[int],
 ) -> Decision:
     """The decision that gives every input of a call the spec that its sharding asks for."""
     wanted = [*sharding.inputs]
@@ -229,9 +235,8 @@ def _decision(  # what a decision is made of
     plans = tuple((i, plan(a, b)) for i, a, b in changed)
     written = (*call.written, *range(len(sharding.inputs), len(specs)))
     stored = (*written, *call.updated)
-    check_writes(call.op, specs, stored, circumstances.copies)
+    check_writes(call.op, specs, stored, copies)
     write_backs = tuple((i, plan(b, a)) for i, a, b in changed if i in stored)
-    scope = circumstances.scope
     allowed = scope.communication == "allow"
     moving = any(p.collectives for _, p in plans)
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
@@ -247,9 +252,7 @@ def _decision(  # what a decision is made of
         run = with_overlap_fallback(run)
     places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())] if plans or written else []
     unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
-    copied = call.schema.is_view and (
-        bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.kind == "copy"
-    )
+    copied = call.schema.is_view and bool(plans or sharding.communicating or copies or rule.kind == "copy")
     watched = what if not allowed and not sharding.communicating else ""
     return Decision(
         run,
@@ -257,12 +260,11 @@ def _decision(  # what a decision is made of
         sharding.outputs,
         aliased,
         unreported,
-        slow_path=bool(plans or copied or notice or watched or circumstances.verifies_plain),
+        slow_path=bool(plans or copied or notice or watched),
         moves=tuple([InputMove(*places[i], p) for i, p in plans]),
         write_backs=tuple([InputMove(*places[i], p) for i, p in write_backs]),
         view_copied=copied,
         foreach=rule.kind == "each",
-        verifies_plain=circumstances.verifies_plain,
         reason=what if moving else "",
         notice=notice,
         watched=watched,

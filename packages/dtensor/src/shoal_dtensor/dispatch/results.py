@@ -1,6 +1,6 @@
-"""DTensors around what local functions return; writes and views of one storage.
+"""What a call does once it is decided, as data; DTensors around what it returns; writes and views of one storage.
 
-Of these: checks before an operator writes, alike on all ranks; views that change a tensor's own shape (`squeeze_`,
+Of the last: checks before an operator writes, alike on all ranks; views that change a tensor's own shape (`squeeze_`,
 `t_`); and views that had to be redistributed.  The latter share no memory with their base, and follow it all the same:
 the base's version says whether it was written to since, and then the view's values are taken from it again before
 anything reads them.  All ranks write and read in the same order, so they do this at the same time.
@@ -9,8 +9,10 @@ anything reads them.  All ranks write and read in the same order, so they do thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +20,66 @@ from torch import Tensor
 from .._torch import OpOverload, around, change_shape, count_write, has_views, is_tracing, view_of
 from ..errors import InPlaceError
 from ..layout.placements import Replicate
+from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memory_order
 from ..redistribute.execution.execute import in_memory_order
-from .decision import ResultKind
+from ..redistribute.steps import Plan
+from ..rules.language.op_call import OpCall, schema_of
 
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
-    from ..rules.language.rule import OpCall
+
+class ResultKind(IntEnum):
+    """How the result of a local call becomes DTensors."""
+
+    ONE = 0  # one new tensor
+    FIRST = 1  # the first argument, written in place
+    LIST = 2  # a list or tuple of new tensors
+    NONE = 3  # no tensor at all
+    NESTED = 4  # anything else
+    DYNAMIC = 5  # replicated tensors whose shapes are known only afterwards
+    COMPOSITE = 6  # DTensors already
+
+
+class InputMove(NamedTuple):
+    """An input that must be redistributed before the call, or a written one that is redistributed back after it."""
+
+    place: int | str  # its position, or its name
+    item: int | None  # its index if the argument is a list; None if it is the argument itself
+    plan: Plan  # how it is redistributed
+
+    def within(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What contains the input among these arguments, and the index or name that it has there."""
+        container = args if isinstance(self.place, int) else kwargs
+        return (container, self.place) if self.item is None else (container[self.place], self.item)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Decision:
+    """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns."""
+
+    call: Callable[..., Any]  # the function
+    result_kind: ResultKind  # what becomes of its result
+    outputs: tuple[Spec, ...] = ()  # the spec of every tensor output, flattened
+    # for each output the flat index of the input that it is (in-place and `out=` forms), or None
+    aliased: tuple[int | None, ...] = ()
+    # the arguments that an operator without result writes to, which torch does not count
+    unreported_writes: tuple[int | str, ...] = ()
+    slow_path: bool = False  # whether there is more to do, which the following say
+    moves: tuple[InputMove, ...] = ()  # the inputs that must be redistributed first
+    # the written ones among them, from where they were written to their own layout
+    write_backs: tuple[InputMove, ...] = ()
+    # whether a view operator's output does not alias its input, because that was redistributed
+    view_copied: bool = False
+    foreach: bool = False  # whether the operator does the same to every element of its lists, one after the other
+    verifies_plain: bool = False  # whether the ranks compare the plain tensors among the inputs, in every call
+    reason: str = ""  # what the collectives are for, as debug modes and errors of the mesh layer repeat it
+    notice: str = ""  # what to warn of when it runs
+    # the operator with its inputs, if the communication policy holds for its local function; else empty
+    watched: str = ""
+
+    @classmethod
+    def composite(cls, function: Callable[..., Any]) -> Decision:
+        """Call a function on the DTensors themselves: it computes the operator by other operators."""
+        return cls(function, ResultKind.COMPOSITE, slow_path=True)
 
 
 def result_kind(call: OpCall) -> ResultKind:
@@ -53,40 +108,52 @@ def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
     return mapped(result, Tensor, wrapped)
 
 
-def with_kernel_metadata(
-    op: object, outputs: Sequence[Spec], aliased: Sequence[int | None], locals_: Sequence[torch.Tensor]
-) -> tuple[Spec, ...]:
-    """The specs of an operator's outputs, held against what its first call returned on this rank.
+def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
+    """A decision with what its first local call returned on this rank, and the result by it.
 
     A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one) the meta kernel,
     which predicted the shape, and the device's kernel need not agree.  So is the dtype of all outputs but the first
-    (torch 2.11 predicts float32 for attention's log-sums of float64).
+    (torch 2.11 predicts float32 for attention's log-sums of float64).  Where a sharded or partial output is not what
+    its spec says, the rule errs, and that must be seen: an AssertionError.
 
-    Raises:
-        AssertionError: if a sharded or partial output is not what its spec says: the rule errs, and that must be seen.
+    What is computed around a collective keeps the memory order of its input, where one device's kernel makes row-major.
     """
-    specs = list(outputs)
-    for i, (spec, alias, local) in enumerate(zip(outputs, aliased, locals_, strict=True)):
+    specs, out_of_order = [*decision.outputs], False
+    for i, (spec, alias, local) in enumerate(zip(specs, decision.aliased, flatten(result), strict=True)):
         if alias is not None or spec.coordinate is None:
             continue
-        if local.shape == spec.local_shape and local.dtype == spec.dtype:
-            continue
         if i and local.shape == spec.local_shape:
-            specs[i] = spec.with_(dtype=local.dtype)
-            continue
-        assert spec.replicated, (
-            f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
-            f"{spec!r} has {tuple(spec.local_shape)}; please report it"
-        )
-        specs[i] = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
-    return tuple(specs)
+            spec = spec if local.dtype == spec.dtype else spec.with_(dtype=local.dtype)
+        elif local.shape != spec.local_shape or local.dtype != spec.dtype:
+            assert spec.replicated, (
+                f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
+                f"{spec!r} has {tuple(spec.local_shape)}; please report it"
+            )
+            spec = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
+        specs[i] = spec
+        out_of_order = out_of_order or _is_out_of_order(local, spec)
+    outputs = tuple(specs)
+    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
+    if not out_of_order or schema_of(op).is_view:
+        return seen, result
+
+    def in_order(result: Any) -> Any:
+        placed = zip(outputs, decision.aliased, strict=True)
+
+        def ordered(local: torch.Tensor) -> torch.Tensor:
+            spec, alias = next(placed)
+            return local if alias is not None else in_memory_order(spec)(local)
+
+        return mapped(result, Tensor, ordered)
+
+    run = decision.call
+    return replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs))), in_order(result)
 
 
-def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
-    """Whether the dims of a fresh local result follow one another in memory otherwise than those of the global tensor.
+def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
+    """Whether the dims of a local result follow one another in memory otherwise than those of the global tensor.
 
-    What is computed around a collective keeps the order of its input, where one device's kernel makes row-major.  Not
-    asked of sizes that a compiler knows as symbols only.
+    Not asked of sizes that a compiler knows as symbols only.
     """
     if has_symbols((local.shape, local.stride())):
         return False
@@ -95,26 +162,13 @@ def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
     return any(outer < inner for outer, inner in pairwise(steps))
 
 
-def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]) -> Any:
-    """A result, its fresh tensors in the memory order of the global ones."""
-    placed = zip(outputs, aliased, strict=True)
-
-    def ordered(local: torch.Tensor) -> torch.Tensor:
-        spec, alias = next(placed)
-        return local if alias is not None else in_memory_order(spec)(local)
-
-    return mapped(result, Tensor, ordered)
-
-
 # --- writes and views of one storage ----------------------------------------------------------------------------------
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
     """Refuse writes to some of an operator's tensors that would not do what they do on one device.
 
-    Raises:
-        InPlaceError: if one of them is a view whose storage is not its base's (`copies`), or has elements that share
-            memory.
+    Those are views whose storage is not their base's (`copies`), and tensors with elements that share memory.
     """
     if copies.intersection(writes):
         raise InPlaceError(
@@ -144,11 +198,7 @@ def _overlaps_itself(spec: Spec) -> bool:
 
 
 def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMeta]) -> None:
-    """Refuse `out=` tensors of another shape than the results.
-
-    Raises:
-        InPlaceError: if there is one.
-    """
+    """Refuse `out=` tensors of another shape than the results."""
     for out, meta in zip(outs, results, strict=False):
         if tuple(out.shape) != tuple(meta.shape):
             raise InPlaceError(
@@ -178,9 +228,8 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
 def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Let autograd know that these arguments were written to: what it has saved of them is out of date.
 
-    Raises:
-        InPlaceError: if a list that autograd records has a tensor twice, or beside a view of it: it would be given one
-            history where there are two, as torch gives plain ones.
+    Refused: a list that autograd records with a tensor twice, or beside a view of it, would be given one history where
+    there are two, as torch gives plain ones.
     """
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
@@ -202,10 +251,8 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place.
 
-    Autograd repeats the views of a tensor that has changed, here on the new shape: gradients would be wrong.
-
-    Raises:
-        InPlaceError: (the function) if the tensor has views and gradients are recorded.
+    Autograd repeats the views of a tensor that has changed, here on the new shape: gradients would be wrong, so the
+    function refuses a tensor with views where they are recorded.
     """
     view = view_of(op)
     if view is None:
@@ -254,11 +301,7 @@ def following_base(slot: Any) -> property:
 
 
 def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
-    """The local tensor of such a view, whose values were `local` when it was last read.
-
-    Raises:
-        InPlaceError: if the base has changed its shape in place since.
-    """
+    """The local tensor of such a view, whose values were `local` when it was last read."""
     source: _ViewSource | None = view.__dict__.get("_source")
     if source is None or source.base._version == source.version:
         return local

@@ -18,7 +18,6 @@ from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
 from .._torch import apply, around, is_transformed, make_wrapper
-from ..dispatch.decision import obey
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
@@ -28,16 +27,11 @@ from ..redistribute.execution.execute import in_memory_order, run_cached
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
-from ..scopes import current
+from ..scopes import current, obey
 
 
 def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
-    """The same values as `tensor` in the layout of `target`; not differentiable.
-
-    Args:
-        cls: the DTensor class; its attribute `pending` is the subclass whose local tensor is still under way.
-        tensor: the DTensor; target: a spec of the same shape and dtype; async_op: as of `DTensor.redistribute`.
-    """
+    """The same values as `tensor` in the layout of `target`, a spec of its shape and dtype; not differentiable."""
     source = tensor._spec
     if source is target:
         return tensor
@@ -106,9 +100,6 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
     """`R -> R`: the gradient of a DTensor, a plain one as a replicated DTensor once the ranks have compared it.
 
     Formulas of torch make plain zeros, and hooks and autograd functions of users may return any plain tensor.
-
-    Raises:
-        MixedTensorError: on every rank, if a plain gradient differs between ranks.
     """
     if isinstance(grad, cls) or is_transformed(grad):
         return grad
@@ -220,11 +211,7 @@ class Redistribute(Function):
 
 
 def check_differentiable(spec: Spec) -> None:
-    """Refuse gradients through partial values that no local gradient can be computed for.
-
-    Raises:
-        PlacementError: if the spec is partial with another reduction than sum or avg.
-    """
+    """Refuse gradients through partial values that no local gradient can be computed for."""
     for axis, op in spec.partials:
         if op not in ("sum", "avg"):
             raise PlacementError(

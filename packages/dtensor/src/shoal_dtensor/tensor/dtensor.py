@@ -13,7 +13,6 @@ from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
 from .._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
 from ..argument_types import check_type
-from ..dispatch.decision import obey
 from ..dispatch.dispatch import dispatch
 from ..dispatch.plain_tensors import check_recorded
 from ..dispatch.results import following_base
@@ -23,11 +22,11 @@ from ..layout.partition_spec import Placements
 from ..layout.placements import PICKLED, Absent, Placement, Replicate, norm_order
 from ..layout.spec import Spec
 from ..redistribute.plan import plan
-from . import serialization, torch_requests as requests
+from ..scopes import obey
+from . import serialization
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
-from .getitem import with_lists, without_numbers
 from .gradients import CheckedHook, install_gradient_hook, postponed
-from .spec_arguments import global_spec, mesh_or_current, target_spec
+from .spec_arguments import global_spec, mesh_or_current, target_spec, with_lists, without_numbers
 
 
 class DTensor(torch.Tensor):
@@ -60,9 +59,10 @@ class DTensor(torch.Tensor):
     __torch_function__: Any = disabled_torch_function
     split = split
     _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
-    data_ptr = storage = _typed_storage = share_memory_ = apply_ = map_ = map2_ = __dlpack__ = requests.refuse_memory
-    untyped_storage = requests.storage_for_compilers
-    fsdp_pre_all_gather: property = property(requests.refuse_fsdp)
+    data_ptr = storage = _typed_storage = share_memory_ = __dlpack__ = serialization.refuse_memory
+    apply_ = map_ = map2_ = serialization.refuse_memory
+    untyped_storage = serialization.storage_for_compilers
+    fsdp_pre_all_gather: property = property(serialization.refuse_fsdp)
     _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do it")
 
     @staticmethod
@@ -71,9 +71,8 @@ class DTensor(torch.Tensor):
         result: DTensor = around(cls, local_tensor, spec, False)
         return result.requires_grad_() if requires_grad else result
 
-    # The base's __init__ takes no arguments, and __new__ has done everything.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__()  # which takes no arguments; __new__ has done everything
 
     spec: Spec = property(  # type: ignore[assignment]  # a property is read as its value
         attrgetter("_spec"),  # no call in Python: backward passes of lowered modules read it four times per parameter
@@ -308,13 +307,14 @@ class DTensor(torch.Tensor):
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
         """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
-        return compiled[1:] == given[1:] and requests.placed_alike(compiled[0], given[0])
+        return compiled[1:] == given[1:] and serialization.placed_alike(compiled[0], given[0])
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
         spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
-        return DTensor(local, requests.of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
+        spec = serialization.of_wrapper(spec, local, size, stride, is_parameter)
+        return DTensor(local, spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
@@ -330,7 +330,7 @@ class DTensor(torch.Tensor):
     __create_chunk_list__ = serialization.checkpoint_chunks
     __get_tensor_shard__ = serialization.checkpoint_shard
     _raise_if_contains_partial_placements = serialization.refuse_partial
-    _stable_hash_for_caching = requests.refuse_graph_cache
+    _stable_hash_for_caching = serialization.refuse_graph_cache
 
 
 class _CopiedView(DTensor):

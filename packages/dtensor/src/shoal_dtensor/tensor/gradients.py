@@ -31,13 +31,12 @@ from .._torch import (
     whole_when_compiled,
     will_run,
 )
-from ..dispatch.decision import obey
 from ..errors import SecondOrderError
 from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
-from ..scopes import ScopedValue
+from ..scopes import ScopedValue, obey
 from .autograd import Redistribute, as_gradient, gradient_spec, laid_out, pending, queued, redistributed
 
 Item = TypeVar("Item")
@@ -268,17 +267,13 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
 
 
 class GradientBatch(CoalescedBatch):
-    """Reductions of gradients that travel together: the part of a backward pass that they are.
-
-    Attributes:
-        bytes: what has been asked for since the last flush.
-    """
+    """Reductions of gradients that travel together: the part of a backward pass that they are."""
 
     __slots__ = ("bytes",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes: int = 0
+        self.bytes: int = 0  # what has been asked for since the last flush
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
         """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""

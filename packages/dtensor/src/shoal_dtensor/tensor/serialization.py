@@ -1,4 +1,4 @@
-"""How a DTensor leaves the process and comes back, or does not: copies, pickles, checkpoints.
+"""How a DTensor is taken apart and put together, or is not: copies, pickles, checkpoints, raw memory, torch.compile.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
 rank names the boxes that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
@@ -8,28 +8,28 @@ imported only when one of these is called.  The DTensor class is an argument her
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 
+from .._torch import BASE, not_cached
 from ..argument_types import check_type
-from ..errors import ArgumentValueError, PlacementError
+from ..errors import ArgumentTypeError, ArgumentValueError, NoRuleError, PlacementError
 from ..layout.boxes import Box, shape_of, slices_of
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
+from ..layout.tensor_meta import has_symbols
 
 # What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
 _OWN = frozenset({"_reduced", "_source"})
 
 
 def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a leaf with its attributes, and its gradient unless it is a parameter; that in `memo` if it was copied.
-
-    Raises:
-        RuntimeError: the tensor has a history.
-    """
+    """A copy of a leaf with its attributes, and its gradient unless it is a parameter; or the one in `memo`."""
     if not tensor.is_leaf:
         raise RuntimeError("only leaf tensors can be deep-copied; detach first")
     known = memo.get(id(tensor))
@@ -61,10 +61,6 @@ def rebuild(  # what a file holds, in its order
 
     What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only what was saved, and
     since a file has one rank's shard: another rank's is another one of the same shape.
-
-    Raises:
-        PlacementError: if the shard is not the one that the spec means on this rank.
-        ArgumentValueError: if an attribute would hide one of the class.
     """
     check_type("DTensor from a file", "its spec", spec, Spec, "a Spec")
     check_type("DTensor from a file", "its shard", local, torch.Tensor, "a tensor")
@@ -101,11 +97,7 @@ def _attributes(tensor: Any) -> dict[str, Any]:
 
 
 def refuse_partial(tensor: Any) -> None:
-    """Refuse to save or load values that are still to be reduced.
-
-    Raises:
-        PlacementError: if the tensor is partial.
-    """
+    """Refuse to save or load values that are still to be reduced."""
     if tensor._spec.partials:
         raise PlacementError(f"a checkpoint cannot hold {tensor._spec!r}: redistribute it to Replicate or Shard first")
 
@@ -159,11 +151,7 @@ def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.
 
 
 def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
-    """The part of the local tensor for a metadata index; a view.
-
-    Raises:
-        PlacementError: if the index names a box that this rank does not hold.
-    """
+    """The part of the local tensor for a metadata index; a view."""
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
@@ -173,3 +161,82 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
             return local[slices_of(place)]  # type: ignore[no-any-return]  # a part of the shard
     raise PlacementError(f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank")
+
+
+# --- refused: raw memory, and who shards by other means ---------------------------------------------------------------
+
+
+def refuse_fsdp(tensor: Any) -> NoReturn:
+    """Refuse to be sharded: torch asks every parameter for `fsdp_pre_all_gather` when it is wrapped.
+
+    With no AttributeError, which `hasattr` would take for "no".
+    """
+    raise ArgumentTypeError(
+        f"torch's fully_shard and replicate take plain parameters and torch's DTensors, got {tensor.spec!r}; use "
+        "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, which take both kinds"
+    )
+
+
+def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
+    """Refuse raw memory: that of the wrapper is null, and reading it ends the process.
+
+    With a NotImplementedError, for which those who look for shared memory are prepared.
+    """
+    raise NoRuleError(
+        f"a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), got {tensor.spec!r}; "
+        "use to_local(), which is this rank's part, or full_tensor()"
+    )
+
+
+# They tell tensors apart by their storages, and read none.
+_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+
+
+def storage_for_compilers(tensor: Any) -> Any:
+    """The storage of the wrapper, for torch's compiler alone; for anybody else `refuse_memory`."""
+    if sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):
+        return BASE.untyped_storage(tensor)
+    refuse_memory(tensor)
+
+
+# --- DTensors that torch.compile takes apart and puts together again -------------------------------------------------
+
+
+def of_wrapper(
+    spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool
+) -> Spec:
+    """The spec of a DTensor of this shape and stride, placed as that was which the compiler took apart.
+
+    Where sizes are symbols, the compiler has one for the whole and one for the shard.  That the whole is so many shards
+    is a guard, which torch solves for one of the two; so what is computed of both is computed of one.  Sizes of
+    parameters are constants, as the compiler has them for plain ones.
+    """
+    if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
+        if is_parameter:
+            shape, stride, _ = ([int(n) for n in sizes] for sizes in (shape, stride, local.shape))
+        for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
+            bool(whole == part * prod(spec.mesh.shape[axis] for axis in sharding.axes))
+        spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
+        assert all(n == m for n, m in zip(local.shape, spec.local_shape, strict=True)), "a shard as its spec says"
+    elif tuple(shape) != tuple(spec.shape) or tuple(stride) != spec.stride:
+        spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
+    return spec
+
+
+def placed_alike(one: Spec, other: Spec) -> bool:
+    """Whether two specs differ in nothing but sizes and strides."""
+    return one is other or (
+        one.mesh == other.mesh
+        and one.placements == other.placements
+        and one.shard_order == other.shard_order
+        and one.dtype == other.dtype
+    )
+
+
+def refuse_graph_cache(tensor: Any) -> NoReturn:
+    """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
+
+    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its group, are constants
+    that appear as it is traced.  What the cache knows of it before is the same on all ranks.
+    """
+    not_cached("graphs of DTensors are of one rank, and the cache does not know of which")

@@ -1,4 +1,4 @@
-"""Reading the arguments of `from_local` and `redistribute`: what a user wrote, checked and turned into specs."""
+"""Reading the arguments of a DTensor's methods: layouts, checked and turned into specs; indices, turned into slices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
 from shoal_mesh.internal import in_lockstep
@@ -28,12 +30,7 @@ from ..scopes import own_scope
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The given mesh, or the one of the enclosing `with mesh:`.
-
-    Raises:
-        ArgumentTypeError: if the mesh is none of shoal's.
-        PlacementError: if there is neither, or the code is being compiled, which could not tell when the block changes.
-    """
+    """The given mesh, or the one of the enclosing `with mesh:`; compiled code could not tell when the block changes."""
     if type(mesh) is DeviceMesh:
         return mesh
     if mesh is None and is_tracing():
@@ -48,11 +45,7 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
 def target_spec(
     source: Spec, mesh: DeviceMesh | None, placements: Placements | None, shard_order: ShardOrder | None
 ) -> Spec:
-    """The spec that `redistribute` is asked for.
-
-    Raises:
-        PlacementError: if placements are missing or do not fit, or ask for a partial state that `source` is not in.
-    """
+    """The spec that `redistribute` is asked for."""
     if placements is None:
         first: object = mesh
         listed = isinstance(first, list | tuple)
@@ -91,11 +84,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     *,
     run_check: bool,
 ) -> tuple[Spec, torch.Tensor]:
-    """The spec of the DTensor that `local` is this rank's shard of, and the local tensor to use.
-
-    Raises:
-        PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
-    """
+    """The spec of the DTensor that `local` is this rank's shard of, and the local tensor to use."""
     check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, "a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
@@ -208,13 +197,8 @@ def layout_of_ranks(
 ) -> Spec:
     """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes, and of digests of values.
 
-    Args:
-        local: this rank's shard; mesh, placements, shard_order: how it is placed.
-        about: what the shards are, for messages and threads.
-        values: whether replicas are compared; not so while tracing.
-
-    Raises:
-        PlacementError: on all ranks, if the shapes fit no sharding by these placements, or replicas differ.
+    `about` says what the shards are, for messages and threads; `values`, whether replicas are compared, which they are
+    not while tracing.  The PlacementError, if the shapes fit no sharding or replicas differ, is raised on all ranks.
     """
     sizes = zip(placements, mesh.shape, strict=False)
     replicated = [axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1]
@@ -284,3 +268,73 @@ def _layout_of_shapes(
                 f"{coordinate}, that rank passes {row[1 : 1 + len(expected)]}"
             )
     return spec
+
+
+# --- indices: rewritten so that what is assigned to is a view of local storage, for any sharding ----------------------
+
+
+def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
+    """An index of a DTensor with every list made a DTensor, of class `cls`.
+
+    Lists are written in the program, so every rank has the same ones.
+    """
+
+    def replicated(numbers: list[Any]) -> Any:
+        whole = upload(numbers, tensor._local_tensor.device)
+        if not whole.numel():  # `[]` means no index, though `torch.tensor([])` has a floating dtype
+            whole = whole.long()
+        mesh = tensor._spec.mesh
+        return cls(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
+
+    if type(index) is tuple:
+        return tuple([replicated(entry) if type(entry) is list else entry for entry in index])
+    return replicated(index) if type(index) is list else index
+
+
+def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    """The same assignment `x[index] = value` with every number `i` in the index replaced by the slice `i:i+1`.
+
+    A slice of a sharded tensor is a view on every rank; one element would belong to one rank only. Indices that are
+    not made of numbers, slices, None and Ellipsis stay as they are.
+
+    Example:
+        >>> without_numbers((-1, slice(2)), 5.0, (3, 4))
+        ((slice(2, 3, None), slice(None, 2, None)), 5.0)
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    basic = (entry is None or entry is Ellipsis or isinstance(entry, slice) or _is_number(entry) for entry in entries)
+    if not any(map(_is_number, entries)) or not all(basic):
+        return index, value
+    used = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
+    rest = (slice(None),) * (len(shape) - used)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    entries = (*entries[:at], *rest, *entries[at + 1 :])
+    # x[2, :, 1] = value, x of shape (3, 4, 5): slices (2:3, :, 1:2), and the value (4,) becomes (1, 4, 1)
+    slices: list[Any] = []
+    numbers: list[int] = []  # where the new dims of size 1 stand, counted from the end of the result: [-3, -1]
+    dim = 0
+    for i, entry in enumerate(entries):
+        if _is_number(entry):
+            slices.append(_one(entry, shape, dim))
+            numbers.append(i - len(entries))
+        else:
+            slices.append(entry)
+        dim += entry is not None
+    if isinstance(value, Tensor) and value.ndim:
+        # The numbers' dims are missing from the value; from the right, so that every place stays what it was.
+        for place in reversed(numbers):
+            if value.ndim >= -place - 1:
+                value = value.unsqueeze(place + value.ndim + 1)
+    return tuple(slices), value
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def _one(index: int, shape: Sequence[int], dim: int) -> slice:
+    """The slice that has only element `index` of dim `dim`."""
+    size = shape[dim] if dim < len(shape) else 0
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    return slice(index % size, index % size + 1)

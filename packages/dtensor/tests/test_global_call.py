@@ -1,4 +1,4 @@
-"""Covers: dispatch/global_outputs.py: what few elements show of a call is what the call returns."""
+"""Covers: dispatch/global_call.py: what few elements show of a call is what the call returns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from operator_calls import recorded
 from shoal_dtensor import Replicate, Shard, ShoalTensorError, Spec, distribute_tensor
 from shoal_dtensor._torch import results_of
-from shoal_dtensor.dispatch import global_outputs
-from shoal_dtensor.dispatch.global_outputs import by_few_elements, by_meta_kernel
-from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
+from shoal_dtensor.dispatch import global_call
+from shoal_dtensor.dispatch.global_call import by_few_elements, by_meta_kernel
+from shoal_dtensor.dispatch.propagate import decide, rule_of
 from shoal_dtensor.errors import OperatorArgumentError
 from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
 from shoal_dtensor.rules.all_rules import TABLE
@@ -25,7 +25,6 @@ from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
 aten = torch.ops.aten
-PLAIN = Circumstances(DEFAULT)
 MESH, ACCELERATOR = abstract_mesh((2,)), abstract_mesh((2,), device_type="cuda")
 F32, F16, INT, BOOL = torch.float32, torch.float16, torch.int64, torch.bool
 
@@ -201,9 +200,9 @@ def test_a_result_of_fixed_size_is_not_taken_for_a_size_of_the_inputs() -> None:
 
 def test_what_the_operator_refuses_is_refused_in_every_size() -> None:
     a, b = Spec(MESH, [Replicate()], (4, 6)), Spec(MESH, [Replicate()], (8, 2))
-    decide(aten.mm.default, [a, Spec(MESH, [Replicate()], (6, 2))], {}, PLAIN)
+    decide(aten.mm.default, [a, Spec(MESH, [Replicate()], (6, 2))], {}, DEFAULT)
     with pytest.raises(OperatorArgumentError, match="same reduction dim"):
-        decide(aten.mm.default, [a, b], {}, PLAIN)
+        decide(aten.mm.default, [a, b], {}, DEFAULT)
 
 
 def test_tensors_with_gaps_are_shown_to_the_meta_kernel() -> None:
@@ -218,16 +217,16 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
     def refuse(*args: Any) -> Any:
         raise AssertionError("a meta kernel was asked")
 
-    monkeypatch.setattr("shoal_dtensor.dispatch.global_outputs.shapes_of", refuse)
+    monkeypatch.setattr("shoal_dtensor.dispatch.global_call.shapes_of", refuse)
     x = Spec(MESH, [Shard(0)], (40, 6))
-    assert decide(aten.add.Tensor, [x, x], {}, PLAIN).outputs == (x,)
+    assert decide(aten.add.Tensor, [x, x], {}, DEFAULT).outputs == (x,)
     with pytest.raises(AssertionError, match="a meta kernel was asked"):
-        decide(aten.slice.Tensor, [x, 0, 1, 20], {}, PLAIN)
+        decide(aten.slice.Tensor, [x, 0, 1, 20], {}, DEFAULT)
 
 
 def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """`nll_loss_backward` writes behind the memory of one class where the target is class 1, without a check."""
-    global_outputs.run_on_few.cache_clear()
+    global_call.run_on_few.cache_clear()
     shown: list[tuple[Any, int, int]] = []
 
     def kernel(op: Any, build: Any) -> Any:
@@ -236,7 +235,7 @@ def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyP
         shown.extend((op, int(x.max()), min(sizes)) for x in tensors if x.dtype is torch.int64)
         return results_of(op, build)
 
-    monkeypatch.setattr(global_outputs, "results_of", kernel)
+    monkeypatch.setattr(global_call, "results_of", kernel)
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         target = distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh, [Shard(0)])

@@ -1,29 +1,88 @@
-"""What an operator returns for the global tensors, and the cheapest callable that computes it.
+"""A call as on global tensors: its arguments as specs, metas or examples, what it returns, the cheapest way to run it.
 
-The meta kernel says so.  Of many operators that is Python code, which takes 0.2 to 2 ms, and imports a compiler.  Most
-operators ask of sizes no more than which are equal to each other, to 0 or to 1 (`Rule.sizes`): they are run on tensors
-of few elements in place of it, once for all calls with the same equalities.  (24, 6) @ (6, 10) is run as (5, 6) @
-(6, 7), whose result of 5 x 7 elements stands for one of 24 x 10.
+The meta kernel says what it returns.  Of many operators that is Python code, which takes 0.2 to 2 ms, and imports a
+compiler.  Most operators ask of sizes no more than which are equal to each other, to 0 or to 1 (`Rule.sizes`): they are
+run on tensors of few elements in place of it, once for all calls with the same equalities.  (24, 6) @ (6, 10) is run as
+(5, 6) @ (6, 7), whose result of 5 x 7 elements stands for one of 24 x 10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal_mesh import DeviceMesh
+
 from .._torch import Build, DataDependentError, OpOverload, direct, recorded, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
+from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride, has_symbols, mapped
+from ..layout.tensor_meta import (
+    MemoryOrder,
+    TensorMeta,
+    constant,
+    dense_order,
+    dense_stride,
+    flatten,
+    has_symbols,
+    is_list,
+    mapped,
+    traced_with,
+)
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalFunction, Rule, flatten
+from ..rules.language.rule import LocalFunction, Rule
 
 FEW = 3  # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's size
 _NUMBERS = (int, float, bool, complex)
+
+
+def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of the first DTensor among the arguments."""
+    mesh: DeviceMesh = next(item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls))
+    return mesh
+
+
+def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
+    mesh = mesh_of(cls, args, kwargs)
+
+    def spec(tensor: Any) -> Spec:
+        if isinstance(tensor, cls):
+            return tensor._spec  # type: ignore[no-any-return]  # of a DTensor
+        return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+
+    return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
+
+
+def metas_of(value: Any) -> Any:
+    """An argument with the `TensorMeta` of every spec in it; lists become tuples."""
+    if is_list(value):
+        return tuple([metas_of(item) for item in value])
+    return value.tensor_meta if isinstance(value, Spec) else value
+
+
+def specs_in(values: Iterable[Any]) -> list[Spec]:
+    """The specs in several arguments, in order."""
+    specs: list[Spec] = []
+    for value in values:
+        mapped(value, Spec, specs.append)
+    return specs
+
+
+def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:
+    """Where each tensor is: the position or name of its argument, its index there if that is a list."""
+    for place, value in arguments:
+        if isinstance(value, TensorMeta):
+            yield place, None
+        elif is_list(value):
+            yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
+
+
+# --- what it returns --------------------------------------------------------------------------------------------------
 
 
 class GlobalOutputs(NamedTuple):
@@ -38,8 +97,7 @@ def by_meta_kernel(
 ) -> GlobalOutputs:
     """The outputs of a call on global tensors, given as `specs`; none if they depend on data.
 
-    Raises:
-        OperatorArgumentError: if the operator refuses its arguments; OperatorIndexError: a dim or an index of them.
+    What the operator refuses is an OperatorArgumentError, or an OperatorIndexError.
     """
     build = _builder(args, kwargs, _empty)
     try:
@@ -152,3 +210,38 @@ def _is_of_integers(meta: Spec | TensorMeta) -> bool:
 
 def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
     return tuple([TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result)])
+
+
+# --- sizes that torch.compile keeps as symbols ------------------------------------------------------------------------
+#
+# One graph serves every length.  What moves is chosen for the sizes that the compiler traces with: any choice is right,
+# so it needs no guard.  Whether the operator may then run on the shards is asked of the rule with the symbols
+# themselves: each of its comparisons becomes a guard of the graph.  What cannot be answered so is decided for
+# constants; the next length is another graph.
+
+
+class NeedsConstantsError(Exception):
+    """A call cannot be decided for symbols; never seen by users."""
+
+
+def constants_of(value: Any) -> Any:
+    """Arguments of a call with constants in place of symbols."""
+    return _replaced(value, int, constant)
+
+
+def example_of(value: Any) -> Any:
+    """Anything of a call, with the sizes that the compiler traces with in place of symbols."""
+    return _replaced(value, lambda n: traced_with((n,))[0], lambda spec: spec.example)
+
+
+def _replaced(value: Any, size: Callable[[Any], int], spec: Callable[[Any], Any]) -> Any:
+    """A structure with its symbols and specs of symbols replaced."""
+
+    def replaced(item: Any) -> Any:
+        if isinstance(item, Spec):
+            return item if item.example is None else spec(item)
+        if isinstance(item, TensorMeta):
+            return TensorMeta(*(_replaced(part, size, spec) for part in item))
+        return torch.Size([_replaced(n, size, spec) for n in item]) if isinstance(item, torch.Size) else size(item)
+
+    return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replaced)
