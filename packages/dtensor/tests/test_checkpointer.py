@@ -1,4 +1,4 @@
-"""Covers: checkpointer.py, stored_steps.py: kills at every stage, damage, elastic loading, background."""
+"""Covers: checkpointer.py: kills at every stage, damage, elastic loading, background."""
 
 from __future__ import annotations
 

@@ -1,8 +1,18 @@
-"""Checkpointer: the checkpoints of a training run, which survive a kill of any rank at any moment."""
+"""Checkpointer: the checkpoints of a training run, which survive a kill of any rank at any moment.
+
+A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and digests. It is
+written under a name that begins with a dot and renamed when it is complete, so what has its name is whole or was
+damaged later. It is removed under such a name too.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import os
+import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +33,9 @@ from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
-from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
+
+Files = dict[str, tuple[int, str]]  # size and digest by name
 
 
 class Checkpointer:
@@ -147,7 +158,7 @@ class Checkpointer:
         numbers = agree(self._steps.numbers, group, CheckpointError)[0]
         for number in numbers if step is None else [step]:
             try:
-                agree(partial(self._check, number), group, CheckpointError)
+                agree(partial(self._steps.check, number), group, CheckpointError)
             except CheckpointError as error:
                 if step is not None:
                     raise
@@ -159,18 +170,10 @@ class Checkpointer:
             raise CheckpointError(f"none of the steps {numbers} in {self._steps.folder} is whole")
         return None
 
-    def _check(self, step: int) -> None:
-        """See that this rank's part of the files of a step is what was written."""
-        self._steps.check(step, dist.get_rank(), dist.get_world_size())
-
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         sizes = {name: size for name, (size, _) in self._steps.manifest(step).items()}
         reader = TrustedReader(self._steps.path(step), sizes)
-
-        def readable() -> None:
-            reader.read_metadata()
-
-        agree(readable, group, CheckpointError)  # refused on all ranks before the first of them loads
+        agree(lambda: bool(reader.read_metadata()), group, CheckpointError)  # refused on all ranks before one loads
         with purpose(f"load step {step}"):
             try:
                 dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
@@ -202,7 +205,7 @@ class Checkpointer:
             raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
         written = agree(read_back, group, CheckpointError)
         agree(complete, group, CheckpointError)
-        agree(partial(self._check, step), group, CheckpointError)
+        agree(partial(steps.check, step), group, CheckpointError)
         agree(lambda: steps.remove_all_but(self._keep) if first else None, group, CheckpointError)
 
 
@@ -234,3 +237,94 @@ def _copied(state: Any) -> Any:
     for arrival in filter(None, map(arrival_on, devices)):
         arrival.synchronize()
     return staged
+
+
+# --- the folder of a run ----------------------------------------------------------------------------------------------
+
+_MANIFEST = "manifest.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class StoredSteps:
+    """The steps in a folder; no communication."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def numbers(self) -> list[int]:
+        """The steps that have been completed, newest first."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def path(self, step: int) -> Path:
+        """The folder of a completed step."""
+        return self.folder / f"step_{step}"
+
+    def partial(self, step: int) -> Path:
+        """The folder in which a step is written."""
+        return self.folder / f".partial_{step}"
+
+    def begin(self, step: int) -> None:
+        """An empty folder to write a step in."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+        self.partial(step).mkdir()
+
+    def complete(self, step: int, files: Mapping[str, tuple[int, str]]) -> None:
+        """Write the manifest, and give the step its name."""
+        partial = self.partial(step)
+        with open(partial / _MANIFEST, "w") as file:
+            json.dump({"step": step, "files": files}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(partial)
+        os.rename(partial, self.path(step))
+        _sync(self.folder)
+
+    def remove_all_but(self, keep: int) -> None:
+        """Remove what is older than the newest steps, and what was left half written or half removed."""
+        for step in self.numbers()[keep:]:
+            os.rename(self.path(step), self.folder / f".removed_{step}")
+        for entry in self.folder.iterdir():
+            if entry.name.startswith((".partial_", ".removed_")):
+                shutil.rmtree(entry)
+
+    def manifest(self, step: int) -> Files:
+        """Size and digest of each file of a step."""
+        try:
+            manifest = json.loads((self.path(step) / _MANIFEST).read_text())
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"step {step} has no manifest that can be read: {error!r}") from error
+        if manifest["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
+            raise CheckpointError(f"the manifest of step {step} is of another step, or names files elsewhere")
+        return files
+
+    def check(self, step: int) -> None:
+        """See that this rank's part of a step's files have the sizes and digests of its manifest."""
+        for name, (size, digest) in sorted(self.manifest(step).items())[dist.get_rank() :: dist.get_world_size()]:
+            path = self.path(step) / name
+            try:
+                actual = digest_of(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if actual != (size, digest):
+                raise CheckpointError(f"{path} is not what was written: {actual[0]} bytes instead of {size}, or others")
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Size and digest of a file, as it can be read."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
+        return file.tell(), digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -76,11 +76,7 @@ class TrustedPlanner(DefaultLoadPlanner):
     """Loads values that are not tensors only if they hold no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value where it belongs.
-
-        Raises:
-            CheckpointError: it is of a class that `torch.load(weights_only=True)` refuses.
-        """
+        """Put a value where it belongs, if it is of classes that `torch.load(weights_only=True)` takes."""
         try:
             torch.load(value, weights_only=True)
         except Exception as error:  # broken bytes may raise anything in the loader
