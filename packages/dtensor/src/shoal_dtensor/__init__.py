@@ -8,11 +8,21 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch import register_dispatch
+from .api.creation import (
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from .api.custom_rules import register_rule, register_sharding
 from .api.debug_mode import DebugMode, ExplicitRedistributionContext
-from .api.distribute import distribute_module, distribute_tensor
 from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
-from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
 from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
 from .api.state_dicts import (

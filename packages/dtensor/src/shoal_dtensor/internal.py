@@ -27,7 +27,7 @@ from ._torch import (
     unwatched_functions as unwatched_functions,
     whole_when_compiled as whole_when_compiled,
 )
-from .api.distribute import distributed_by as distributed_by
+from .api.creation import distributed_by as distributed_by
 from .argument_types import (
     check_device_mesh as check_device_mesh,
     submodule_of as submodule_of,

@@ -70,25 +70,21 @@ def _empty(base: type, kind: type) -> Any:
 
 
 class Owner(Protocol):
-    """Who averages the gradients of parameters over data axes, and may shard them there.
+    """Who averages the gradients of parameters over data axes, and may shard them there."""
 
-    Attributes:
-        owner: the function that made it, for messages.
-        data_mesh: the data axes.
-        ignored: parameters in its modules that it leaves alone.
-        keeps_gradients: whether this rank keeps gradients for a later reduction.
-    """
-
-    owner: str
+    owner: str  # the function that made it, for messages
 
     @property
-    def ignored(self) -> Sequence[nn.Parameter]: ...
+    def ignored(self) -> Sequence[nn.Parameter]:
+        """Parameters in its modules that it leaves alone."""
 
     @property
-    def data_mesh(self) -> DeviceMesh: ...
+    def data_mesh(self) -> DeviceMesh:
+        """The data axes."""
 
     @property
-    def keeps_gradients(self) -> bool: ...
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps gradients for a later reduction."""
 
     def held(self) -> Iterable[Tensor]:
         """The parameters that its modules hold now."""
@@ -289,11 +285,16 @@ def carry_over(old: Any, new: Any) -> None:
         setattr(new, name, value)
     trained = new.requires_grad
     new.requires_grad_(True)  # hooks are registered on tensors that get gradients
+    carry_hooks(hooks, post_hooks, new)
+    new.requires_grad_(trained)
+
+
+def carry_hooks(hooks: _Hooks, post_hooks: _Hooks, new: Any) -> None:
+    """Have a tensor run the hooks of another one."""
     for key in hooks:
         new.register_hook(_Carried(hooks, key))
     for key in post_hooks:
         new.register_post_accumulate_grad_hook(_Carried(post_hooks, key))
-    new.requires_grad_(trained)
 
 
 def local_of(tensor: Tensor) -> Tensor:
