@@ -1,4 +1,4 @@
-"""Modes that see functions and operators.  Covers: _torch/operator_modes.py."""
+"""Modes that see functions and operators.  Covers: modes in _torch/interception.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal_dtensor._torch.operator_modes import ReplacedAttention, dispatch_modes, selectively_checkpointed, unwatched
+from shoal_dtensor._torch.interception import ReplacedAttention, dispatch_modes, selectively_checkpointed, unwatched
 
 
 def test_selective_checkpointing_is_seen_and_left_out() -> None:

@@ -17,10 +17,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 from warnings import warn
+from weakref import WeakSet
 
 from shoal_mesh.internal import Event, observing
 
-from ._torch.engine import set_thread_object, thread_object
+from ._torch.tensors import set_thread_object, thread_object
 from .errors import ArgumentValueError, CommunicationForbiddenError
 
 Unknown = Literal["replicate", "error", "local"]
@@ -86,15 +87,14 @@ class Scope:
     plain_is_replicated: bool = False  # whether plain tensors among DTensors count as replicated
     replicas_checked: bool = False  # whether gradients that count as replicated are compared over their ranks
     overlays: tuple[Mapping[Any, Any], ...] = ()  # rule tables that come before the standing one, innermost first
-    # the scope around the block that brought the innermost overlay; None without overlays
-    outer: Scope | None = field(default=None, repr=False)
     # the scopes under the same rules by their settings, at most 36; the same dict in all of them
     alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
     # the cache of this scope by the operator's id, owned by the dispatcher
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.alike.setdefault(self.settings, self)
+        if self.alike.setdefault(self.settings, self) is self:
+            SCOPES.add(self)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -108,15 +108,10 @@ class Scope:
 
     def under(self, overlay: Mapping[Any, Any]) -> Scope:
         """A new scope with these settings, in which a rule table comes before the others."""
-        return replace(self, overlays=(overlay, *self.overlays), outer=self, alike={}, decisions={})
-
-    def all_known(self) -> Iterator[Scope]:
-        """Every scope whose decisions a change of the standing rules may concern."""
-        yield from [*self.alike.values()]
-        if self.outer is not None:
-            yield from self.outer.all_known()
+        return replace(self, overlays=(overlay, *self.overlays), alike={}, decisions={})
 
 
+SCOPES: WeakSet[Scope] = WeakSet()  # all, whose decisions a change of the standing rules may concern
 DEFAULT = Scope()
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get

@@ -51,11 +51,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 
 def not_cached(reason: str) -> NoReturn:
-    """Answer torch's question how to find a graph in its cache on disk: not at all, it is traced again.
-
-    Raises:
-        BypassAOTAutogradCache: always; torch goes on without the cache.
-    """
+    """Answer torch's question how to find a graph in its cache on disk: not at all, it is traced again."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # loaded by who asks
 
     raise BypassAOTAutogradCache(reason)

@@ -1,14 +1,32 @@
-"""What torch calls in place of its own: for operators on a class of tensors, and to read and load state dicts."""
+"""What torch calls in place of its own: modes, operators on a class of tensors, state dicts; recomputation in scopes.
+
+Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it again, which may be
+after the block that entered the scope, and outside of the module whose forward did.  Both kinds of checkpoint keep the
+function in an object of theirs, which the frames of their first run refer to.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from inspect import unwrap
+from traceback import walk_stack
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch._compile import _disable_dynamo
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
 _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as long as it does
@@ -95,3 +113,152 @@ class _AfterImport:
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this loader, made for this import
         return spec
+
+
+# --- modes that see functions and operators ---------------------------------------------------------------------------
+
+# Number of dispatch modes that are active.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def selectively_checkpointed() -> bool:
+    """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
+    selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode
+    return dispatch_modes() > 0 and any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """A block whose operators selective activation checkpointing does not see, so that it saves none of their results.
+
+    For collectives on fresh results: they are run again in the recomputation.
+    """
+    return _disable_current_modes() if selectively_checkpointed() else nullcontext()
+
+
+def _unseen(function: Any) -> Callable[..., Any]:
+    """A function of torch that no mode sees, though modes are active in what it runs."""
+    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
+    unseen = FunctionType(
+        function.__code__,
+        function.__globals__ | unasked,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    unseen.__kwdefaults__ = function.__kwdefaults__
+    return unseen
+
+
+_BACKWARD = {f: _unseen(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+
+
+class FunctionMode(TorchFunctionMode):
+    """A mode that stays active in backward passes, which may recompute forwards; torch deactivates it in each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        unseen = _BACKWARD.get(func)
+        if unseen is None:
+            return func(*args, **kwargs)
+        subclass = next((kind for kind in types if kind is not torch.Tensor), None)
+        with self:
+            return subclass.__torch_function__(func, types, args, kwargs) if subclass else unseen(*args, **kwargs)
+
+
+_active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+
+
+class ReplacedAttention(FunctionMode):
+    """Inside, `F.scaled_dot_product_attention` is another function of the same arguments; in recomputations too."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self._attend = attend
+        self._outside: list[list[Any]] = []  # the checkpoints around each time that it was entered
+
+    def __enter__(self) -> Self:
+        self._outside.append(checkpoints())
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._outside.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    @classmethod
+    def active(cls) -> list[Self]:
+        """The active ones of this class, the innermost first; recomputations of what asks run in them too."""
+        modes = [mode for mode in reversed(_active()) if isinstance(mode, cls)]
+        for mode in modes:
+            mode.hold_in_recomputation()
+        return modes
+
+    def hold_in_recomputation(self) -> None:
+        """Be active too where backward runs again what a checkpoint inside of the block runs now."""
+        recomputed_in(self, lambda: nullcontext() if self in _active() else self, self._outside[-1])
+
+    def _replaced(self, args: Any, kwargs: Any) -> Any:
+        self.hold_in_recomputation()
+        return self._attend(*args, **kwargs)
+
+    # Compiled code has a graph break here: attention asks what its block has agreed upon, and for its layout.
+    _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_replaced)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            compiling = torch.compiler.is_compiling()
+            replaced = ReplacedAttention._replaced_in_graphs if compiling else ReplacedAttention._replaced
+            return replaced(self, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+# --- recomputation in the scopes of the first run ---------------------------------------------------------------------
+
+Enter = Callable[[], AbstractContextManager[object]]
+
+# The functions whose frames refer to it; from torch 2.14 on, `checkpoint` calls another one for the second kind.
+_REENTRANT = CheckpointFunction.forward.__code__
+_OTHER = unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
+
+
+class _InScopes(NamedTuple):
+    """A function that runs in scopes."""
+
+    function: Callable[..., Any]
+    scopes: dict[Hashable, Enter]
+
+    def __call__(self, *args: Any) -> Any:
+        with ExitStack() as stack:
+            for enter in self.scopes.values():
+                stack.enter_context(enter())
+            return self.function(*args)
+
+
+def checkpoints() -> list[Any]:
+    """The checkpoints that run a function for the first time now, the innermost first; none while compiling."""
+    if torch.compiler.is_compiling():
+        return []
+    running: list[Any] = []
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if frame.f_code is _REENTRANT:
+            running.append(frame.f_locals["ctx"])
+        elif frame.f_code is _OTHER and "gen" in frame.f_locals:
+            record = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
+            running += [] if record is None else [record]  # there is none without gradients
+    return running
+
+
+def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
+    """Have the functions that checkpoints run now `enter` a scope when backward runs them again.
+
+    Not those `outside`, in which it was entered: they will enter it themselves.
+    """
+    for record in checkpoints():
+        if any(record is other for other in outside):
+            continue
+        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"
+        function = getattr(record, name)
+        if not isinstance(function, _InScopes):
+            function = _InScopes(function, {})
+            setattr(record, name, function)
+        function.scopes.setdefault(scope, enter)

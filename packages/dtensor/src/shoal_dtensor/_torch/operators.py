@@ -33,8 +33,7 @@ def _fake_mode() -> FakeTensorMode:
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """What an operator returns on a type of device, without memory or values, and out of sight of the user's modes.
 
-    Raises:
-        DataDependentError: if the result's shape depends on values.
+    DataDependentError if the result's shape depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
     with out_of_sight(), _keeping_no_caller():

@@ -11,7 +11,7 @@ from ..errors import PlacementError
 from ..layout.placements import Placement, Shard
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import DuplicateRuleError, Entry, OpCall, R, Row, Rule, S
-from ..scopes import current
+from ..scopes import SCOPES
 
 
 def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False) -> None:
@@ -38,7 +38,7 @@ def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace:
         if overload in TABLE and not replace:
             raise DuplicateRuleError(f"{overload} has a rule already; pass replace=True to give it another")
         TABLE[overload] = rule
-        for scope in current().all_known():
+        for scope in [*SCOPES]:
             scope.decisions.pop(id(overload), None)
 
 
