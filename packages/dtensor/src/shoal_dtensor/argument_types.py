@@ -23,11 +23,7 @@ _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str
 
 
 def check_mesh(where: str, mesh: object) -> None:
-    """Refuse what is not a mesh of shoal.
-
-    Raises:
-        ArgumentTypeError: for torch's own meshes and tensors with the way to convert them.
-    """
+    """Refuse what is not a mesh of shoal, torch's own with the way to convert them."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(f"{where}: expected a DeviceMesh of shoal_mesh, got {_described(mesh)}")
 
@@ -53,11 +49,7 @@ def check_type(
     expected: str,
     error: type[ArgumentTypeError] | type[StyleTypeError] = ArgumentTypeError,
 ) -> None:
-    """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words.
-
-    Raises:
-        ArgumentTypeError: or the given error.
-    """
+    """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words."""
     if not isinstance(value, kinds):
         raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
     if kinds is Tensor and isinstance(value, Tensor) and (value.is_nested or value.layout != strided):

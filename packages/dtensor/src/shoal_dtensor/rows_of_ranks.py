@@ -30,16 +30,9 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
 
     A program's main thread does the same in the same order on all ranks. Other threads may come in another order on
     each rank, and while the main thread runs collectives of its own: they meet in a group of their own, by what their
-    rows are about.
-
-    Args:
-        mesh: with this rank in it.
-        about: gives the text that is equal on all ranks whose rows belong together; not called in the main thread.
-        numbers: of this rank, (n,) of int64, on a device whose tensors the mesh's groups send.
-
-    Raises:
-        LockstepError: in a thread, if no thread of some rank has come for the same in half an hour.
-        NoGroupError: the mesh has no process groups.
+    rows are about: `about` gives the text that is equal on all ranks whose rows belong together. It is a LockstepError
+    if no thread of some rank has come for the same in half an hour. `numbers` are (n,) of int64, on a device whose
+    tensors the mesh's groups send.
     """
     meeting, comm = _Meeting.of(mesh), mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
@@ -51,7 +44,7 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
 def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[tuple[int, int]]:
     """`P(min), P(max) -> R`: the lowest and the highest that ranks have of each number; one all-reduce.
 
-    Args and raises as in `rows_of_ranks`.
+    Arguments as in `rows_of_ranks`.
     """
     if in_other_threads(mesh):
         return [(min(column), max(column)) for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)]

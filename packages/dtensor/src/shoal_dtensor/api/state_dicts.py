@@ -9,7 +9,6 @@ one of them is called.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from shoal_mesh.internal import agree
 
 from .._torch import around_state_dicts
 from ..errors import StateDictError
@@ -338,15 +339,7 @@ def _structure(state: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
         structure = _mapped(state, lambda _, each: _TensorInfo(each.shape, each.dtype) if each.dim() else each)
     if options.broadcast_from_rank0:
-        try:
-            pickle.dumps(structure)
-        except Exception as error:  # pickling runs code of the values' classes; the other ranks wait
-            structure = StateDictError(f"the state dict of rank 0 cannot be sent: {error}")
-        sent = [structure]
-        dist.broadcast_object_list(sent, src=0)
-        (structure,) = sent
-    if isinstance(structure, StateDictError):
-        raise structure
+        structure = agree(lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent")[0]
     if not isinstance(structure, Mapping):
         raise StateDictError(f"a state dict must be a dict, got {type(structure).__name__}")
     return structure

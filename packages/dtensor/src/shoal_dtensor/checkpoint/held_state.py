@@ -114,7 +114,12 @@ class HeldState:
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
         targets = {n: _part_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
-        facts = agree(lambda: self._facts(targets), dist.group.WORLD, CheckpointError)
+
+        def own() -> _Facts:
+            fresh = secrets.token_hex(8)  # what is kept after this recovery is never taken for what was kept before
+            return _Facts(self._step, self._lineage, fresh, _parts(self._tensors), self._values, _parts(targets))
+
+        facts = agree(own, dist.group.WORLD, CheckpointError)
         self._lineage, newest = facts[0].fresh, _newest(facts)
         if newest is None:
             return None
@@ -126,16 +131,6 @@ class HeldState:
             if not isinstance(value, Tensor) and name in values:
                 container[name[-1]] = values[name]
         return newest[0]
-
-    def _facts(self, targets: Parts) -> _Facts:
-        return _Facts(
-            self._step,
-            self._lineage,
-            secrets.token_hex(8),  # what is kept after this recovery is never taken for what was kept before
-            {name: part for name, (part, _) in self._tensors.items()},
-            self._values,
-            {name: part for name, (part, _) in targets.items()},
-        )
 
     def _exchange(self, facts: list[_Facts], holders: list[int], targets: Parts) -> None:
         """One all-to-all for each dtype and kind of device."""
@@ -161,6 +156,10 @@ def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
             yield from _leaves(item, (*name, key))
         else:
             yield (*name, key), value, item
+
+
+def _parts(of: Parts) -> dict[Name, _HeldPart]:
+    return {name: part for name, (part, _) in of.items()}
 
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:

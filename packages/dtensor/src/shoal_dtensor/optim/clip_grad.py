@@ -97,13 +97,10 @@ def _shards(grads: list[Any]) -> list[Tensor]:
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-class _Holder:
+class _Holder(NamedTuple):
     """What torch takes for a parameter: something with a gradient."""
 
-    __slots__ = ("grad",)
-
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
+    grad: Tensor
 
 
 class _Part(NamedTuple):

@@ -105,9 +105,6 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
 
     If one has no shard to step on (partial parameters, plain gradients or states of DTensors), all stay DTensors, and
     the update runs operator by operator.
-
-    Returns:
-        What torch's `_init_group` returns.
     """
     with unwatched_by_subclasses():  # reading an attribute of a subclass takes 100 ns longer outside
         result = type(optimizer)._init_group(optimizer, group, *lists)
@@ -227,11 +224,7 @@ class _Matrix:
 
 @torch.no_grad()
 def _muon_step(optimizer: Any) -> None:
-    """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around.
-
-    Raises:
-        PlacementError: if a parameter is partial.
-    """
+    """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around."""
     for group in optimizer.param_groups:
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
         shards: list[Any] = []
