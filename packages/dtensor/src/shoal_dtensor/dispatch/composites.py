@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
@@ -106,18 +105,14 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
 @lru_cache(maxsize=256)
 def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     """The mesh axes along which a group of ranks extends, none if it has no other rank of the mesh; None if neither."""
-    mesh = spec.mesh
-    grid = mesh.mesh
     # ranks (1, 3) of the grid ((0, 1), (2, 3)): coordinates (0, 1) and (1, 1), along axis 0
-    places = [(grid == rank).nonzero().tolist() for rank in ranks]
-    coordinates = [tuple(place[0]) for place in places if place]
-    if spec.coordinate is None or tuple(spec.coordinate) not in coordinates:
+    coordinates = {rank: at for rank in ranks if (at := spec.mesh.coordinate_of(rank)) is not None}
+    if spec.coordinate is None or spec.coordinate not in coordinates.values():
         return None
     if len(coordinates) == 1:
         return ()
-    axes = tuple(axis for axis in range(mesh.ndim) if len({c[axis] for c in coordinates}) > 1)
-    complete = len(coordinates) == len(ranks) == prod(mesh.shape[axis] for axis in axes)
-    return axes if complete else None
+    axes = tuple(axis for axis in range(spec.mesh.ndim) if len({at[axis] for at in coordinates.values()}) > 1)
+    return axes if {*ranks} == {*spec.mesh.ranks_along(axes, spec.coordinate)} else None
 
 
 # --- views by strides -------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
 from ..scopes import current, obey
 
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # forward and backward; None for that of the tensor
+
 
 def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
     """The same values as `tensor` in the layout of `target`, a spec of its shape and dtype; not differentiable."""
@@ -125,10 +127,8 @@ class FromLocal(Function):
         grad = as_gradient(ctx.cls, grads[0], ctx.spec)
         target = laid_out(ctx.gradient, grad._spec)
         obey("the gradient of from_local of", ctx.spec, find_plan(grad._spec, target))
-        if torch.is_grad_enabled():
-            local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
-        else:
-            local = redistributed(type(grad), grad, target)._local_tensor
+        moved = moved_gradient(ctx.cls, grad, target)
+        local = apply(ToLocal, moved, None) if torch.is_grad_enabled() else moved._local_tensor
         ranks = prod(ctx.spec.mesh.shape[axis] for axis, op in ctx.spec.partials if op == "avg")
         return local if ranks == 1 else local / ranks, None, None, None
 
@@ -177,14 +177,7 @@ class Redistribute(Function):
     """DTensor -> the same values under another spec, moved and differentiated in the given dtypes."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Any,
-        cls: Any,
-        target: Spec,
-        dtypes: tuple[torch.dtype | None, torch.dtype | None],
-        async_op: bool,
-    ) -> Any:
+    def forward(ctx: Any, tensor: Any, cls: Any, target: Spec, dtypes: Dtypes, async_op: bool) -> Any:
         forward_dtype, backward_dtype = dtypes
         source: Spec = tensor._spec
         ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
@@ -201,13 +194,16 @@ class Redistribute(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.source)
         source = laid_out(gradient_spec(ctx.source), grad._spec)
-        backward_dtype, forward_dtype = ctx.dtypes
-        if torch.is_grad_enabled() or backward_dtype is not None:
-            moved = apply(Redistribute, grad, ctx.cls, source, (backward_dtype, forward_dtype), False)
-        else:
-            moved = redistributed(ctx.cls, grad, source)
+        moved = moved_gradient(ctx.cls, grad, source, ctx.dtypes)
         dtype = ctx.source.dtype
         return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
+
+
+def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, None)) -> Any:
+    """A gradient in another layout, by a node of the graph where backward is recorded, or moves in another dtype."""
+    if torch.is_grad_enabled() or dtypes[0] is not None:
+        return apply(Redistribute, grad, cls, target, dtypes, False)
+    return redistributed(cls, grad, target)
 
 
 def check_differentiable(spec: Spec) -> None:
