@@ -29,6 +29,7 @@ from torch import Tensor
 from shoal_mesh import purpose
 from shoal_mesh.internal import agree
 
+from .._torch.tensors import pytree
 from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..host_memory import arrival_on, start_copy
@@ -219,21 +220,16 @@ def _copied(state: Any) -> Any:
     """The values, in memory of the host that the program does not change; of DTensors this rank's shards."""
     devices: set[torch.device] = set()
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return DTensor(copied(value._local_tensor.detach()), value.spec)
-        if isinstance(value, Tensor):
-            if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-                return value.detach().clone()
-            devices.add(value.device)
-            return start_copy(value.detach())
-        if isinstance(value, Mapping):
-            return {key: copied(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(copied(each) for each in value)
-        return copy.deepcopy(value)
+    def copied(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return DTensor(copied(tensor._local_tensor.detach()), tensor.spec)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor.detach().clone()
+        devices.add(tensor.device)
+        return start_copy(tensor.detach())
 
-    staged = copied(state)
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    staged = copy.deepcopy(state, {id(tensor): copied(tensor) for tensor in tensors})
     for arrival in filter(None, map(arrival_on, devices)):
         arrival.synchronize()
     return staged
