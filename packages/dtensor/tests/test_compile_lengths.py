@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
-from shoal_dtensor._torch import recorded
+from shoal_dtensor._torch.compiling import recorded
 from shoal_dtensor.layout.tensor_meta import has_symbols, hashable, settled, traced_with
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sharded_tensors import sharded
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, implicit_replication
-from shoal_dtensor._torch import around, direct
-from shoal_dtensor._torch.tensors import _around
+from shoal_dtensor._torch.operators import direct
+from shoal_dtensor._torch.tensors import _around, around
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.redistribute.plan import plan

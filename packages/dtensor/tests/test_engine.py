@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shoal_dtensor._torch import set_thread_object, thread_object
+from shoal_dtensor._torch.tensors import set_thread_object, thread_object
 
 
 def test_an_object_that_a_thread_held_keeps_its_count() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from operator_calls import recorded
 from shoal_dtensor import Replicate, Shard, ShoalTensorError, Spec, distribute_tensor
-from shoal_dtensor._torch import results_of
+from shoal_dtensor._torch.operators import results_of
 from shoal_dtensor.dispatch import global_call
 from shoal_dtensor.dispatch.global_call import by_few_elements, by_meta_kernel
 from shoal_dtensor.dispatch.propagate import decide, rule_of

@@ -7,7 +7,7 @@ from shoal_mesh.internal import facade
 
 from . import errors
 from .__about__ import __version__
-from ._torch import register_dispatch
+from ._torch.interception import register_dispatch
 from .api.creation import (
     distribute_module,
     distribute_tensor,

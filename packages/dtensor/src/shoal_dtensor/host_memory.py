@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal_mesh import Comm
 
-from ._torch import is_tracing
+from ._torch.compiling import is_tracing
 
 
 def pins(device: torch.device) -> bool:

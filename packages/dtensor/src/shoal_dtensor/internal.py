@@ -5,27 +5,31 @@ They may change with any release; all packages are released together.
 May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute, scopes, tensor.
 """
 
-from ._torch import (
-    FakeTensor as FakeTensor,
-    FunctionMode as FunctionMode,
-    ReplacedAttention as ReplacedAttention,
-    TensorNote as TensorNote,
-    TorchDispatchMode as TorchDispatchMode,
-    apply as apply,
-    backward_number as backward_number,
-    dispatch_modes as dispatch_modes,
+from ._torch.compiling import (
     eager_only as eager_only,
-    in_backward as in_backward,
     is_compiling as is_compiling,
     is_tracing as is_tracing,
+    whole_when_compiled as whole_when_compiled,
+)
+from ._torch.interception import (
+    FunctionMode as FunctionMode,
+    ReplacedAttention as ReplacedAttention,
+    TorchDispatchMode as TorchDispatchMode,
+    dispatch_modes as dispatch_modes,
+    selectively_checkpointed as selectively_checkpointed,
+    unwatched as unwatched,
+)
+from ._torch.tensors import (
+    FakeTensor as FakeTensor,
+    TensorNote as TensorNote,
+    apply as apply,
+    backward_number as backward_number,
+    in_backward as in_backward,
     make_wrapper as make_wrapper,
     memory_of as memory_of,
     pytree as pytree,
     saving_state as saving_state,
-    selectively_checkpointed as selectively_checkpointed,
-    unwatched as unwatched,
     unwatched_functions as unwatched_functions,
-    whole_when_compiled as whole_when_compiled,
 )
 from .api.creation import distributed_by as distributed_by
 from .argument_types import (

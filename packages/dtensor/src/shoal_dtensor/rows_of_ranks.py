@@ -20,7 +20,7 @@ from shoal_mesh import Comm, DeviceMesh, all_gather, all_reduce
 from shoal_mesh.errors import LockstepError
 from shoal_mesh.internal import comm_of_threads
 
-from ._torch import out_of_sight
+from ._torch.operators import out_of_sight
 
 TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from operator_calls import Call, Calls
-from shoal_dtensor._torch import OpOverload
+from shoal_dtensor._torch.operators import OpOverload
 from shoal_dtensor.rules import flatten
 
 __all__ = ["derived"]

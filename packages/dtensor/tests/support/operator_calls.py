@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal_dtensor._torch import OpOverload, pytree
+from shoal_dtensor._torch.operators import OpOverload
+from shoal_dtensor._torch.tensors import pytree
 
 __all__ = ["Call", "Calls", "copied", "kind", "recorded", "recording"]
 

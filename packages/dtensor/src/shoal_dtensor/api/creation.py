@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import whole_when_compiled
+from .._torch.compiling import whole_when_compiled
 from ..argument_types import check_callable, check_type
 from ..errors import ArgumentTypeError, ArgumentValueError, PlacementError, PlacementIndexError
 from ..layout.boxes import slices_of

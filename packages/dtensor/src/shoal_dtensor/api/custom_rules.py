@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._torch import OpOverload, pytree
+from .._torch.operators import OpOverload
+from .._torch.tensors import pytree
 from ..argument_types import check_type
 from ..errors import PlacementError
 from ..layout.placements import Placement, Shard

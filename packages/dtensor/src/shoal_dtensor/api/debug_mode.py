@@ -8,7 +8,7 @@ from typing import Any
 from shoal_mesh import CommDebugMode
 from shoal_mesh.internal import Event
 
-from .._torch import pytree
+from .._torch.tensors import pytree
 from ..errors import ArgumentValueError
 from ..scopes import communication
 from ..tensor.dtensor import DTensor

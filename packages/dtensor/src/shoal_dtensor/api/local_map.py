@@ -10,7 +10,8 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import is_tracing, never_compiled, pytree
+from .._torch.compiling import is_tracing, never_compiled
+from .._torch.tensors import pytree
 from ..argument_types import check_callable, check_mesh, check_type
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
 from ..layout.placements import Placement

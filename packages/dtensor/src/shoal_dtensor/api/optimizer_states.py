@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .._torch import make_state, steps_as
+from .._torch.tensors import make_state, steps_as
 from ..errors import StateDictError
 
 State = dict[Any, dict[str, Any]]

@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal_mesh.internal import agree
 
-from .._torch import around_state_dicts
+from .._torch.interception import around_state_dicts
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, around, count_write, group_ranks, reduction_name
+from .._torch.operators import OpOverload, group_ranks, reduction_name
+from .._torch.tensors import around, count_write
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec

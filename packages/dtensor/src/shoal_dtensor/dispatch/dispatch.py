@@ -22,13 +22,15 @@ from torch import Tensor
 
 from shoal_mesh import purpose
 
-from .._torch import OpOverload, around, is_collective, never_compiled, raised_as_it_is, recorder
+from .._torch.compiling import never_compiled, raised_as_it_is, recorder
+from .._torch.operators import OpOverload, is_collective
+from .._torch.tensors import around
 from ..errors import OperatorArgumentError
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
-from .global_call import mesh_of, run_on_few, specs_of
+from .global_call import run_on_few, specs_of
 from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
 from .propagate import decide, rule_of
 from .results import Decision, ResultKind, as_seen, count_writes, follow, wrap_dynamic
@@ -177,8 +179,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     plain = [entry.candidate for entry in mixed if entry.shape]
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
-        mesh = mesh_of(cls, args, kwargs)
-        verify_plain(cls, mesh, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
+        verify_plain(cls, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
     has_copies = [entry for entry in key if entry is cls.copied_view]
     tensors = flatten([*args, *kwargs.values()]) if has_copies else ()
     copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
@@ -203,7 +204,7 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
     if decision.verifies_plain and first is None:
-        verify_plain(cls, mesh_of(cls, args, kwargs), op, args, kwargs, candidates=True)
+        verify_plain(cls, op, args, kwargs, candidates=True)
     if decision.result_kind is ResultKind.COMPOSITE:
         with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)

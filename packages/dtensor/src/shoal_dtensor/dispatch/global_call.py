@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import Build, DataDependentError, OpOverload, direct, recorded, results_of, shapes_of
+from .._torch.compiling import recorded
+from .._torch.operators import Build, DataDependentError, OpOverload, direct, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec

@@ -24,15 +24,15 @@ from torch.utils.hooks import unserializable_hook
 
 from shoal_mesh import DeviceMesh, purpose
 
-from .._torch import (
+from .._torch.compiling import is_unrecorded
+from .._torch.operators import OpOverload
+from .._torch.tensors import (
     TRACED,
     FakeTensor,
-    OpOverload,
     current_node,
     disabled_torch_function,
     function_of,
     in_backward,
-    is_unrecorded,
     make_wrapper,
     pytree,
 )
@@ -42,6 +42,7 @@ from ..layout.tensor_meta import flatten
 from ..rows_of_ranks import extremes_of_ranks
 from ..rules.language.op_call import schema_of
 from ..scopes import current, notice_of
+from .global_call import mesh_of
 
 
 class Plain(NamedTuple):
@@ -176,13 +177,13 @@ _OVERWRITING = frozenset({torch.ops.aten.copy_.default, torch.ops.aten.fill_.Ten
 
 
 def verify_plain(
-    cls: type, mesh: DeviceMesh, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, candidates: bool
+    cls: type, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, candidates: bool
 ) -> None:
     """`R -> check`: `verify_replicated` of what an operator reads among its arguments: not `out=`, nor overwritten."""
     outs = schema_of(op).outs
     read = [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
     plain = [tensor for tensor in flatten(read) if not isinstance(tensor, cls) and tensor.ndim]
-    verify_replicated(mesh, str(op), plain, candidates=candidates)
+    verify_replicated(mesh_of(cls, args, kwargs), str(op), plain, candidates=candidates)
 
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import OpOverload, decomposition_of, is_collective
+from .._torch.operators import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec

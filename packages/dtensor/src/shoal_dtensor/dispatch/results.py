@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, around, change_shape, count_write, has_views, is_tracing, view_of
+from .._torch.compiling import is_tracing
+from .._torch.operators import OpOverload, change_shape, has_views, view_of
+from .._torch.tensors import around, count_write
 from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec

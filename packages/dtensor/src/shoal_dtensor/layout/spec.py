@@ -16,7 +16,7 @@ import torch
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled
 
-from .._torch import recorded, recorder_of_sizes
+from .._torch.compiling import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans

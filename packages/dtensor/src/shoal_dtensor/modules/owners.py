@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import TensorNote
+from .._torch.tensors import TensorNote
 from ..errors import LayoutError, StyleError, UnsupportedModuleError
 from ..tensor.dtensor import DTensor, local_shard
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_mesh import all_reduce, purpose
 from shoal_mesh.internal import all_reduce_, is_observed, sums_are_in_tree
 
-from .._torch import is_tracing, whole_when_compiled
+from .._torch.compiling import is_tracing, whole_when_compiled
 from ..argument_types import check_type
 from ..errors import MixedTensorError
 from ..host_memory import device_of_numbers, upload

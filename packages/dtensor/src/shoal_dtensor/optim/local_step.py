@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import purpose
 
-from .._torch import adjusted_rate, around, count_write, orthogonalized, unwatched_by_subclasses
+from .._torch.tensors import adjusted_rate, around, count_write, orthogonalized, unwatched_by_subclasses
 from ..errors import OptimizerError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import out_of_sight, pytree
+from .._torch.operators import out_of_sight
+from .._torch.tensors import pytree
 from ..errors import LayoutError
 from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec

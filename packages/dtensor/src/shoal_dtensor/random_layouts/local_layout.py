@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .._torch import TensorNote, is_compiling
+from .._torch.compiling import is_compiling
+from .._torch.tensors import TensorNote
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import backward_number, eager_only, is_compiling, unwatched_functions
+from .._torch.compiling import eager_only, is_compiling
+from .._torch.tensors import backward_number, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.modes import get_random_mode

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh, all_gather
 
-from .._torch import FunctionMode, saving_state, unwatched_functions
+from .._torch.interception import FunctionMode
+from .._torch.tensors import saving_state, unwatched_functions
 from ..errors import LayoutError
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec

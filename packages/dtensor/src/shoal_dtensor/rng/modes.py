@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from .._torch import checkpoints, recomputed_in
+from .._torch.interception import checkpoints, recomputed_in
 from ..scopes import ScopedValue
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]

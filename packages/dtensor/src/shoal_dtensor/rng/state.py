@@ -15,7 +15,7 @@ from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.errors import NoGroupError
 from shoal_mesh.internal import in_lockstep, module_of
 
-from .._torch import out_of_sight
+from .._torch.operators import out_of_sight
 from ..errors import RandomStateError
 from ..host_memory import device_of_numbers, upload
 from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
-from .._torch import apply, around, is_transformed, make_wrapper
+from .._torch.tensors import apply, around, is_transformed, make_wrapper
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate

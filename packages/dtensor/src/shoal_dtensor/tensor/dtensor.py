@@ -11,7 +11,8 @@ import torch
 
 from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
-from .._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
+from .._torch.compiling import is_tracing, whole_when_compiled
+from .._torch.tensors import BASE, apply, around, disabled_torch_function, shares_memory, split
 from ..argument_types import check_type
 from ..dispatch.dispatch import dispatch
 from ..dispatch.plain_tensors import check_recorded
@@ -232,9 +233,8 @@ class DTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, DTensor):
             raise PlacementError(f"data: expected a DTensor, got {type(value).__name__} of shape {tuple(value.shape)}")
-        local, spec = value._local_tensor, value._spec
         BASE.data.__set__(self, value)
-        self._become(local, spec)
+        self._become(value._local_tensor, value._spec)
 
     def _become(self, local: torch.Tensor, spec: Spec) -> None:
         """Take another local shard and layout; torch knows shape and dtype already."""

@@ -20,17 +20,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .._torch import (
-    apply,
-    at_end_of_backward,
-    backward_number,
-    current_node,
-    is_compiling,
-    is_tracing,
-    is_transformed,
-    whole_when_compiled,
-    will_run,
-)
+from .._torch.compiling import is_compiling, is_tracing, whole_when_compiled
+from .._torch.tensors import apply, at_end_of_backward, backward_number, current_node, is_transformed, will_run
 from ..errors import SecondOrderError
 from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan

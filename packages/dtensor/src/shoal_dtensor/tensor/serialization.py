@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._torch import BASE, not_cached
+from .._torch.compiling import not_cached
+from .._torch.tensors import BASE
 from ..argument_types import check_type
 from ..errors import ArgumentTypeError, ArgumentValueError, NoRuleError, PlacementError
 from ..layout.boxes import Box, shape_of, slices_of

@@ -14,7 +14,9 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
 from shoal_mesh.internal import in_lockstep
 
-from .._torch import TRACED, is_tracing, out_of_sight
+from .._torch.compiling import is_tracing
+from .._torch.operators import out_of_sight
+from .._torch.tensors import TRACED
 from ..argument_types import check_mesh, check_type
 from ..dispatch.plain_tensors import digest_of
 from ..errors import PlacementError, ShoalTensorError

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import pytree
+from .._torch.tensors import pytree
 from ..dispatch.assign import is_plain, placed, placements_of
 from ..dispatch.propagate import elements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes

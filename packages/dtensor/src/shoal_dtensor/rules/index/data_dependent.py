@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal_mesh import all_gather, all_gather_v
 
-from ..._torch import in_backward
+from ..._torch.tensors import in_backward
 from ...host_memory import device_of_numbers, upload
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta

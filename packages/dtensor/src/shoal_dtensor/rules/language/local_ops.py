@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal_mesh import all_reduce
 
-from ..._torch import TRACED
+from ..._torch.tensors import TRACED
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Traffic, in_every_form as in_every_form

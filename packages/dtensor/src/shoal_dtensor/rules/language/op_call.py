@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._torch import OpOverload, unmarked_writes
+from ..._torch.operators import OpOverload, unmarked_writes
 from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
 from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic, partial_rows

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
-from ..._torch import OpOverload
+from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
 from ...redistribute.reductions import identity_of
 from ...scopes import current, entered

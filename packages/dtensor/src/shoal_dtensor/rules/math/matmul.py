@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
-from ..._torch import with_conjugates
+from ..._torch.tensors import with_conjugates
 from ..language.local_ops import in_every_form, sharding_axes
 from ..language.notation import Pattern, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
