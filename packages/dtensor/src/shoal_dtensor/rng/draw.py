@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -14,7 +13,7 @@ from .counter import fill_counter, philox
 from .memory_order import MemoryOrder, memory_order_of
 from .modes import current_mode
 from .state import check_in_step, generator_of, key_of
-from .streams import Fill, fill_stream, skip_words
+from .streams import Fill, fill_stream
 
 
 def draw(
@@ -92,22 +91,6 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:
         draw(spec, Fill("bernoulli_", (1.0 - chance,)), out=out)
-
-
-def draw_rows(spec: Spec, words: int, generator: torch.Generator | None, sample: Callable[[], None]) -> None:
-    """Run `sample`, which draws for this rank's rows only, at their place in the CPU stream of all rows.
-
-    Args:
-        spec: of a tensor sharded along dim 0 only.
-        words: 32-bit words that each row takes.
-        generator: the generator that `sample` draws from.
-        sample: draws for the rows of this rank's box.
-    """
-    check_in_step(spec.mesh, torch.default_generator if generator is None else generator)
-    start, count = (spec.local_offset[0], spec.local_shape[0]) if spec.coordinate is not None else (0, 0)
-    skip_words(start * words, generator)
-    sample()
-    skip_words((spec.shape[0] - start - count) * words, generator)
 
 
 def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from shoal_mesh import all_reduce
-
+from ...layout.boxes import slices_of
 from ...layout.placements import REDUCE_OPS, Replicate
 from ...redistribute.execution.execute import run
 from ...redistribute.plan import plan
-from ...rng.draw import draw, draw_dropout_mask, draw_rows, empty_local
-from ...rng.streams import Fill, law_of
+from ...rng.draw import draw, draw_dropout_mask, empty_local
+from ...rng.state import check_in_step, generator_of
+from ...rng.streams import Fill
 from ..language.local_ops import bytes_of, sharding_axes, with_arguments
 from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
@@ -115,67 +115,37 @@ def _native_dropout(local_call: LocalCall) -> LocalFunction:
 
 
 def multinomial(call: OpCall) -> Iterator[Row]:
-    """A matrix of probabilities may be sharded by rows; where the generator's order needs it, it is gathered inside."""
+    """A matrix of probabilities may be sharded by rows; it is gathered inside, for the generator's order."""
     if call["self"].ndim == 2:
         size = bytes_of(call["self"])
         yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
 
 
 def _multinomial(local_call: LocalCall) -> LocalFunction | None:
-    (spec,) = local_call.inputs
-    axes = sharding_axes(spec)
-    if not axes:
+    """The operator on the gathered input; each rank keeps its shard of the result.
+
+    A rank outside of the mesh draws as many numbers.
+    """
+    op, (spec,), (result,) = local_call.call.op, local_call.inputs, local_call.outputs
+    if not sharding_axes(spec):
         return None
-    count, replacement = local_call.call["num_samples"], local_call.call["replacement"]
-    # 32-bit words of the generator that a row takes.  Drawn with replacement, every sample takes a float64 uniform
-    # number; without, every probability an exponential one.
-    words: int | None = 2 * count
-    if not replacement or count <= 1:
-        words = law_of(Fill("exponential_", (1.0,)), spec.dtype, contiguous=True).words
-        words = None if words is None else words * spec.shape[1]
-    if words is None or spec.mesh.device_type != "cpu":  # the rows' numbers are not in order
-        return _gathered(local_call)
-    words_a_row, rows = words, spec.local_shape[0]
+    gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
-    def run_rows(chances: Tensor, *_: Any, generator: Generator | None = None, **__: Any) -> Tensor:
-        samples = torch.empty((rows, count), dtype=torch.int64, device=chances.device)
+    def run_gathered(chances: Tensor, *args: Any, generator: Generator | None = None, **kwargs: Any) -> Tensor:
+        check_in_step(spec.mesh, generator_of(chances.device) if generator is None else generator)
+        whole = chances.new_ones(spec.shape) if spec.coordinate is None else run(gather, chances)
+        samples: Tensor = op(whole, *args, generator=generator, **kwargs)
+        if result.coordinate is None:
+            return samples.new_empty(0)
+        return samples[slices_of(result.box(result.coordinate))].clone()
 
-        def sample() -> None:
-            if rows:
-                samples.copy_(torch.multinomial(chances, count, replacement, generator=generator))
-
-        failure: RuntimeError | None = None
-        try:
-            draw_rows(spec, words_a_row, generator, sample)
-        except RuntimeError as error:
-            failure = error
-        # Probabilities can be bad on one rank alone: all ranks raise, or none.
-        failed = torch.tensor(int(failure is not None), device=chances.device)
-        if all_reduce(failed, spec.mesh.comm(axes), "max").item():
-            raise failure or RuntimeError(f"multinomial: invalid probabilities on another rank of {spec}")
-        return samples
-
-    return run_rows
+    return run_gathered
 
 
 def rrelu(call: OpCall) -> Iterator[Row]:
     """While training, the generator is used for negative elements only: not sharded then."""
     if not call["training"]:
         yield from (call.row(self=S(d), noise=S(d), out=S(d)) for d in range(call["self"].ndim))
-
-
-def _gathered(local_call: LocalCall) -> LocalFunction:
-    """The operator on the gathered input; each rank keeps its shard of the result."""
-    op, spec, result = local_call.call.op, local_call.inputs[0], local_call.outputs[0]
-    gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
-
-    def run_gathered(chances: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        samples: Tensor = op(run(gather, chances), *args, **kwargs)
-        if result.coordinate is None:
-            return samples.new_empty(0)
-        return samples[tuple(slice(*interval) for interval in result.box(result.coordinate))].clone()
-
-    return run_gathered
 
 
 # --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
