@@ -7,6 +7,7 @@ rank gathers those: the candidates of `topk` and `argmax`, the totals of the sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -222,55 +223,52 @@ def cumulative(call: OpCall) -> Iterator[Row]:
         yield from call.linear("self")
 
 
-# How totals combine, and the total of nothing.
-_SCANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
-    "cumsum": (torch.add, 0.0),
-    "cumprod": (torch.mul, 1.0),
-    "logcumsumexp": (torch.logaddexp, -torch.inf),
+Scan = tuple[Tensor, ...]  # what a cumulative operator returns: values, and of `cummax` and `cummin` their indices
+
+
+def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
+    """The running extreme and its index; of equal ones the last, and NaN beats all."""
+    (end, place), (values, indices) = before, here
+    later = wins(values, end) & (end == end) | (values != values)  # NaN != NaN
+    return torch.where(later, values, end), torch.where(later, indices, place)
+
+
+# The scan of a shard, given the end of the scan of all shards before and that of the shard alone.
+_SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
+    "cumsum": lambda before, here: (before[0] + here[0],),
+    "cumprod": lambda before, here: (before[0] * here[0],),
+    "logcumsumexp": lambda before, here: (torch.logaddexp(before[0], here[0]),),
+    "cummax": partial(_extreme, torch.ge),
+    "cummin": partial(_extreme, torch.le),
 }
-
-
-def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
-    """The last element of every shard's scan, `nothing` for an empty shard, on every rank."""
-    shape, n = list(scanned.shape), scanned.shape[dim]
-    shape[dim] = 1
-    end = scanned.narrow(dim, n - 1, 1) if n else scanned.new_full(shape, nothing)
-    return all_gather(end.contiguous(), spec.mesh.comm(spec.dim_sharding(dim).axes), dim)
 
 
 @along_dim
 def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """A local scan, combined with the totals of the shards before."""
-    before, name = shard_index(spec, dim), local_call.call.op.__name__.split(".")[0].removesuffix("_")
-    functional, (combine, nothing) = getattr(aten, name).default, _SCANS[name]
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = functional(x, *args, **kwargs)
-        totals = _ends(result, spec, dim, nothing)
-        prefix = torch.full_like(totals.narrow(dim, 0, 1), nothing)
-        for shard in range(before):
-            prefix = combine(prefix, totals.narrow(dim, shard, 1))
-        return combine(result, prefix) if before else bound(result, totals)
-
-    return run
-
-
-@along_dim
-def _extremes(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """`cummax` and `cummin`: the running extreme and its index; of equal ones the last, and NaN beats all."""
-    offset, largest = spec.offset(dim), "cummax" in local_call.call.op.__name__
-    functional = aten.cummax.default if largest else aten.cummin.default
+    """A local scan, combined with the ends of the shards before, which every rank gathers."""
+    name = local_call.call.op.__name__.split(".")[0].removesuffix("_")
+    functional, combine, axes = getattr(aten, name).default, _SCANS[name], spec.dim_sharding(dim).axes
     holders = [shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size]
 
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        values, indices = functional(x, dim)
-        indices += offset
-        ends, places = _ends(values, spec, dim, 0), _ends(indices, spec, dim, 0)
-        for shard in reversed(holders):
-            end, place = ends.narrow(dim, shard, 1), places.narrow(dim, shard, 1)
-            later = (values >= end if largest else values <= end) & (end == end) | (values != values)  # NaN != NaN
-            values, indices = torch.where(later, values, end), torch.where(later, indices, place)
-        return (values, indices) if holders else (bound(values, ends), bound(indices, places))
+    def ends(scanned: Tensor) -> Tensor:
+        """The last element of every shard's scan, anything for an empty shard."""
+        n = scanned.shape[dim]
+        shape = [1 if d == dim else size for d, size in enumerate(scanned.shape)]
+        end = scanned.narrow(dim, n - 1, 1) if n else scanned.new_zeros(shape)
+        return all_gather(end.contiguous(), spec.mesh.comm(axes), dim)
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = functional(x, *args, **kwargs)
+        scan: Scan = result if isinstance(result, tuple) else (result,)
+        if len(scan) == 2:
+            scan = scan[0], scan[1] + spec.offset(dim)
+        totals = [ends(scanned) for scanned in scan]
+        before = [tuple(total.narrow(dim, shard, 1) for total in totals) for shard in holders]
+        if before:
+            scan = combine(reduce(combine, before), scan)
+        else:
+            scan = tuple(bound(scanned, total) for scanned, total in zip(scan, totals, strict=True))
+        return scan if len(scan) == 2 else scan[0]
 
     return run
 
@@ -283,6 +281,6 @@ ORDERING: Table = family(
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _argmax, unordered=True, skip_empty=True),
         "aminmax": Rule(aminmax, skip_empty=True),
         "cumsum cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
-        "cummax cummin": Rule(cumulative, _extremes),
+        "cummax cummin": Rule(cumulative, _scanned),
     }
 )
