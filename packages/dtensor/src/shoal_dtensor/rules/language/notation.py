@@ -10,7 +10,7 @@ two factors, the first varying slowest.  The notation is einsum's; the idea of f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -147,14 +147,14 @@ def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence
                 if size not in (1, n) and n != 1:
                     raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}")
                 sizes[dim[0]] = n if size == 1 else size
-    for operand, tensor in zip(dims, tensors, strict=True):
-        for dim, n in zip(operand, tensor.shape, strict=True):
-            unknown = [name for name in dim if name not in sizes]
-            if len(unknown) == 1:
-                others = prod(sizes[name] for name in dim if name in sizes)  # (h d) of 12 with d = 4: h = 3
-                sizes[unknown[0]] = n // others if others else 0
-            elif unknown:
-                raise NotationError(f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow")
+    pairs = [pair for each in zip(dims, tensors, strict=True) for pair in zip(each[0], each[1].shape, strict=True)]
+    for dim, n in sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0])):
+        unknown = [name for name in dim if name not in sizes]
+        if len(unknown) == 1:
+            others = prod(sizes[name] for name in dim if name in sizes)  # (h d) of 12 with d = 4: h = 3
+            sizes[unknown[0]] = n // others if others else 1
+        elif unknown:
+            raise NotationError(f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow")
     return sizes
 
 
@@ -211,7 +211,9 @@ def product(
     pattern, fixed = parse(text), tuple(replicated.split())
 
     def rows(call: OpCall) -> list[Row]:
-        rows = factor_rows(pattern, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
+        present = tuple(dims for dims, place in zip(pattern.outputs, call.results.values(), strict=False) if place)
+        wanted = replace(pattern, outputs=present)  # a mask argument may leave results out
+        rows = factor_rows(wanted, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
     return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())

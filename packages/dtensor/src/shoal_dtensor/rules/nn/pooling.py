@@ -11,6 +11,7 @@ with the global tensor.  Linear, by 2:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
 from ..language.local_ops import moved_between_boxes, with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, backward, contribution, family
+from ..language.notation import product
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, backward, contribution, family
 
 
 def spatial_dims(call: OpCall) -> int:
@@ -36,29 +38,6 @@ def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
             yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
     if linear:
         yield from call.linear(linear)
-
-
-def im2col(call: OpCall) -> Iterator[Row]:
-    """`im2col` and `col2im`: batch; channels, each with all elements of its window (3 x 3: 9 columns per channel)."""
-    source, result = call["self"], call.outputs[0]
-    channel = source.ndim - (2 if "col2im" in call.op.__name__ else 3)  # (N, C * 9, L) and (N, C, H, W): 1
-    per_result = max(source.shape[channel] // max(result.shape[channel], 1), 1)
-    per_source = max(result.shape[channel] // max(source.shape[channel], 1), 1)  # 3 channels to 27 columns: 9
-    if channel:
-        yield call.row(self=S(0), out=S(0))
-    yield call.row(self=S(channel, per_result), out=S(channel, per_source))
-    yield from call.linear("self")
-
-
-def pixel_shuffle(call: OpCall) -> Iterator[Row]:
-    """And back: by 2, a channel of 2 x 2 pixels of the fine image is 4 channels of the coarse one."""
-    up = "upscale_factor" in call.bound
-    factor, last = call["upscale_factor" if up else "downscale_factor"], call["self"].ndim - 1
-    pairs = [(S(d), S(d)) for d in range(last - 2)]
-    pairs += [(S(last - 2, factor**2), S(last - 2)), (S(last - 1), S(last - 1, factor)), (S(last), S(last, factor))]
-    for coarse, fine in pairs:
-        yield call.row(self=coarse, out=fine) if up else call.row(self=fine, out=coarse)
-    yield from call.linear("self")
 
 
 # --- windows: pooling, resampling -------------------------------------------------------------------------------------
@@ -193,23 +172,9 @@ def fractional_max_pool(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(d), random_samples=S(own), out=S(d))
 
 
-# --- sampling at given places -----------------------------------------------------------------------------------------
-
-
-def grid_sampler(call: OpCall) -> Iterator[Row]:
-    """Batch, channels of the image, rows and columns of the grid."""
-    yield call.row(input=S(0), grid=S(0), out=S(0))
-    yield call.row(input=S(1), out=S(1))
-    yield from (call.row(grid=S(d - 1), out=S(d)) for d in range(2, call["input"].ndim))
-    yield from call.linear("input")
-
-
-def grid_sampler_backward(call: OpCall) -> Iterator[Row]:
-    yield call.row(grad_output=S(0), input=S(0), grid=S(0), out=S(0))
-    yield call.row(grad_output=S(1), input=S(1), out0=S(1), out1=P("sum"))
-    for d in range(2, call["input"].ndim):
-        yield call.row(grad_output=S(d), grid=S(d - 1), out0=P("sum"), out1=S(d - 1))
-    yield from call.linear("grad_output")
+def _images(text: str, replicated: str = "") -> Rule:
+    """A product of which sizes matter, linear in its first operand."""
+    return replace(product(text, linear=(0,), replicated=replicated, skip_empty=True), sizes=None)
 
 
 _WINDOWS = (
@@ -223,8 +188,11 @@ _WINDOWS = (
 
 POOLING: Table = family(
     {
-        "im2col col2im": Rule(im2col, skip_empty=True),
-        "pixel_shuffle pixel_unshuffle": Rule(pixel_shuffle, skip_empty=True),
+        # k elements of its window for each channel; by 2, a channel of 2 x 2 fine pixels is 4 channels of coarse ones
+        "im2col": _images("... c h w -> ... (c k) l", "h w"),
+        "col2im": _images("... (c k) l -> ... c h w", "l"),
+        "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
+        "pixel_unshuffle": _images("... c (h r) (w s) -> ... (c r s) h w"),
         "channel_shuffle native_channel_shuffle": Rule(  # channels are replicated
             lambda call: [call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1], skip_empty=True
         ),
@@ -236,7 +204,10 @@ POOLING: Table = family(
         "fractional_max_pool2d_backward fractional_max_pool3d_backward": Rule(
             partial(planes, linear="grad_output"), skip_empty=True
         ),
-        "grid_sampler_2d grid_sampler_3d": Rule(grid_sampler, skip_empty=True),
-        "grid_sampler_2d_backward grid_sampler_3d_backward": Rule(grid_sampler_backward, skip_empty=True),
+        # at the places in `t`: batch, channels of the image, rows and columns of the grid
+        "grid_sampler_2d": _images("n c h w, n p q t -> n c p q", "h w t"),
+        "grid_sampler_3d": _images("n c d h w, n o p q t -> n c o p q", "d h w t"),
+        "grid_sampler_2d_backward": _images("n c p q, n c h w, n p q t -> n c h w, n p q t", "h w t"),
+        "grid_sampler_3d_backward": _images("n c o p q, n c d h w, n o p q t -> n c d h w, n o p q t", "d h w t"),
     }
 )
