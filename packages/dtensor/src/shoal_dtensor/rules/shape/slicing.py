@@ -73,7 +73,10 @@ class SelectMap:
 
 @dataclass(frozen=True, slots=True)
 class SliceGradMap:
-    """The inverse of `SliceMap(start, ..., step)`: each shard of `length` elements has what it had of the slice."""
+    """The inverse of `SliceMap(start, ..., step)`: each shard of `length` elements has what it had of the slice.
+
+    Of a slice of one element, the shard that has this element holds all others too unless `torch.chunk` has it there.
+    """
 
     length: int
     start: int
@@ -91,22 +94,6 @@ class SliceGradMap:
         # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
         bounds = [0, *map(end, sharding.offsets[1:]), self.length]
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
-
-
-@dataclass(frozen=True, slots=True)
-class SelectGradMap:
-    """The inverse of `SelectMap`: of `length` elements, the one non-empty shard has element `index`."""
-
-    length: int
-    index: int
-
-    def __call__(self, sharding: DimSharding) -> DimSharding:
-        default = sharding.rechunked(self.length)
-        start, stop = sharding.interval_of(default.shard_with(self.index))
-        if start < stop:
-            return default
-        sizes = tuple(self.length if size else 0 for size in sharding.sizes)  # 0 + 3 + 0 of a row: 0 + length + 0
-        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +235,10 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     dim, is_one, gradient = int(call["dim"]) % len(call["input_sizes"]), "index" in call.bound, call["grad_output"]
     length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
     yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others), "grad_output")
-    if is_one:
-        back = S(dim, map=SelectGradMap(length, call["index"] % length))
-        yield from (call.row(grad_output=S(d, n), out=back) for d, n in enumerate(gradient.shape) if n)
-    else:
-        selected = selection(call, length)
-        yield call.row(grad_output=S(dim), out=S(dim, map=SliceGradMap(length, selected.start, selected.step)))
+    selected = selection(call, length)
+    back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
+    whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]  # one coordinate has all of a selection's gradient
+    yield from (call.row(grad_output=entry, out=back) for entry in (whole if is_one else [S(dim)]))
     yield from call.linear("grad_output")
 
 
