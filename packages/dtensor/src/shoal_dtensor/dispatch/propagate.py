@@ -243,10 +243,11 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
+    local_call = LocalCall(call, sharding.inputs, sharding.outputs)
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
-        run: LocalFunction | None = nothing_of(call, specs[0].mesh.device_type)
+        run: LocalFunction | None = nothing_of(local_call)
     else:
-        run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
+        run = local_function(rule, local_call, bool(sharding.communicating))
     run = binding() if run is None else run
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)

@@ -155,12 +155,11 @@ def contribution(local_call: LocalCall) -> LocalFunction:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [*flatten([*args, *kwargs.values()])]
-        filled = [
-            given[0].new_empty_strided(spec.local_shape, spec.local_stride, dtype=spec.dtype).fill_(value)
-            for spec, value in zip(outputs, values, strict=True)
-        ]
-        if torch.compiler.is_compiling():  # as where the operator runs
-            filled = [bound(tensor, *given) for tensor in filled]
+        filled = []
+        for spec, value in zip(outputs, values, strict=True):
+            stride = (1,) if spec.coordinate is None else spec.local_stride
+            part = given[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype).fill_(value)
+            filled.append(bound(part, *given) if torch.compiler.is_compiling() else part)  # as where the operator runs
         if is_list:
             return filled
         results: list[Tensor | None] = [None] * count
@@ -171,26 +170,14 @@ def contribution(local_call: LocalCall) -> LocalFunction:
     return in_every_form(call, run)
 
 
-def nothing_of(call: OpCall, device: str) -> LocalFunction:
+def nothing_of(local_call: LocalCall) -> LocalFunction:
     """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
-    names = [argument.name for argument in call.op._schema.arguments]
-    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
-    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
+    call = local_call.call
+    if call.schema.returns_only_tensors:
+        return contribution(local_call) if call.schema.returns else lambda *args, **kwargs: None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
-
-        def result(kind: tuple[bool, str | None] | None) -> Any:
-            if kind is None:
-                raise PlacementError(
-                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
-                )
-            new = [*made] if kind[0] else next(made)
-            return new if kind[1] is None else given[kind[1]]
-
-        results = tuple(map(result, kinds))
-        return results[0] if len(results) == 1 else results or None
+        raise PlacementError(f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none")
 
     return run
 
