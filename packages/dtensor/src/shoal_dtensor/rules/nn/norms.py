@@ -29,7 +29,7 @@ def _sums(*statistics: TensorMeta) -> Traffic:
 
 
 def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
-    """Of a layer or group norm, for every dim of the input: its entry, that of weight and bias, that of the statistics.
+    """For every dim of the input: its entry, that of weight and bias, that of the statistics.
 
     Statistics over the dim are replicated, and so are weight and bias that lack it.
     """
@@ -38,48 +38,27 @@ def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
         free = ndim - len(call["normalized_shape"])  # (8, 6, 5) over (6, 5): 1, and dim 2 is dim 1 of the weight
         yield from ((S(d), R, S(d)) for d in range(free))
         yield from ((S(d), S(d - free), R) for d in range(free, ndim))
-    else:
+    elif "group" in call.bound:
         unit = call["C"] // call["group"]  # 6 channels in 3 groups of 2 are 3 steps: a rank has 2, 4 or 6 channels
         yield S(0), R, S(0)
         yield S(1, unit), S(0, unit), S(1)
         yield from ((S(d), R, R) for d in range(SPATIAL, ndim))
+    else:
+        yield S(1), S(0), S(0)
+        yield from ((S(d), R, R) for d in _other_dims(ndim))
 
 
-def _parameters(call: OpCall, entry: Entry) -> dict[str, Any]:
-    """Entries of those of weight and bias that the operator has."""
-    return {name: entry for name in ("weight", "bias") if name in call.places}
-
-
-def norm(call: OpCall) -> Iterator[Row]:
-    for source, parameters, statistics in _shardings(call):
-        traffic = _sums(*call.outputs[1:]) if statistics is R else None
-        yield call.row(_parameters(call, parameters), input=source, out0=source, out=statistics, traffic=traffic)
-
-
-def norm_backward(call: OpCall) -> Iterator[Row]:
-    given = [name for name in ("mean", "rstd") if name in call.places]
-    for source, parameters, statistics in _shardings(call):
-        inputs = _parameters(call, parameters) | dict.fromkeys(given, statistics)
-        traffic = _sums(call["rstd"], call["rstd"]) if statistics is R else None
-        summed = P("sum") if parameters is R else parameters
-        yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
-    yield from call.linear("grad_out")
+def _vectors(call: OpCall, parameters: Entry, statistics: Entry) -> dict[str, Any]:
+    """Entries of all tensors beside the input and the gradient; what some overloads reserve is empty."""
+    names = [name for name, place in call.places.items() if place and name not in ("input", "grad_out")]
+    entries = {name: statistics if name in ("mean", "rstd") else parameters for name in names}
+    return {name: R if call[name].shape == (0,) else entry for name, entry in entries.items()}
 
 
 def _is_training(call: OpCall) -> bool:
-    """Whether a batch norm uses the batch's own statistics."""
+    """Whether a norm uses the batch's own statistics, as all but batch norms always do."""
     names = ("training", "train", "update")
     return next((bool(call[name]) for name in names if name in call.bound), "no_update" not in call.op.__name__)
-
-
-def _by_channel(call: OpCall, meta: TensorMeta) -> Entry:
-    """The entry of a vector when channels are sharded; those without an element per channel are replicated."""
-    return S(0) if meta.shape == (call["input"].shape[1],) else R
-
-
-def _vectors(call: OpCall) -> dict[str, Any]:
-    """Entries of all tensor arguments that have an element per channel."""
-    return {name: _by_channel(call, call[name]) for name, place in call.places.items() if place}
 
 
 def _other_dims(ndim: int) -> list[int]:
@@ -87,22 +66,25 @@ def _other_dims(ndim: int) -> list[int]:
     return [d for d in range(ndim) if d != 1]
 
 
-def batch_norm(call: OpCall) -> Iterator[Row]:
-    statistics, training = call.outputs[1:], _is_training(call)
-    # Without the batch's statistics there are none to return: what stands for them is empty, see `_with_given`.
-    results = {f"out{i}": _by_channel(call, t) if training else R for i, t in enumerate(statistics, 1)}
-    yield call.row(**_vectors(call) | results | {"input": S(1), "out0": S(1)})
-    for d in _other_dims(call["input"].ndim):
-        yield call.row(input=S(d), out0=S(d), traffic=_sums(*statistics) if training else None)
+def norm(call: OpCall) -> Iterator[Row]:
+    made, training = call.outputs[1:], _is_training(call)
+    for source, parameters, statistics in _shardings(call):
+        # Without the batch's statistics there are none to return: what stands for them is empty, see `_with_given`.
+        results = {f"out{i}": statistics if training and t.shape != (0,) else R for i, t in enumerate(made, 1)}
+        inputs = _vectors(call, parameters, statistics)
+        traffic = _sums(*made) if training and statistics is R else None
+        yield call.row(inputs | results, input=source, out0=source, traffic=traffic)
 
 
-def batch_norm_backward(call: OpCall) -> Iterator[Row]:
-    yield call.row(**_vectors(call) | {"grad_out": S(1), "input": S(1), "out0": S(1), "out": S(0)})
-    source = call["input"]
-    per_channel = TensorMeta((source.shape[1],), (1,), source.dtype)
-    traffic = _sums(per_channel, per_channel) if _is_training(call) else None
-    for d in _other_dims(source.ndim):
-        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), traffic=traffic)
+def norm_backward(call: OpCall) -> Iterator[Row]:
+    source_meta = call["input"]
+    statistic = call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype)
+    for source, parameters, statistics in _shardings(call):
+        inputs = _vectors(call, parameters, statistics)
+        traffic = _sums(statistic, statistic) if _is_training(call) and statistics is R else None
+        summed = P("sum") if parameters is R else parameters
+        yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
+    yield from call.linear("grad_out")
 
 
 # --- sharded statistics -----------------------------------------------------------------------------------------------
@@ -266,9 +248,9 @@ NORMS: Table = family(
         "native_layer_norm_backward _fused_rms_norm_backward": Rule(
             norm_backward, _backward, sizes=("normalized_shape",)
         ),
-        "native_batch_norm _native_batch_norm_legit": Rule(batch_norm, _forward, skip_empty=True),
-        "_batch_norm_with_update _batch_norm_no_update": Rule(batch_norm, _forward, skip_empty=True),
-        "native_batch_norm_backward batch_norm_backward": Rule(batch_norm_backward, _backward, skip_empty=True),
+        "native_batch_norm _native_batch_norm_legit": Rule(norm, _forward, skip_empty=True),
+        "_batch_norm_with_update _batch_norm_no_update": Rule(norm, _forward, skip_empty=True),
+        "native_batch_norm_backward batch_norm_backward": Rule(norm_backward, _backward, skip_empty=True),
     },
     unordered=True,
 ) | family(
