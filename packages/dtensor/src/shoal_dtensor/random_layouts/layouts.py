@@ -88,9 +88,6 @@ def _results_of(
     """The specs of the tensors `outs` that a function returned on this rank.
 
     Sharded tensors stand as their `Spec` in its arguments; plain ones count as replicated.
-
-    Raises:
-        UnknownLayoutError: if shards do not determine them.
     """
     if name in _RESIZING:
         function, args, kwargs = torch.reshape, _resized(name, args, kwargs, outs[0]), {}

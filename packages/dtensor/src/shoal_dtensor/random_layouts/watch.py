@@ -82,10 +82,6 @@ class Watch(FunctionMode):
         """Note that plain tensors with as many rows as the first are this rank's rows of a batch.
 
         The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
-
-        Args:
-            tensors: the inputs of a module.
-            axes: over which the batch is sharded, in the order of ranks.
         """
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
@@ -265,11 +261,7 @@ class Watch(FunctionMode):
     # --- draws -------------------------------------------------------------------------------------------------------
 
     def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function that draws returns: this rank's shard of what one device draws.
-
-        Raises:
-            LayoutError: on all ranks, if the layout of an argument is unknown.
-        """
+        """What a function that draws returns: this rank's shard of what one device draws; refused on all ranks alike."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):

@@ -37,15 +37,9 @@ Words = list[Tensor]
 def fill_counter(
     local: Tensor, shape: tuple[int, ...], box: Box, fill: Fill, key: tuple[int, int], *, operand: Tensor | None = None
 ) -> None:
-    """Fill `local`, the box `box` of a tensor of shape `shape`.
+    """Fill `local`, the box of a tensor of that shape, by a key of two 32-bit words.
 
-    Args:
-        local: the box.
-        shape: global shape.
-        box: global `(start, stop)` per dim.
-        fill: the distribution.
-        key: two 32-bit words.
-        operand: for `bernoulli_`, the box's probabilities.
+    The operand has the box's probabilities for `bernoulli_`.
     """
     if local.numel() == 0:
         return
@@ -171,14 +165,8 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
     """Four random words for every counter, in integer tensor operations on any device with 64-bit integers.
 
     The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten rounds of two 32 x
-    32-bit products turn a 128-bit counter and a 64-bit key into four random words.
-
-    Args:
-        counter: four 32-bit words, least significant first, each an int or an int64 tensor; they broadcast.
-        key: two 32-bit words.
-
-    Returns:
-        Four int64 tensors of the broadcast shape, each with values in `[0, 2**32)`.
+    32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with the least significant first, into four
+    words in `[0, 2**32)`, each an int64 tensor of the shape to which the counter's words broadcast.
 
     Example:
         >>> [f"{int(word):08x}" for word in philox((torch.tensor(0), 0, 0, 0), (0, 0))]

@@ -27,14 +27,9 @@ def draw(
     """This rank's box of a global random tensor; the same call on every rank makes one global tensor.
 
     In the default mode its values, and the generator's state afterwards, are those of `fill` on the plain global
-    tensor, bit for bit.  Every rank of the program may call it, also one with an empty box or outside the mesh.
-
-    Args:
-        spec: of the global tensor.
-        fill: the distribution.
-        generator: where numbers come from; the device's default generator when left out.
-        out: the box to fill, of `spec.local_shape`; a new tensor on the mesh's device when left out.
-        operand: for `bernoulli_` with probabilities, the box's, of `spec.local_shape`.
+    tensor, bit for bit.  Every rank of the program may call it, also one with an empty box or outside the mesh.  The
+    numbers go to the box `out`, else to a new one on the mesh's device; a `bernoulli_` may have the box's probabilities
+    as its operand.
 
     Raises:
         PlacementError: if the tensor is partial: random addends do not have the sum's distribution.
@@ -81,11 +76,7 @@ def draw(
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
     """Fill this rank's box of the mask of a `native_dropout`: True where an element stays.
 
-    Args:
-        spec: of the mask.
-        chance: to drop an element.
-        dtype: of the input; torch's kernels of devices depend on it.
-        out: the box.
+    The dtype is the input's, on which torch's kernels of devices depend.
     """
     if out.device.type != "cpu" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)

@@ -83,11 +83,6 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
     main one, which may come in any order, the first call of each generator is checked: of the default generator, which
     they share, the seed, of another its state.
 
-    Args:
-        mesh: the ranks that must agree.
-        generator: this rank's generator.
-        always: check again even if the mesh passed before.
-
     Raises:
         RandomStateError: if the states differ; it names the ranks.
         CommunicationForbiddenError: if the check is due inside `communication("forbid")`.

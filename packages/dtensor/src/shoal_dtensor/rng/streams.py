@@ -45,13 +45,7 @@ class Fill(NamedTuple):
     granule: int = 1  # the kernel may differ by the number of elements modulo this
 
     def __call__(self, target: Tensor, generator: torch.Generator | None = None, operand: Tensor | None = None) -> None:
-        """Fill `target` in place.
-
-        Args:
-            target: a plain tensor.
-            generator: where numbers come from; the device's default generator when left out.
-            operand: for `bernoulli_`, a probability for every element.
-        """
+        """Fill a plain tensor in place; the operand of `bernoulli_` has a probability for every element."""
         if self.name == "dropout_mask":
             chance, dtype = self.args
             _dropout_mask(target, chance, dtype, generator)
@@ -81,12 +75,7 @@ def fill_stream(
 ) -> None:
     """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would.
 
-    Args:
-        local: the box, dims in the tensor's own order.
-        memory: where the box is in the global tensor, and in which order that is filled.
-        fill: the distribution.
-        generator: the default generator of `local`'s device when left out.
-        operand: for `bernoulli_`, the box's probabilities, of the shape of `local`.
+    The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     """
     in_order = memory.has(local) and memory.whole and memory.arranged(local).is_contiguous()
     if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
@@ -274,10 +263,7 @@ def fill_cuda(
 def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0) -> Rounds | None:
     """Size and step of a round, measured; None if drawing round by round does not give what one draw gives.
 
-    Args:
-        fill: the distribution.
-        dtype: of the values; device: of the tensor.
-        residue: number of the tensor's elements modulo the distribution's granule.
+    The residue is the number of the tensor's elements modulo the distribution's granule.
     """
     generator = _private_generator(device)
     scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)

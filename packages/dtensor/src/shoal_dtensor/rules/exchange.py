@@ -83,12 +83,8 @@ def _blocks(runs: Sequence[Run], local: Interval, wanted: Interval) -> Iterator[
 class Relocation:
     """The exchange from the shards of a dim to the ranges that ranks want; every rank of the dim's axes takes part.
 
-    Args:
-        spec: of the input.
-        dim: its sharded dim.
-        wanted: for every shard the range of output positions that its rank wants; ranges may overlap.
-        runs: where every output position comes from; positions that no run names stay undefined.
-        moves: False if every rank has what it wants, at its place: then there is no collective.
+    The ranges of output positions that each shard's rank wants may overlap; positions that no run names stay undefined.
+    If nothing `moves`, every rank has what it wants, at its place: then there is no collective.
     """
 
     __slots__ = ("axes", "dim", "index", "local", "mesh", "moves", "receives", "sends", "wanted")

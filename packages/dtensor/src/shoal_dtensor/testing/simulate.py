@@ -217,11 +217,7 @@ def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
 
 
 def random_terms(op: str, value: Tensor, n: int, generator: Generator | None = None) -> list[Tensor]:
-    """`n` tensors whose reduction by `op` is `value`.
-
-    Raises:
-        NotImplementedError: if the dtype has none: sums of truth values, averages of integers, which are rounded.
-    """
+    """`n` tensors whose reduction by `op` is `value`; not of a dtype that has none, as truth values have no sums."""
     order, is_bool, is_complex = norm_order(op), value.dtype == torch.bool, value.is_complex()
     has_fractions = value.is_floating_point() or is_complex
     refused = {"sum": is_bool, "product": is_bool, "avg": not has_fractions, "max": is_complex, "min": is_complex}

@@ -87,12 +87,7 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """From this rank's part of a sum, divided by the global count, to the result of a row of `mean_rows`.
-
-    Args:
-        local_call: the decided call; its first output is the mean.
-        axes: the mesh axes that shard what is averaged.
-    """
+    """From this rank's part of a sum over shards by `axes`, divided by the global count, to the mean of `mean_rows`."""
     result = local_call.outputs[0]
     averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
     ranks = prod(result.mesh.shape[axis] for axis in averaged)  # 2: a part of 3 counts as 6, so that avg is a sum
@@ -161,9 +156,6 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     A rank looks up only the indices that fall into its shard, so no kernel would notice one that falls nowhere.  Ranks
     with empty shards check too: all ranks with the same indices raise.
 
-    Args:
-        index: global indices; is_valid: for each of them whether it is in range.
-
     Raises:
         IndexError: if one is not. On an accelerator the device reports it later, as plain indexing does; compiled code
             raises RuntimeError when it runs.
@@ -209,11 +201,7 @@ def moved_between_boxes(
 ) -> tuple[Tensor, Tensor]:
     """Flat positions in one box as flat positions in another, and whether they are in it; others get one of its edge.
 
-    Args:
-        index: positions in the row-major order of the elements of the first box.
-        source: its sizes.
-        target: the sizes of the other box.
-        shift: for every dim how much larger a position in the other box is.
+    Positions are in row-major order; along every dim they are larger in the other box by `shift`.
 
     Example:
         Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.

@@ -23,10 +23,9 @@ GRADIENTS = ("query", "key", "value", "attn_bias")
 
 
 def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
-    """The entry of argument `name` when dim `dim` of the query is sharded; masks broadcast from the right.
+    """The entry of an argument when a dim of the query is sharded; masks broadcast from the right.
 
-    Args:
-        group: query heads per head of keys: of 8 and 4 heads, 2 query heads are one step.
+    Of 8 query and 4 key heads, a `group` of 2 query heads is one step.
     """
     meta, query = call[name], call["query"]
     if name in MASKS:
