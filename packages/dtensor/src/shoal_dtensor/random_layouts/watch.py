@@ -261,7 +261,7 @@ class Watch(FunctionMode):
     # --- draws -------------------------------------------------------------------------------------------------------
 
     def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function that draws returns: this rank's shard of what one device draws; refused on all ranks alike."""
+        """What a function that draws returns: this rank's shard of what one device draws; or all ranks refuse it."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
