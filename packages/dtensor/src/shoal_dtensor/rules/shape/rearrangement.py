@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation, Run, intervals
-from ..language.local_ops import bytes_of, in_every_form, shard_index, with_arguments
+from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import PadMap, SliceMap
@@ -43,41 +43,29 @@ def cat(call: OpCall) -> Iterator[Row]:
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
-    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
+    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers.
+
+    Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
+    and those of replicated operands, without being the one that joins them.
+    """
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
     if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
         return None
-    op, chosen = local_call.call.op, _covered(local_call, joined, dim)
-    dtypes = {spec.dtype for spec in local_call.inputs}
+    op, where = local_call.call.op, result.coordinate or (0,) * result.mesh.ndim
+    start, stop = result.dim_sharding(dim).interval(where)  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
+    parts, before = [], 0
+    for i in joined:
+        first, last = (before + n for n in local_call.inputs[i].dim_sharding(dim).interval(where))  # 0:2, 4:6, 6:7
+        length = max(min(last, stop) - max(first, start), 0)
+        parts.append((i, max(first, start) - first if length else 0, length))  # nothing of the first, all of the others
+        before += local_call.inputs[i].shape[dim]
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        operands = [tensors[i] for i in chosen] or [tensors[joined[0]].narrow(dim, 0, 0)]
-        if torch.compiler.is_compiling():  # a compiler must see that every rank uses all of them, as in `bound`
-            operands = [tensors[i] if i in chosen else tensors[i].narrow(dim, 0, 0) for i in joined]
-        # Which tensors a rank joins must not decide the dtype of the result.
-        typed = operands if len(dtypes) == 1 else [t.to(result.dtype) for t in operands]
-        return op(typed, *args, **kwargs)
+        return op([tensors[i].narrow(dim, at, length) for i, at, length in parts], *args, **kwargs)
 
     return run
-
-
-def _covered(local_call: LocalCall, joined: Sequence[int], dim: int) -> list[int]:
-    """The operands of which this rank holds elements that belong to its shard of the result.
-
-    Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
-    and those of replicated operands, without being the one that joins them.
-    """
-    where = local_call.outputs[0].coordinate or (0,) * local_call.outputs[0].mesh.ndim
-    start, stop = local_call.outputs[0].dim_sharding(dim).interval(where)  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
-    chosen, before = [], 0
-    for i in joined:
-        first, last = local_call.inputs[i].dim_sharding(dim).interval(where)
-        if start <= before + first < before + last <= stop:  # 2 + 2:2 + 4 and 6:7 are in it, 0:2 is not
-            chosen.append(i)
-        before += local_call.inputs[i].shape[dim]
-    return chosen
 
 
 def stack(call: OpCall) -> Iterator[Row]:
@@ -113,15 +101,13 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     source, pads = local_call["self"], _pads(local_call.call)
     if not any(source.dim_shardings[d].axes for d in pads):
         return None
+    where = source.coordinate or (0,) * source.mesh.ndim
     local: list[int] = []
     for d in reversed(range(source.ndim)):
-        before, after = pads.get(d, (0, 0))
-        shard, last = shard_index(source, d), source.dim_sharding(d).shards - 1
-        start, stop = source.box(source.coordinate or (0,) * source.mesh.ndim)[d]
-        low = before if before >= 0 and shard == 0 else -min(max(0, -before - start), stop - start)
-        end = source.shape[d] - stop  # rank 0 has 3 elements behind it, so of 4 to take off it takes 1
-        high = after if after >= 0 and shard == last else -min(max(0, -after - end), stop - start + min(low, 0))
-        local += [low, high]
+        (start, stop), (first, last) = source.box(where)[d], local_call.outputs[0].box(where)[d]
+        low = start + pads.get(d, (0, 0))[0] - first  # rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4
+        low = min(max(low, start - stop), last - first)  # but it takes off no more than 3, and adds no more than 0: 0
+        local += [low, (last - first) - (stop - start) - low]  # 0 - 3 - 0
     op = local_call.call.op
     return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
 
