@@ -28,7 +28,8 @@ from ..language.local_ops import (
     shard_index,
     sharding_axes,
 )
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
+from .reduction import rows_along
 
 aten: Any = torch.ops.aten
 
@@ -85,16 +86,9 @@ def _exchanged(call: OpCall) -> Traffic:
     return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
 
 
-def _other_dims(call: OpCall) -> Iterator[Row]:
-    """The dims that the call does not work along, which results keep unless the call drops `dim`."""
-    ndim, dims = call["self"].ndim, call.dims()
-    dropped = call.outputs[0].ndim < ndim
-    yield from (call.row(self=S(d), out=S(d - (dropped and d > dims[0]))) for d in range(ndim) if d not in dims)
-
-
 def sort(call: OpCall) -> Iterator[Row]:
     """And `median` and its like, whose results every rank has."""
-    yield from _other_dims(call)
+    yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
     for d in call.dims() if "dim" in call.bound else ():
         yield call.row(self=S(d), out=result(d), traffic=_exchanged(call), ordered=result is S)
@@ -120,93 +114,58 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 # --- topk, argmax -----------------------------------------------------------------------------------------------------
 
 
-def _best_of_shards(
-    spec: Spec, dim: int, offers: Sequence[int], best: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The `best` along a sharded dim, with their indices: those of the offers, so many of each shard and column."""
-    axes, offset = spec.dim_sharding(dim).axes, spec.offset(dim)
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        values, indices = best(x)
-        comm = spec.mesh.comm(axes)
-        values, indices = (all_gather_v(t.contiguous(), comm, offers, dim) for t in (values, indices + offset))
-        values, chosen = best(values)
-        return values, indices.gather(dim, chosen)
-
-    return run
-
-
 def topk(call: OpCall) -> Iterator[Row]:
     """And `argmax` and its like: every rank gathers candidates, each a value and its index."""
     candidates = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)
-    yield from _other_dims(call)
-    for d in call.dims():
-        yield call.row(self=S(d), traffic=lambda ranks: candidates * (ranks - 1), ordered=True)
+    yield from rows_along(call, R, lambda ranks: candidates * (ranks - 1), ordered=True)
 
 
 @along_dim
 def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The k best of the k best of each shard."""
-    call, k = local_call.call, int(local_call.call["k"])
+    k, largest, ordered = (local_call.call[name] for name in ("k", "largest", "sorted"))
+    axes, offers = spec.dim_sharding(dim).axes, [min(k, n) for n in spec.sizes(dim)]
 
-    def best(x: Tensor) -> tuple[Tensor, Tensor]:
-        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest=call["largest"], sorted=call["sorted"])
-        return values, indices
-
-    find = _best_of_shards(spec, dim, [min(k, n) for n in spec.sizes(dim)], best)
-    return lambda x, *args, **kwargs: find(x)
-
-
-def _best(x: Tensor, dim: int, largest: bool, *, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    values, indices = (torch.max if largest else torch.min)(x, dim, keepdim)
-    return values, indices
-
-
-@along_dim
-def _extremum(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """The first best of the shards' first best."""
-    call = local_call.call
-    largest, keepdim, with_values = "max" in call.op.__name__, bool(call["keepdim"]), len(call.outputs) == 2
-
-    def best(x: Tensor) -> tuple[Tensor, Tensor]:  # an empty shard has none to offer
-        return _best(x, dim, largest, keepdim=True) if x.shape[dim] else (x, x.to(torch.int64))
-
-    find = _best_of_shards(spec, dim, [min(n, 1) for n in spec.sizes(dim)], best)
-
-    def run(x: Tensor, *_: Any, **__: Any) -> Any:
-        results = tuple(t if keepdim else t.squeeze(dim) for t in find(x))
-        return results if with_values else results[1]
+    def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest, ordered)
+        comm = spec.mesh.comm(axes)
+        values, indices = (
+            all_gather_v(t.contiguous(), comm, offers, dim) for t in (values, indices + spec.offset(dim))
+        )
+        values, chosen = torch.topk(values, k, dim, largest, ordered)
+        return values, indices.gather(dim, chosen)
 
     return run
 
 
-def _argmax(local_call: LocalCall) -> LocalFunction | None:
-    """Without a dim the index of the extreme of all elements in the flattened tensor; of equal ones the first."""
-    call, spec = local_call.call, local_call["self"]
-    largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
-    if call["dim"] is not None or not axes:
-        return _extremum(local_call)
-    worst, behind_all = identity_of("max" if largest else "min", spec.dtype), spec.shape.numel()
+def _extremum(local_call: LocalCall) -> LocalFunction | None:
+    """The first best of the shards' first best, along a dim or, without one, in the flattened tensor."""
+    call, spec, result = local_call.call, local_call["self"], local_call.outputs[0]
+    dim = None if call["dim"] is None or not spec.ndim else call.dim()
+    axes = sharding_axes(spec, None if dim is None else (dim,))
+    if not axes:
+        return None
+    largest, with_values = "max" in call.op.__name__, len(call.outputs) == 2
+    find, worst = torch.max if largest else torch.min, identity_of("max" if largest else "min", spec.dtype)
+    behind_all = spec.shape.numel()
 
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.numel():
-            value, index = _best(x.reshape(-1), 0, largest)
+    def run(x: Tensor, *_: Any, **__: Any) -> Any:
+        if not (x.numel() if dim is None else x.shape[dim]):  # an empty shard has none to offer
+            value = x.new_full(result.local_shape, worst)
+            index = x.new_full(result.local_shape, behind_all, dtype=torch.int64)
+        elif dim is None:
+            value, index = find(x.reshape(-1), 0)
             index, _ = moved_between_boxes(index, spec.local_shape, spec.shape, spec.local_offset)
         else:
-            value, index = x.new_full((), worst), x.new_full((), behind_all, dtype=torch.int64)
+            value, index = find(x, dim)
+            index = index + spec.offset(dim)
         comm = spec.mesh.comm(axes)
-        values, indices = all_gather(value.reshape(1), comm), all_gather(index.reshape(1), comm)
-        best, _ = _best(values, 0, largest)
-        winners = (values == best) | (values != values)
-        return indices[winners].min().reshape(shape)
+        values, indices = (all_gather(t.reshape(1, *result.local_shape), comm) for t in (value, index))
+        best, _ = find(values, 0)
+        first = indices.masked_fill((values != best) & (values == values), behind_all).amin(0)  # NaN != NaN
+        return (best, first) if with_values else first
 
     return in_every_form(call, run)
-
-
-def aminmax(call: OpCall) -> Iterator[Row]:
-    """The smallest value is the smallest over shards of each shard's own; likewise the largest."""
-    yield from _other_dims(call)
-    yield from (call.row(self=S(d), min=P("min"), max=P("max")) for d in call.dims())
 
 
 # --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
@@ -278,8 +237,7 @@ ORDERING: Table = family(
         "sort.default sort.stable sort.values sort.values_stable": Rule(sort, _sort),
         "median nanmedian mode kthvalue": Rule(sort, _sort),
         "topk": Rule(topk, _topk),
-        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _argmax, unordered=True, skip_empty=True),
-        "aminmax": Rule(aminmax, skip_empty=True),
+        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _extremum, unordered=True, skip_empty=True),
         "cumsum cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _scanned),
     }

@@ -39,14 +39,17 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     return call.dims()
 
 
-def _rows(call: OpCall, result: Entry | None, traffic: Traffic | None = None, **results: Entry) -> Iterator[Row]:
-    """One row per input dim; sharding a reduced dim gives `result` (some by name), or no row if that is None."""
-    reduced, keepdim = reduced_dims(call), bool(call.get("keepdim", False))
-    for d in range(call["self"].ndim):
-        if d not in reduced:
-            yield call.row(self=S(d), out=S(d if keepdim else d - sum(other < d for other in reduced)))
+def rows_along(
+    call: OpCall, result: Entry | None, traffic: Traffic | None = None, *, ordered: bool = False, **results: Entry
+) -> Iterator[Row]:
+    """One row per input dim; sharding one that the call works along gives `result`, or no row if that is None."""
+    dims, ndim = reduced_dims(call), call["self"].ndim
+    keeps = call.outputs[0].ndim == ndim
+    for d in range(ndim):
+        if d not in dims:
+            yield call.row(self=S(d), out=S(d if keeps else d - sum(other < d for other in dims)))
         elif result is not None:
-            yield call.row(results, self=S(d), out=result, traffic=traffic)
+            yield call.row(results, self=S(d), out=result, traffic=traffic, ordered=ordered)
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
@@ -54,7 +57,7 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
 
     def rows(call: OpCall) -> Iterator[Row]:
         multiplies_complex = op == "product" and call.outputs[0].dtype.is_complex  # which no collective does
-        yield from _rows(call, None if multiplies_complex else P(op))
+        yield from rows_along(call, None if multiplies_complex else P(op))
         yield from call.keeping_partials("self", ops=passed)
 
     return Rule(rows, skip_empty=skip_empty, sizes=())
@@ -66,7 +69,7 @@ def _count(local_call: LocalCall) -> int:
 
 
 def mean(call: OpCall) -> Iterator[Row]:
-    for row in _rows(call, P("sum")):
+    for row in rows_along(call, P("sum")):
         yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
     yield from call.linear("self")
 
@@ -88,7 +91,7 @@ def _mean(local_call: LocalCall) -> LocalFunction | None:
 
 def var(call: OpCall) -> Iterator[Row]:
     """Two all-reduces, of the mean and of the squares: a partial variance would read as another one by `to_local`."""
-    yield from _rows(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
+    yield from rows_along(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
 def _var(local_call: LocalCall) -> LocalFunction | None:
@@ -128,18 +131,18 @@ def norm(call: OpCall) -> Iterator[Row]:
     The norm of partial norms is partial too, but it is what clipping returns, and `to_local` would read a rank's part.
     """
     order, simple = _order(call), {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
-    yield from _rows(call, P(simple.get(order) or f"norm{order!r}"))
+    yield from rows_along(call, P(simple.get(order) or f"norm{order!r}"))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
-    """The operator itself, but zero for an extremum of no elements in a list.
+    """The operator itself, but for empty shards in a list, of which there is no extremum.
 
     Raises:
         OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
     """
     order, op, is_list = _order(local_call.call), local_call.call.op, local_call.call.schema.is_list == (True,)
-    one_by_one = is_list and not 0 <= order < inf and any(0 in spec.local_shape for spec in local_call.inputs)
-    dtypes, neutral = [spec.dtype for spec in local_call.outputs], 0.0 if order > 0 else inf
+    has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
+    neutral = 0.0 if order >= 0 else inf  # what has this norm counts for nothing
 
     def run(shards: Any, *args: Any, **kwargs: Any) -> Any:
         if sums_are_in_tree() and 0 < order < inf:
@@ -147,12 +150,9 @@ def _norm(local_call: LocalCall) -> LocalFunction:
                 f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on the sharding; "
                 "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ there"
             )
-        if not one_by_one:
-            return op(shards, *args, **kwargs)
-        return [
-            op([shard], *args, **kwargs)[0] if shard.numel() else shard.new_full((), neutral, dtype=dtype)
-            for shard, dtype in zip(shards, dtypes, strict=True)
-        ]
+        if has_empty:
+            shards = [shard if shard.numel() else shard.new_full((1,), neutral) for shard in shards]
+        return op(shards, *args, **kwargs)
 
     return run
 
@@ -160,7 +160,7 @@ def _norm(local_call: LocalCall) -> LocalFunction:
 def logsumexp(call: OpCall) -> Iterator[Row]:
     """Complex numbers have no maximum to subtract."""
     is_complex = call.outputs[0].dtype.is_complex
-    yield from _rows(call, None if is_complex else R, lambda ranks: 2 * bytes_of(*call.outputs))
+    yield from rows_along(call, None if is_complex else R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
 def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
@@ -256,6 +256,7 @@ REDUCTION: Table = family(
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
         # Every slice along its dim has a norm of its own.
         "renorm": Rule(lambda call: (call.row(self=S(call.dim()), out=S(call.dim())),)),
+        "aminmax": Rule(lambda call: rows_along(call, R, min=P("min"), max=P("max")), skip_empty=True),
         "any": _reduction("max"),
         "all": _reduction("min"),
         "var var_mean std std_mean": Rule(var, _var),
