@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -272,32 +271,21 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
 
 
-class Halo(NamedTuple):
-    """One sharded dim of an input along which windows run, as this rank sees it."""
-
-    # fetches what this rank's windows read of the input along the dim, and returns the gradient of it
-    exchange: Relocation
-    margins: tuple[int, int]  # how far they reach over the start and the end of the input
-    # how many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
-    # negative where it makes too many
-    widths: tuple[int, int]
-
-    @property
-    def dim(self) -> int:
-        """The dim."""
-        return self.exchange.dim
-
-
 class Halos:
     """The halos of a shard of an input along all sharded dims along which windows run.
 
     Attributes:
+        exchanges: by dim; each fetches what this rank's windows read of the input, and returns the gradient of it.
         shape: of the shard with its halos, and with what is beyond the ends of the input.
         first: for every dim the input at which that begins, 0 where there are no halos.
     """
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
-        self.halos: list[Halo] = []
+        self.exchanges: dict[int, Relocation] = {}
+        self._margins: dict[int, tuple[int, int]] = {}  # how far windows reach over the start and the end of the input
+        # How many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
+        # negative where it makes too many.
+        self._widths: dict[int, tuple[int, int]] = {}
         self.first, self.shape = [0] * spec.ndim, [*spec.local_shape]
         for dim, along in windows.items():
             if not spec.dim_shardings[dim].axes:
@@ -308,41 +296,45 @@ class Halos:
             begin, end = along(sharding).interval_of(exchange.index)
             first, last = along.reads((begin, end))  # kernel 3, padding 1, outputs 0:4: rows -1:5
             start, stop = along.reached((first, last)) if along.transposed else (begin, end)  # inputs 0:3 to -1:6
-            margins = max(0, min(last, 0) - first), max(0, last - max(first, along.length))  # -1:5 of 8: (1, 0)
-            self.halos.append(Halo(exchange, margins, (start - begin, end - stop)))  # of 0:4, -1:6: (-1, -2)
+            self.exchanges[dim] = exchange
+            self._margins[dim] = max(0, min(last, 0) - first), max(0, last - max(first, along.length))  # 8 rows: (1, 0)
+            self._widths[dim] = start - begin, end - stop  # of 0:4, -1:6: (-1, -2)
             self.first[dim], self.shape[dim] = first, last - first  # rows -1:5: from -1, 6 of them
 
     def __bool__(self) -> bool:
-        return bool(self.halos)
+        return bool(self.exchanges)
 
     def unpadded(self, call: OpCall, name: str, count: int) -> list[int]:
         """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""
         value = per_dim(call, name, count)
-        for halo in self.halos:
-            value[halo.dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: value[1]
+        for dim in self.exchanges:
+            value[dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: value[1]
         return value
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
-        for halo in self.halos:
-            x = halo.exchange.forwards(x)
-        return _padded(x, {halo.dim: halo.margins for halo in self.halos}, fill)
+        for exchange in self.exchanges.values():
+            x = exchange.forwards(x)
+        return _padded(x, self._margins, fill)
 
     def return_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard, out of that of what `fetch` returns."""
-        for halo in reversed(self.halos):
-            before, after = halo.margins
-            gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
-            gradient = halo.exchange.backwards(gradient)
+        gradient = _padded(gradient, _negative(self._margins))
+        for exchange in reversed(self.exchanges.values()):
+            gradient = exchange.backwards(gradient)
         return gradient
 
     def cropped(self, outputs: Tensor) -> Tensor:
         """This rank's outputs, out of those that the operator makes of what `fetch` returns."""
-        return _padded(outputs, {halo.dim: halo.widths for halo in self.halos})
+        return _padded(outputs, self._widths)
 
     def uncropped(self, gradient: Tensor) -> Tensor:
         """The gradient of what the operator makes of what `fetch` returns, out of that of this rank's outputs."""
-        return _padded(gradient, {halo.dim: (-halo.widths[0], -halo.widths[1]) for halo in self.halos})
+        return _padded(gradient, _negative(self._widths))
+
+
+def _negative(widths: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    return {dim: (-before, -after) for dim, (before, after) in widths.items()}
 
 
 def _padded(x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0) -> Tensor:

@@ -108,8 +108,9 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     if "upsample" in call.op.__name__:
         windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
         dims = range(len(large) - spatial, len(large))
-        enlarged = {halo.dim for halo in halos.halos}
-        sizes = [halos.shape[d] * windows[d].stride if d in enlarged else large[d] for d in dims]  # 6 rows by 2: 12
+        sizes = [
+            halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims
+        ]  # 6 rows by 2: 12
         of_input = {"input_size": halos.shape} if "input_size" in call.bound else {}
         return with_arguments(call, output_size=sizes, **of_input)
     if "output_size" in call.bound:
