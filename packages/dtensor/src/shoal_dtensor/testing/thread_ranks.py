@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -28,67 +29,38 @@ TIMEOUT = 60.0  # seconds that a rank waits for the others
 _DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)  # of a collective that is over
 
 
-class Turns:
-    """Whose turn it is: ranks share the process's default generator, so each puts its own state in place."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._states: dict[int, Tensor] = {}
-
-    def take(self) -> None:
-        """Wait for this thread's turn."""
-        self._lock.acquire()
-        state = self._states.get(threading.get_ident())
-        if state is not None:
-            torch.set_rng_state(state)
-
-    def give(self) -> None:
-        """Let another thread run."""
-        self._states[threading.get_ident()] = torch.get_rng_state()
-        self._lock.release()
-
-
-class Rendezvous:
-    """Where the members of one communicator exchange values."""
-
-    def __init__(self, size: int, turns: Turns) -> None:
-        self.barrier: threading.Barrier = threading.Barrier(size, timeout=TIMEOUT)
-        self.values: list[Any] = [None] * size
-        self.turns = turns
-        self.used: bool = False
-
-    def exchange(self, index: int, value: Any) -> list[Any]:
-        """Everybody's values, in index order."""
-        self.values[index], self.used = value, True
-        self.turns.give()
-        try:
-            self.barrier.wait()
-            values = list(self.values)
-            self.barrier.wait()
-        finally:
-            self.turns.take()
-        return values
-
-
 class Simulation:
     """What the ranks of a mesh share: their turns, and where each group of them meets.
 
     Attributes:
-        rendezvous_of: by the group's ranks, in its order.
+        meetings: by the group's ranks, in its order.
     """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        self.turns = Turns()
-        self.rendezvous_of: dict[tuple[int, ...], Rendezvous] = {}
+        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self._turn = threading.Lock()
+        self._states: dict[int, Tensor] = {}  # ranks share the process's default generator: each puts its state there
+
+    def take_turn(self) -> None:
+        """Wait for this thread's turn."""
+        self._turn.acquire()
+        state = self._states.get(threading.get_ident())
+        if state is not None:
+            torch.set_rng_state(state)
+
+    def give_turn(self) -> None:
+        """Let another thread run."""
+        self._states[threading.get_ident()] = torch.get_rng_state()
+        self._turn.release()
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
-        rendezvous = self.rendezvous_of.setdefault(ranks, Rendezvous(len(ranks), self.turns))
+        meeting = self.meetings.setdefault(ranks, Meeting(len(ranks)))
         index = ranks.index(rank)
         return Comm(
-            cast("ProcessGroup", ThreadGroup(self, rendezvous, index)),
+            cast("ProcessGroup", ThreadGroup(self, meeting, index)),
             name="threads",
             axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
             size=len(ranks),
@@ -110,42 +82,63 @@ class Simulation:
         return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
 
 
-class ThreadGroup:
-    """The process group of one member of a rendezvous: those of its calls that the collectives make."""
+class Meeting:
+    """Where the members of one communicator exchange values."""
 
-    def __init__(self, simulation: Simulation, rendezvous: Rendezvous, index: int) -> None:
-        self.simulation, self.rendezvous, self.index = simulation, rendezvous, index
+    def __init__(self, size: int) -> None:
+        self.barrier: threading.Barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self.values: list[Any] = [None] * size
+        self.used: bool = False
+
+
+class ThreadGroup:
+    """The process group of one member of a meeting: those of its calls that the collectives make."""
+
+    def __init__(self, simulation: Simulation, meeting: Meeting, index: int) -> None:
+        self.simulation, self.meeting, self.index = simulation, meeting, index
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's values, in index order."""
+        self.meeting.values[self.index], self.meeting.used = value, True
+        self.simulation.give_turn()
+        try:
+            self.meeting.barrier.wait()
+            values = list(self.meeting.values)
+            self.meeting.barrier.wait()
+        finally:
+            self.simulation.take_turn()
+        return values
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         asked = ReduceOp.SUM if opts is None else opts.reduceOp
         op = next(name for name in COMBINE if asked == getattr(ReduceOp, name.upper()))
         for tensor in tensors:
-            tensor.copy_(reduce_all(self.rendezvous.exchange(self.index, tensor.clone()), op))
+            tensor.copy_(reduce_all(self.exchange(tensor.clone()), op))
         return _DONE
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        values = self.rendezvous.exchange(self.index, tensor.clone())
+        values = self.exchange(tensor.clone())
         output.copy_(torch.cat([value.reshape(-1) for value in values]).view(output.shape))
         return _DONE
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         total = tensor.clone()
         self.allreduce([total], opts)
-        output.copy_(total.view(-1).chunk(len(self.rendezvous.values))[self.index].view(output.shape))
+        output.copy_(total.view(-1).chunk(len(self.meeting.values))[self.index].view(output.shape))
         return _DONE
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        count = len(self.rendezvous.values)
+        count = len(self.meeting.values)
         rows = list(sent) or [tensor.shape[0] // count] * count
-        blocks = self.rendezvous.exchange(self.index, torch.split(tensor.clone(), rows))
+        blocks = self.exchange(torch.split(tensor.clone(), rows))
         output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
         return _DONE
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
-            tensor.copy_(self.rendezvous.exchange(self.index, tensor.clone())[opts.rootRank if opts else 0])
+            tensor.copy_(self.exchange(tensor.clone())[opts.rootRank if opts else 0])
         return _DONE
 
 
@@ -155,7 +148,7 @@ ThreadMesh = DeviceMesh  # what a thread's view is
 def axes_used(mesh: DeviceMesh) -> set[int]:
     """The mesh axes over which any rank of the mesh started a collective."""
     simulation = Simulation.of(mesh)
-    used = [ranks for ranks, rendezvous in simulation.rendezvous_of.items() if rendezvous.used]
+    used = [ranks for ranks, meeting in simulation.meetings.items() if meeting.used]
     return {axis for ranks in used for axis in simulation.axes_of(ranks)}
 
 
@@ -210,29 +203,24 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
     """
     simulation = Simulation.of(meshes[0])
     set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed  # no stack is formatted
-    results: list[Any] = [None] * len(functions)
-    failures: list[BaseException] = []
 
-    def work(index: int) -> None:
-        simulation.turns.take()
+    def work(function: Callable[[], T]) -> T:
+        simulation.take_turn()
         try:
             with torch.no_grad():
                 set_seed(seed)
-                results[index] = functions[index]()
-        except BaseException as error:
-            failures.append(error)
-            for rendezvous in list(simulation.rendezvous_of.values()):
-                rendezvous.barrier.abort()
+                return function()
+        except BaseException:
+            for meeting in list(simulation.meetings.values()):
+                meeting.barrier.abort()
+            raise
         finally:
-            simulation.turns.give()
+            simulation.give_turn()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
-    with torch.random.fork_rng(devices=()):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with torch.random.fork_rng(devices=()), ThreadPoolExecutor(len(functions)) as threads:
+        ranks = [threads.submit(work, function) for function in functions]
+    failures = [error for error in (rank.exception() for rank in ranks) if error is not None]
     real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
     if failures:
         raise (real or failures)[0]
-    return results
+    return [rank.result() for rank in ranks]
