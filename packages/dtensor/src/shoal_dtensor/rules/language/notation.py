@@ -9,6 +9,7 @@ two factors, the first varying slowest.  The notation is einsum's; the idea of f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -64,27 +65,18 @@ def parse(text: str) -> Pattern:
 
 
 def _operand(part: str, text: str) -> tuple[Dim, ...]:
-    dims: list[Dim] = []
-    group: list[str] | None = None
-    for token in part.replace("(", " ( ").replace(")", " ) ").split():
-        if token == "(" and group is None:
-            group = []
-        elif token == ")" and group is not None:
-            dims.append(tuple(group))
-            group = None
-        elif token in "()":
-            raise NotationError(f"pattern {text!r}: brackets do not match in {part.strip()!r}")
-        elif token != ELLIPSIS and not token.isidentifier():
-            raise NotationError(f"pattern {text!r}: {token!r} is not a factor name")
-        elif group is not None:
-            group.append(token)
-        else:
-            dims.append((token,))
+    tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)  # "b (h d)": ("", "b"), ("h d", "")
+    dims = tuple((name,) if name else tuple(group.split()) for group, name in tokens)
     names = [name for dim in dims for name in dim]
-    if group is not None or len(names) != len(set(names)):
-        why = "brackets do not match" if group is not None else "a factor is repeated"
+    why = "" if len(names) == len(set(names)) else "a factor is repeated"
+    for name in names:
+        if name in "()":
+            why = "brackets do not match"
+        elif name != ELLIPSIS and not name.isidentifier():
+            why = f"{name!r} is not a factor name"
+    if why:
         raise NotationError(f"pattern {text!r}: {why} in {part.strip()!r}")
-    return tuple(dims)
+    return dims
 
 
 def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
