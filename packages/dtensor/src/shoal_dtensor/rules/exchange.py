@@ -304,12 +304,14 @@ class Halos:
     def __bool__(self) -> bool:
         return bool(self.exchanges)
 
-    def unpadded(self, call: OpCall, name: str, count: int) -> list[int]:
-        """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""
-        value = per_dim(call, name, count)
-        for dim in self.exchanges:
-            value[dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: value[1]
-        return value
+    def unpadded(self, call: OpCall, count: int) -> dict[str, list[int]]:
+        """The paddings of `call` for its `count` last dims: none along these, where the shard is padded."""
+        names = [name for name in ("padding", "output_padding") if self.exchanges and name in call.bound]
+        paddings = {name: per_dim(call, name, count) for name in names}
+        for padding in paddings.values():
+            for dim in self.exchanges:
+                padding[dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: padding[1]
+        return paddings
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""

@@ -109,21 +109,19 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         mask = local_call.inputs[1]
         axes = sharding_axes(mask) if len(local_call.inputs) == 2 else ()
         return (lambda x, indices: selected_by(indices[0], mask, axes, x)) if axes else None
-    sharded = {n: dims[0] for n, dims in enumerate(where.indexed) if spec.dim_shardings[dims[0]].axes}
+    sharded = [d for (d,) in where.indexed if spec.dim_shardings[d].axes]
     if not sharded:
         return None
     op, shape, first, ndim = call.op, local_call.outputs[0].local_shape, where.first, where.ndim
     tail = len(shape) - first - ndim
-    indexed_axes = sharding_axes(spec, [dim for dims in where.indexed for dim in dims])
+    indexed_axes = sharding_axes(spec, sharded)
     reduction = lookup_partial(call["self"]).reduce_op
 
     def run(x: Tensor, indices: Sequence[Tensor | None], *args: Any) -> Any:
-        is_local = torch.ones((), dtype=torch.bool, device=x.device)
-        positions, n = list(indices), -1
-        for i, index in enumerate(indices):
-            n += index is not None
-            if index is not None and n in sharded:
-                positions[i], is_in_dim = local_positions(index, spec, sharded[n])
+        positions, is_local = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
+        for d, index in enumerate(indices):
+            if index is not None and d in sharded:
+                positions[d], is_in_dim = local_positions(index, spec, d)
                 is_local = is_local & is_in_dim
         if 0 in x.shape:
             elements = bound(x.new_zeros(shape), *(index for index in indices if index is not None))

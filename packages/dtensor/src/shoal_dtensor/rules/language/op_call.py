@@ -214,16 +214,13 @@ class OpCall:
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
         """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
-        owners, written = self.schema.returned_inputs, self.schema.written
-        return tuple([i for i, owner in enumerate(owners) if owner in written])
+        return tuple([output for _, output in self.fixed if output is not None])
 
-    @property
+    @cached_property
     def fixed(self) -> tuple[tuple[int, int | None], ...]:
         """Pairs (input, output): the inputs written in place, each with the output that it is, or None."""
-        if not self.schema.written:
-            return ()
-        owner_of = {self.schema.returned_inputs[i]: i for i in self.rewritten}
-        return tuple((i, owner_of.get(name)) for name in self.schema.written for i in self.places[name])
+        outputs = {owner: i for i, owner in enumerate(self.aliased)} if self.written else {}
+        return tuple([(i, outputs.get(i)) for i in self.written])
 
     @cached_property
     def aliased(self) -> tuple[int | None, ...]:
@@ -290,23 +287,22 @@ class OpCall:
         given: list[Entry] = []
         for name, place in self.places.items():
             if place:
-                self._add(given, name, entries.get(name, R), len(place))
+                given += self._entries(name, entries.get(name, R), len(place))
         everything = R if "out" in self.places else entries.get("out", R)
         results: list[Entry] = []
         for i, (name, place) in enumerate(self.results.items()):
             entry = entries.get(f"out{i}", everything)
             entry = entry if name == "out" or name in self.places else entries.get(name, entry)
-            self._add(results, name, entry, len(place))
+            results += self._entries(name, entry, len(place))
         return Row(tuple(given), tuple(results), even, traffic, ordered)
 
-    def _add(self, row: list[Entry], name: str, given: Entry | Sequence[Entry], count: int) -> None:
-        """Append the entries of `count` tensors, given one for all or a sequence."""
+    def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
+        """The entries of `count` tensors, given one for all or a sequence."""
         if not isinstance(given, list | tuple):
-            row += [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
-            return
+            return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
         if len(given) != count:
             raise RowError(f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries")
-        row += given
+        return given
 
     def linear(self, *names: str) -> Iterator[Row]:
         """For each argument named: the rows in which it alone, and the results, are partial sums or averages."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Generator, Tensor
 
 from ...layout.boxes import slices_of
@@ -20,7 +19,7 @@ from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, empty_local
 from ...rng.state import check_in_step, generator_of
 from ...rng.streams import Fill
-from ..language.local_ops import bytes_of, sharding_axes, with_arguments
+from ..language.local_ops import bytes_of, in_every_form, sharding_axes, with_arguments
 from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
@@ -65,38 +64,29 @@ def _fills(name: str, *parameters: str | float) -> Rule:
 
 def _bernoulli(local_call: LocalCall) -> LocalFunction:
     """The probabilities are `p`, or without one the tensor itself."""
-    (spec,), in_place = local_call.outputs, bool(local_call.call.written)
+    (spec,) = local_call.outputs
 
-    def run_fill(
-        like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        target = like if in_place else empty_local(spec, like.device) if out is None else out
+    def run_fill(like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        target = empty_local(spec, like.device)
         chances = like if p is None else p.expand(target.shape)
         return draw(spec, Fill("bernoulli_"), generator, out=target, operand=chances)
 
-    return run_fill
+    return in_every_form(local_call.call, run_fill)
 
 
 def _normal(local_call: LocalCall) -> LocalFunction:
     """Normal numbers with means or deviations as tensors: torch scales and moves standard ones, in that order."""
     (spec,) = local_call.outputs
 
-    def run_fill(
-        mean: Tensor | float,
-        std: Tensor | float = 1.0,
-        *,
-        generator: Generator | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        device = mean.device if isinstance(mean, Tensor) else torch.device(spec.mesh.device_type)
-        target = empty_local(spec, std.device if isinstance(std, Tensor) else device) if out is None else out
+    def run_fill(mean: Tensor | float, std: Tensor | float = 1.0, *, generator: Generator | None = None) -> Tensor:
+        device = next((each.device for each in (std, mean) if isinstance(each, Tensor)), None)
         fill = Fill("normal_", (0.0, 1.0 if isinstance(std, Tensor) else std))
-        drawn = draw(spec, fill, generator, out=target)
+        drawn = draw(spec, fill, generator, out=empty_local(spec, device))
         if isinstance(std, Tensor):
             drawn.mul_(std)
         return drawn.add_(mean)
 
-    return run_fill
+    return in_every_form(local_call.call, run_fill)
 
 
 def _native_dropout(local_call: LocalCall) -> LocalFunction:

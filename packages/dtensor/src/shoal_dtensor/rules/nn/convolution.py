@@ -84,15 +84,6 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
     return groups if groups == 1 else weight.local_shape[0] // max(weight.shape[0] // groups, 1)
 
 
-def _on_halos(call: OpCall, halos: Halos, **changes: Any) -> LocalFunction:
-    """The operator without padding along the dims with halos; those that shards have are their padding."""
-    if halos:
-        count = call["weight"].ndim - 2
-        changes["padding"] = halos.unpadded(call, "padding", count)
-        changes["output_padding"] = halos.unpadded(call, "output_padding", count)
-    return with_arguments(call, **changes)
-
-
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
     """A result in the memory format of the global one, where the operands' shards suggest another to the kernel."""
     convolve, result = _convolve(local_call), local_call.outputs[0]
@@ -111,7 +102,8 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
     empty = 0 in (*weight.local_shape, *shape, *halos.shape)
     if not (halos or empty):
         return None if groups == call["groups"] else with_arguments(call, groups=groups)
-    convolve, bias_last = _on_halos(call, halos, groups=groups), empty or (call["transposed"] and bool(halos))
+    convolve = with_arguments(call, groups=groups, **halos.unpadded(call, weight.ndim - 2))
+    bias_last = empty or (call["transposed"] and bool(halos))
     per_channel = (-1, *(1,) * (len(shape) - 1 - _channel(call)))
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -136,7 +128,8 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
         same = not sharding_axes(weight) and channels == gradient.shape[channel]
         return None if same else with_arguments(call, **sizes)
     bias_apart = empty or (call["transposed"] and bool(halos))
-    back = _on_halos(call, halos, output_mask=[*mask[:2], mask[2] and not bias_apart], **sizes)
+    wanted = [*mask[:2], mask[2] and not bias_apart]
+    back = with_arguments(call, output_mask=wanted, **sizes, **halos.unpadded(call, weight.ndim - 2))
     others = [d for d in range(gradient.ndim) if d != channel]
 
     def run(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> tuple[Tensor | None, ...]:

@@ -115,9 +115,7 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
         return with_arguments(call, output_size=sizes, **of_input)
     if "output_size" in call.bound:
         return with_arguments(call, output_size=[*local_call.outputs[0].local_shape[-spatial:]])
-    if "padding" in call.bound:
-        return with_arguments(call, padding=halos.unpadded(call, "padding", spatial))
-    return call.op
+    return with_arguments(call, **halos.unpadded(call, spatial))
 
 
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
