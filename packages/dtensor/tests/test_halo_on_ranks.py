@@ -1,4 +1,4 @@
-"""Covers: rules/exchange.py, rules/nn/{convolution,pooling}.py, on ranks."""
+"""Covers: rules/exchange.py, rules/nn/windows.py, on ranks."""
 
 from __future__ import annotations
 

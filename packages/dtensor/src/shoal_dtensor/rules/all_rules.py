@@ -12,17 +12,15 @@ from .math.ordering import ORDERING
 from .math.pointwise import POINTWISE
 from .math.reduction import REDUCTION
 from .nn.attention import ATTENTION
-from .nn.convolution import CONVOLUTION
 from .nn.loss import LOSS
 from .nn.norms import NORMS
-from .nn.pooling import POOLING
+from .nn.windows import WINDOWED
 from .shape.rearrangement import REARRANGEMENT
 from .shape.slicing import SLICING
 from .shape.views import VIEWS
 
 TABLE: Table = merge(
     attention=ATTENTION,
-    convolution=CONVOLUTION,
     creation=CREATION,
     data_dependent=DATA_DEPENDENT,
     gather_scatter=GATHER_SCATTER,
@@ -32,9 +30,9 @@ TABLE: Table = merge(
     norms=NORMS,
     ordering=ORDERING,
     pointwise=POINTWISE,
-    pooling=POOLING,
     rearrangement=REARRANGEMENT,
     reduction=REDUCTION,
     slicing=SLICING,
     views=VIEWS,
+    windowed=WINDOWED,
 )
