@@ -6,7 +6,7 @@ runs with sharded classes: each rank looks up the targets whose class it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound
-
+from ...layout.spec import Spec
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
@@ -121,62 +120,50 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
         yield from call.linear("grad_output")
 
 
+_IGNORED = -100  # no position in a shard
+
+
+def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tensor]:
+    """From targets to their positions among this rank's classes, `_IGNORED` where another rank has the class."""
+    call, classes = local_call.call, _class_dim(local_call.call)
+    ignored, count = call["ignore_index"], spec.shape[classes]
+
+    def run(target: Tensor) -> Tensor:
+        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
+        here, is_here = in_shard(target, spec, classes)
+        return here.masked_fill(~is_here | (target == ignored), _IGNORED)
+
+    return run
+
+
 def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
     """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
-    call = local_call.call
-    spec, classes = local_call.inputs[0], _class_dim(call)
-    axes = sharding_axes(spec)
+    call, spec = local_call.call, local_call.inputs[0]
+    axes, over_classes = sharding_axes(spec), sharding_axes(spec, (_class_dim(call),))
     if not axes:
         return None
-    reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
+    kernel, targets_here = getattr(torch.ops.aten, call.op.__name__.split(".")[0]), _targets_here(local_call, spec)
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
-    ignored, classes_here, count = call["ignore_index"], spec.local_shape[classes], spec.shape[classes]
-
-    def pick(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss and the weight of every target, zero where another rank has the class."""
-        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
-        if not classes_here:
-            zero = bound(x.new_zeros(target.shape), target, *(() if weight is None else (weight,)))
-            return zero, zero
-        local, is_local = in_shard(target, spec, classes)
-        skipped = ~is_local | (target == ignored)
-        picked = x.gather(classes, local.unsqueeze(classes)).squeeze(classes)
-        weights = torch.ones_like(picked) if weight is None else weight[local]
-        weights = weights.masked_fill(skipped, 0)
-        return (-picked * weights).masked_fill(skipped, 0), weights
+    reduces, is_mean = call["reduction"] != NONE, call["reduction"] == MEAN
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        losses, weights = pick(x, target, weight)
-        if reduction == NONE:
-            losses = all_reduced(losses, spec, over_classes)
-            return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
-        total = all_reduced(weights.sum(), spec, axes)
-        loss = all_reduced(losses.sum(), spec, over_classes)
-        return (finish(loss / total) if reduction == MEAN else loss), total
+        loss, total = kernel(x, targets_here(target), weight, SUM if reduces else NONE, _IGNORED)
+        if reduces or x.ndim == 1:
+            total = all_reduced(total, spec, axes)
+        loss = all_reduced(loss, spec, over_classes)
+        return (finish(loss / total) if is_mean else loss), total
 
     return in_every_form(call, run)
 
 
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     """With sharded classes: the gradient of the targets whose class this rank has."""
-    call = local_call.call
-    spec, classes = local_call.inputs[1], _class_dim(call)
-    if not sharding_axes(spec, (classes,)):
+    call, spec = local_call.call, local_call.inputs[1]
+    if not sharding_axes(spec, (_class_dim(call),)):
         return None
-    size, ignored, reduction = spec.local_shape[classes], call["ignore_index"], call["reduction"]
+    back, targets_here = with_arguments(call, ignore_index=_IGNORED), _targets_here(local_call, spec)
 
-    def run(gradient: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Tensor:
-        result = torch.zeros_like(x)
-        if not size:
-            return bound(result, gradient, target)
-        local, is_local = in_shard(target, spec, classes)
-        skipped = ~is_local | (target == ignored)
-        each = -gradient / rest[-1] if reduction == MEAN else -gradient
-        values = each.expand(target.shape) if weight is None else each * weight[local]
-        values = values.masked_fill(skipped, 0).to(x.dtype)
-        return result.scatter_(classes, local.unsqueeze(classes), values.unsqueeze(classes))
-
-    return in_every_form(call, run)
+    return lambda gradient, x, target, *args, **kwargs: back(gradient, x, targets_here(target), *args, **kwargs)
 
 
 _LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss, sizes=())
