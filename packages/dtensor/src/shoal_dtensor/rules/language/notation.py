@@ -10,14 +10,14 @@ two factors, the first varying slowest.  The notation is einsum's; the idea of f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from ...errors import ShoalTensorError
 from ...layout.tensor_meta import TensorMeta
-from .row import partial_rows
+from .op_call import partial_rows
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 
 ELLIPSIS = "..."
@@ -209,6 +209,14 @@ def product(
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
     return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
+
+
+def alike(call: OpCall, *fixed: int, linear: str = "") -> Iterator[Row]:
+    """One row per dim that is not `fixed`, which shards it in all operands and results; and those of `call.linear`."""
+    for d in range(call.outputs[0].ndim):
+        if d not in fixed:
+            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
+    yield from call.linear(*filter(call.places.get, linear.split()))
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]

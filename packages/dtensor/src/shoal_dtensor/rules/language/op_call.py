@@ -1,23 +1,97 @@
-"""Calls of operators on global tensors, what their schemas say, and decided calls as a rank sees them."""
+"""Calls of operators on global tensors, what their schemas say, and rows: the ways to run one along one mesh axis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import torch
 
-from ..._torch.operators import OpOverload, unmarked_writes
-from ...layout.placements import REDUCE_OPS
+from ..._torch import OpOverload, unmarked_writes
+from ...errors import ShoalTensorError
+from ...layout.dim_sharding import DimSharding
+from ...layout.placements import REDUCE_OPS, Partial, Replicate
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
-from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic, partial_rows
 
-if TYPE_CHECKING:
-    from ...layout.spec import Spec
+ShardingMap = Callable[[DimSharding], DimSharding]
 
+
+@dataclass(frozen=True, slots=True)
+class S:
+    """The axis shards tensor dim `dim`, at multiples of `unit` elements.
+
+    Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
+    of the dim belong to one step of the factor, so all S entries of a row are sharded at the same factor steps.  With
+    `runs`, the dim is so many equal runs, and the factor is what one of them holds (see `StridedDimSharding`).
+
+    Attributes:
+        dim: the tensor dim.
+        unit: elements of the dim per step of the factor.
+        runs: equal runs of the dim that are all sharded alike.
+        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps what it has of the
+            selected range), and for inputs sharded as such outputs: from the factor's sharding to this dim's, over
+            the same axes.  `unit` is not used then.
+    """
+
+    dim: int
+    unit: int = 1
+    runs: int = 1
+    map: ShardingMap | None = None
+
+    def __repr__(self) -> str:
+        extras = [f"unit={self.unit}"] * (self.unit != 1) + [f"runs={self.runs}"] * (self.runs != 1)
+        mapped = [] if self.map is None else [f"map={self.map}"]
+        return f"S({', '.join([str(self.dim), *extras, *mapped])})"
+
+
+R: Final = Replicate()
+P = Partial
+Entry = Replicate | Partial | S
+
+ANY_NORM: Final[Partial] = Partial._intern({"reduce_op": "norm?"})
+"""In a row: a partial p-norm, of the order that the inputs have; `with_norms` puts the orders in its place."""
+
+Traffic = Callable[[int], float]
+"""Bytes that each rank receives in a row's own collectives, given the number of ranks of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run an operator along one mesh axis; written by `OpCall.row`, with entries by argument name.
+
+    Attributes:
+        inputs: one entry per tensor input, in schema order, lists expanded, None arguments left out.
+        outputs: one entry per tensor output, in order, lists expanded, None outputs left out.
+        even: whether every shard must have the same size.
+        traffic: bytes that each rank receives in the local function's collectives, given the number of ranks; None if
+            it starts none.  The result of a view operator whose row communicates does not alias its input.
+        ordered: whether it matters where along the factor a shard is, in a rule that is `unordered` otherwise.
+    """
+
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...]
+    even: bool = False
+    traffic: Traffic | None = None
+    ordered: bool = False
+
+
+class RowError(ShoalTensorError, ValueError):
+    """A row names an argument that the operator does not have, or gives a list the wrong number of entries."""
+
+
+@lru_cache(maxsize=256)
+def partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int) -> list[Row]:
+    """A row for each partial placement, which the inputs `together` and all results have."""
+    return [
+        Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
+        for partial in partials
+    ]
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 _TENSOR_KINDS = ("TensorType", "ListType")
 
@@ -98,7 +172,6 @@ def schema_of(op: OpOverload) -> OpSchema:
     )
 
 
-LocalFunction = Callable[..., Any]
 _ALL_PARTIALS = (*map(P, REDUCE_OPS), ANY_NORM)
 
 
@@ -320,61 +393,3 @@ class OpCall:
         count = sum([len(place) for place in self.results.values()])
         partials = _ALL_PARTIALS if ops is REDUCE_OPS else tuple(map(P, ops))
         yield from partial_rows(partials, together, len(self.tensors), count)
-
-
-def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
-    """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
-
-    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
-    1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
-    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.
-    """
-    sources = [meta.dtype for meta in call.tensors]
-    results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
-    kinds = {*sources, *results}
-    if len(kinds) == 1 and _has_fractions(*kinds):
-        return [*rows]
-
-    def fits(row: Row) -> bool:
-        given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]
-        left = [(e.reduce_op, kind) for e, kind in zip(row.outputs, results, strict=False) if isinstance(e, P)]
-        if any(op == "avg" and not _has_fractions(kind) for op, kind in given + left):
-            return False
-        return all(_commutes(op, source, target) for op, source in given for _, target in left)
-
-    return [row for row in rows if fits(row)]
-
-
-def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
-    if source == target:
-        return True
-    if op in ("max", "min"):
-        return target.is_floating_point and not source.is_complex
-    if op not in ("sum", "avg") and (not op.startswith("norm") or source.is_complex or target.is_complex):
-        return False
-    return _has_fractions(source) and _has_fractions(target) and torch.finfo(target).eps <= torch.finfo(source).eps
-
-
-def _has_fractions(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalCall:
-    """A call whose sharding is decided, as seen by the rank that runs it.
-
-    Attributes:
-        call: the global call.
-        inputs: spec of every tensor input as the local function gets it (after redistribution), flattened.
-        outputs: spec of every tensor output, flattened.
-    """
-
-    call: OpCall
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
-
-    def __getitem__(self, name: str) -> Spec:
-        """The spec of the tensor argument `name`."""
-        (index,) = self.call.places[name]
-        return self.inputs[index]

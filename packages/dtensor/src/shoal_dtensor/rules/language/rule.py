@@ -30,7 +30,7 @@ need not think of them then, unless it communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -42,18 +42,14 @@ from shoal_mesh.internal import bound
 
 from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
+from ...layout.placements import Partial
+from ...layout.spec import Spec
 from ...redistribute.reductions import identity_of
 from ...scopes import current, entered
 from .op_call import (
-    LocalCall as LocalCall,
-    LocalFunction as LocalFunction,
-    OpCall as OpCall,
-    flatten as flatten,
-    reducible_later,
-)
-from .row import (
     ANY_NORM as ANY_NORM,
     Entry as Entry,
+    OpCall as OpCall,
     P as P,
     R as R,
     Row as Row,
@@ -61,10 +57,31 @@ from .row import (
     S as S,
     ShardingMap as ShardingMap,
     Traffic as Traffic,
-    with_norms as with_norms,
+    flatten as flatten,
 )
 
+LocalFunction = Callable[..., Any]
 Kind = Literal["plain", "each", "dynamic", "copy"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalCall:
+    """A call whose sharding is decided, as seen by the rank that runs it.
+
+    Attributes:
+        call: the global call.
+        inputs: spec of every tensor input as the local function gets it (after redistribution), flattened.
+        outputs: spec of every tensor output, flattened.
+    """
+
+    call: OpCall
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+
+    def __getitem__(self, name: str) -> Spec:
+        """The spec of the tensor argument `name`."""
+        (index,) = self.call.places[name]
+        return self.inputs[index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +128,62 @@ class Rule:
             return rows
         kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]
         return [replace(row, outputs=()) for row in kept]
+
+
+def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
+    """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
+
+    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
+    1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
+    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.
+    """
+    sources = [meta.dtype for meta in call.tensors]
+    results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
+    kinds = {*sources, *results}
+    if len(kinds) == 1 and _has_fractions(*kinds):
+        return [*rows]
+
+    def fits(row: Row) -> bool:
+        given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]
+        left = [(e.reduce_op, kind) for e, kind in zip(row.outputs, results, strict=False) if isinstance(e, P)]
+        if any(op == "avg" and not _has_fractions(kind) for op, kind in given + left):
+            return False
+        return all(_commutes(op, source, target) for op, source in given for _, target in left)
+
+    return [row for row in rows if fits(row)]
+
+
+def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
+    if source == target:
+        return True
+    if op in ("max", "min"):
+        return target.is_floating_point and not source.is_complex
+    if op not in ("sum", "avg") and (not op.startswith("norm") or source.is_complex or target.is_complex):
+        return False
+    return _has_fractions(source) and _has_fractions(target) and torch.finfo(target).eps <= torch.finfo(source).eps
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
+    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`.
+
+    Args:
+        rows: of a rule, some of which have `ANY_NORM` among their entries.
+        norms: the partial placements to put there.
+    """
+    result: list[Row] = []
+    for row in rows:
+        if ANY_NORM not in (*row.inputs, *row.outputs):
+            result.append(row)
+            continue
+        for norm in norms:
+            inputs, outputs = ([norm if e is ANY_NORM else e for e in entries] for entries in (row.inputs, row.outputs))
+            result.append(replace(row, inputs=tuple(inputs), outputs=tuple(outputs)))
+    return result
 
 
 def replicated(call: OpCall) -> Iterable[Row]:

@@ -20,7 +20,7 @@ from ...rng.draw import draw, draw_dropout_mask, empty_local
 from ...rng.state import check_in_step, generator_of
 from ...rng.streams import Fill
 from ..language.local_ops import bytes_of, in_every_form, sharding_axes, with_arguments
-from ..language.notation import pointwise
+from ..language.notation import alike, pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 
@@ -132,12 +132,6 @@ def _multinomial(local_call: LocalCall) -> LocalFunction | None:
     return run_gathered
 
 
-def rrelu(call: OpCall) -> Iterator[Row]:
-    """While training, the generator is used for negative elements only: not sharded then."""
-    if not call["training"]:
-        yield from (call.row(self=S(d), noise=S(d), out=S(d)) for d in range(call["self"].ndim))
-
-
 # --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
 
 
@@ -188,7 +182,10 @@ CREATION: Table = family(
         "normal.Tensor_float_out normal.float_Tensor_out normal.Tensor_Tensor_out": Rule(pointwise().rows, _normal),
         "native_dropout.default": Rule(pointwise().rows, _native_dropout),
         "multinomial.default": Rule(multinomial, _multinomial),
-        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(rrelu),
+        # While training, the generator is used for negative elements only: not sharded then.
+        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(
+            lambda call: () if call["training"] else alike(call)
+        ),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
         "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),

@@ -17,7 +17,7 @@ from shoal_mesh.internal import bound
 
 from ..._torch.tensors import with_conjugates
 from ..language.local_ops import in_every_form, sharding_axes
-from ..language.notation import Pattern, factor_rows, parse, product
+from ..language.notation import Pattern, alike, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 
@@ -137,13 +137,6 @@ def trilinear(call: OpCall) -> Iterator[Row]:
     yield from call.linear("i1", "i2", "i3")
 
 
-def fft(call: OpCall) -> Iterator[Row]:
-    """Transformed dims are replicated."""
-    dims = call.dims()
-    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d not in dims)
-    yield from call.linear("self")
-
-
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)
 
 
@@ -182,6 +175,6 @@ MATMUL: Table = family(
         "linalg_cross": Rule(linalg_cross),
         "trace": product("m n -> ", linear=(0,), local=_trace),
         "_trilinear": Rule(trilinear),
-        "_fft_c2c _fft_r2c _fft_c2r": Rule(fft, skip_empty=True),
+        "_fft_c2c _fft_r2c _fft_c2r": Rule(lambda call: alike(call, *call.dims(), linear="self"), skip_empty=True),
     }
 )

@@ -29,6 +29,7 @@ from ..language.local_ops import (
     mean_rows,
     sharding_axes,
 )
+from ..language.notation import alike
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
 
 
@@ -208,15 +209,6 @@ def softmax(call: OpCall) -> Iterator[Row]:
         yield from call.linear("grad_output")
 
 
-def glu(call: OpCall) -> Iterator[Row]:
-    """All dims but the normalised or halved one, of all operands."""
-    for d in range(call.outputs[0].ndim):
-        if d != call.dim():
-            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
-    if "grad_output" in call.places:
-        yield from call.linear("grad_output")
-
-
 @along_dim
 def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
@@ -264,8 +256,8 @@ REDUCTION: Table = family(
         "_foreach_norm": Rule(norm, _norm, kind="each"),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
         "_softmax _log_softmax": Rule(softmax, _softmax, sizes=()),
-        "_safe_softmax": Rule(glu, skip_empty=True),
-        "glu glu_backward": Rule(glu),
+        "_safe_softmax": Rule(lambda call: alike(call, call.dim()), skip_empty=True),
+        "glu glu_backward": Rule(lambda call: alike(call, call.dim(), linear="grad_output")),
         "_softmax_backward_data _log_softmax_backward_data": Rule(softmax, _softmax_backward, sizes=()),
     },
     unordered=True,

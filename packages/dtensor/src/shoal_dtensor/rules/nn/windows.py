@@ -25,9 +25,9 @@ from ...layout.spec import Spec
 from ...layout.tensor_meta import contiguous_stride
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
 from ..language.local_ops import in_every_form, moved_between_boxes, sharding_axes, with_arguments
-from ..language.notation import product
-from ..language.row import P, R, Row, S, Traffic
-from ..language.rule import LocalCall, LocalFunction, OpCall, Rule, Table, backward, contribution, family
+from ..language.notation import alike, product
+from ..language.op_call import OpCall, P, R, Row, S, Traffic
+from ..language.rule import LocalCall, LocalFunction, Rule, Table, backward, contribution, family
 
 
 def spatial_dims(call: OpCall) -> int:
@@ -330,9 +330,7 @@ WINDOWED: Table = family(
         "col2im": _images("... (c k) l -> ... c h w", "l"),
         "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
         "pixel_unshuffle": _images("... c (h r) (w s) -> ... (c r s) h w"),
-        "channel_shuffle native_channel_shuffle": Rule(  # channels are replicated
-            lambda call: [call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1], skip_empty=True
-        ),
+        "channel_shuffle native_channel_shuffle": Rule(lambda call: alike(call, 1), skip_empty=True),
         _WINDOWS: Rule(windowed, _windowed, skip_empty=True),
         backward(_WINDOWS): Rule(windowed, _windowed_backward, skip_empty=True),
         "avg_pool1d": Rule(partial(planes, linear="self"), skip_empty=True),

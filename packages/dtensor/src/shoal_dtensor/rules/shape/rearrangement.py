@@ -20,7 +20,7 @@ from torch import Tensor
 from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation, Run, intervals
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
-from ..language.notation import product
+from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import PadMap, SliceMap
 from .views import rearrangement, same_dims, with_input_sizes
@@ -114,11 +114,10 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 
 def reflection_pad(call: OpCall) -> Iterator[Row]:
     """Reflecting and replicating pads read all of the padded dims, the last ones; batch and channels may be sharded."""
-    padded = len(call["padding"]) // 2
-    name = "grad_output" if "grad_output" in call.bound else "self"
-    for d in range(call["self"].ndim - padded):
-        yield call.row({"self": S(d), name: S(d), "out": S(d)})
-    yield from call.keeping_partials("self") if name == "self" else call.linear("grad_output")
+    ndim = call["self"].ndim
+    yield from alike(call, *range(ndim - len(call["padding"]) // 2, ndim), linear="grad_output")
+    if "grad_output" not in call.places:
+        yield from call.keeping_partials("self")
 
 
 def _a_shard(call: OpCall) -> Traffic:
@@ -175,8 +174,7 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
 
 def rot90(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
-    turned = {int(d) % ndim for d in call["dims"]}
-    yield from same_dims(call, ((d, d) for d in range(ndim) if d not in turned))
+    yield from alike(call, *(int(d) % ndim for d in call["dims"]))
     yield from call.keeping_partials("self")
 
 
