@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ..._torch import OpOverload, unmarked_writes
+from ..._torch.operators import OpOverload, unmarked_writes
 from ...errors import ShoalTensorError
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import REDUCE_OPS, Partial, Replicate
