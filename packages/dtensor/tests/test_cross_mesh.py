@@ -16,7 +16,7 @@ from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.redistribute.execution.execute import run
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
-from shoal_dtensor.redistribute.steps import Plan, Transfer
+from shoal_dtensor.redistribute.steps import Plan
 from shoal_dtensor.testing import coordinates, global_value, local_shards, simulate
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -75,7 +75,7 @@ def test_a_transfer_keeps_within_the_memory_limit() -> None:
 
 def test_a_transfer_says_how_many_ranks_take_part() -> None:
     (step,) = plan(Spec(half(0), (S0,), (8,)), Spec(half(1), (S0,), (8,))).steps
-    assert isinstance(step, Transfer)
+    assert step.name == "Transfer"
     assert "among 8 ranks" in step.line()
 
 

@@ -15,7 +15,6 @@ from shoal_dtensor.layout.spec import Spec
 from shoal_dtensor.redistribute.blocks import exchange_blocks
 from shoal_dtensor.redistribute.execution.kernels import blocks_of
 from shoal_dtensor.redistribute.plan import plan
-from shoal_dtensor.redistribute.steps import Exchange
 from shoal_dtensor.testing import global_value, local_shards, simulate
 from shoal_mesh import Link, abstract_mesh
 from shoal_mesh.internal import Topology
@@ -79,7 +78,7 @@ def test_there_and_back(seed: int, mesh_shape: tuple[int, ...], ops: tuple[str, 
 def test_an_exchange_moves_only_what_must_move(seed: int, mesh_shape: tuple[int, ...]) -> None:
     ((src, dst),) = spec_pairs(seed, 1, mesh_shapes=[mesh_shape], ops=())
     for step in plan(src, dst).steps:
-        if not isinstance(step, Exchange):
+        if step.name != "Exchange":
             continue
         for c in product(*map(range, mesh_shape)):
             blocks = blocks_of(step, c)

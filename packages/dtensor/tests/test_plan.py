@@ -77,7 +77,7 @@ def test_a_tensor_without_dims() -> None:
 
 def test_sum_and_average_are_reduced_together() -> None:
     step = plan(spec((4, 2), (P, Partial("avg"))), spec((4, 2), (R, R))).steps[0]
-    assert (step.op, step.divisor, step.axes) == ("sum", 2, (0, 1))  # type: ignore[attr-defined]  # of AllReduce
+    assert (step.op, step.divisor, step.axes) == ("sum", 2, (0, 1))
 
 
 def test_an_order_alone_is_a_change() -> None:

@@ -30,7 +30,7 @@ from ..layout.dim_sharding import DimSharding
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from .blocks import boxes_of_rank, flows
-from .steps import Plan, Reshape, Step, Transfer
+from .steps import Plan, Step
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -54,8 +54,8 @@ def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> 
         one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
         if spec.is_strided and one is not None and two is not None:
             inner = within(one, two)
-            before: tuple[Step, ...] = () if one is src else (Reshape(src=src, dst=one),)
-            after: tuple[Step, ...] = () if two is dst else (Reshape(src=two, dst=dst),)
+            before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
+            after: tuple[Step, ...] = () if two is dst else (Step("Reshape", two, dst),)
             return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
     between = gather_strided(src, [d for d in range(src.ndim) if _is_strided(src, d) or _is_strided(dst, d)])
     return concatenated(within(src, between), within(between, dst))
@@ -213,7 +213,7 @@ def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
     bandwidth = min(link for side in links for link in side.bandwidth)
     seconds = latency + moved / bandwidth
     peak = 2 * sum(biggest)  # both boxes and their packed copies
-    step = Transfer(src=src, dst=dst, ranks=ranks, seconds=seconds, bytes=moved, peak_bytes=peak)
+    step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
     return Plan(src, dst, (step,), seconds, moved, peak)
 
 

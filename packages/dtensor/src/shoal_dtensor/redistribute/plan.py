@@ -23,20 +23,7 @@ from .search.costs import Links, axes_of, mask_of
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
 from .search.space import Space, State
-from .steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    MakePartial,
-    Plan,
-    ReduceScatter,
-    Reshape,
-    Scale,
-    Slice,
-    Step,
-    Transfer,
-)
+from .steps import Plan, Step
 
 if TYPE_CHECKING:
     from functools import _CacheInfo  # what `lru_cache` answers has no public name
@@ -96,14 +83,14 @@ def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
 
 def _moves_equal_blocks(step: Step) -> bool:
     """Whether what a step does on a rank follows from the size of its own shard, or from constants."""
-    if isinstance(step, AllGather | ReduceScatter):
-        sharded = step.src if isinstance(step, AllGather) else step.dst
+    if step.name in ("AllGather", "ReduceScatter"):
+        sharded = step.src if step.name == "AllGather" else step.dst
         return len(step.dims) == 1 or (sharded.example or sharded).even
-    if isinstance(step, Exchange):
+    if step.name == "Exchange":
         sizes = zip(step.src.shape, step.src.dim_shardings, step.dst.dim_shardings, strict=True)
         moving = [n for n, a, b in sizes if {*a.axes, *b.axes} & {*step.axes}]
         return not has_symbols(moving)
-    return not isinstance(step, Reshape | Transfer)
+    return step.name not in ("Reshape", "Transfer")
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -225,31 +212,12 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
 
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     """The step for an edge."""
-    fields: dict[str, Any] = {
-        "src": here,
-        "dst": there,
-        "axes": edge.axes,
-        "seconds": edge.seconds,
-        "bytes": edge.received,
-        "peak_bytes": edge.peak,
-    }
     ops, sizes = dict(here.partials), here.mesh.shape
-    match edge.kind:
-        case "AllReduce" | "ReduceScatter":
-            kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
-            averaged = prod(sizes[a] for a in edge.axes if ops[a] == "avg")  # sum over 2, avg over 4: sum / 4
-            fields["op"], fields["divisor"] = (kinds.pop(), 1) if len(kinds) == 1 else ("sum", averaged)
-            fields["dims"] = edge.tensor_dims
-        case "AllGather":
-            fields["dims"] = edge.tensor_dims
-        case "AllToAll":
-            fields["src_dim"], fields["dst_dim"] = edge.tensor_dims
-        case "Scale":
-            fields["factor"] = prod(sizes[a] for a in edge.axes if ops[a] == "sum")  # sum -> avg on 2 ranks: by 2
-            fields["divisor"] = prod(sizes[a] for a in edge.axes if ops[a] == "avg")  # avg -> sum on 2: by 1/2
-    return _STEPS[edge.kind](**fields)
-
-
-_STEPS: dict[str, type[Step]] = {
-    step.__name__: step for step in (AllGather, AllReduce, AllToAll, Exchange, MakePartial, ReduceScatter, Scale, Slice)
-}
+    summed, averaged = (prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg"))
+    more: dict[str, Any] = {}
+    if edge.kind == "Scale":
+        more = {"factor": summed, "divisor": averaged}  # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
+    elif edge.kind in ("AllReduce", "ReduceScatter"):
+        kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
+        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}  # avg over 4: sum / 4
+    return Step(edge.kind, here, there, edge.axes, edge.tensor_dims, edge.seconds, edge.received, edge.peak, **more)

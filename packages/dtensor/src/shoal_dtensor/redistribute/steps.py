@@ -3,9 +3,6 @@
 A step leads from one spec to the next.  It says what happens, over which mesh axes, what it is
 expected to take and how many bytes the busiest rank receives; it does nothing itself.  `kernels`
 turns a step into what one rank does, `run` executes it, `explain` prints it.
-
-A step without fields of its own inherits what `dataclass` made of its base: to make it again for each of them is a
-tenth of the time that importing this package takes.
 """
 
 from __future__ import annotations
@@ -17,29 +14,59 @@ if TYPE_CHECKING:
     from ..layout.spec import Spec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step: every rank goes from its box under `src` to its box under `dst`."""
+    """One step: every rank goes from its box under `src` to its box under `dst`.
 
+    Its name says what happens:
+
+        AllGather      S -> R: every rank gets the boxes of the others over `axes`, which shard `dims`
+        ReduceScatter  P -> S: reduce over `axes`, each rank keeping its part of `dims`
+        AllReduce      P -> R: reduce over `axes`, every rank keeping all
+        AllToAll       S(i) -> S(j), all shards equally large; `dims` are i and j
+        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives exactly what it lacks
+        Transfer       any sharding on one mesh -> any sharding on another: an exchange among the ranks of both
+
+    and without communication:
+
+        Slice          R -> S: each rank keeps its own part
+        MakePartial    R or S -> P: each rank holds its values where they belong, elsewhere what the reduction ignores
+        Scale          P(sum) <-> P(avg): multiply by the number of ranks (`factor`) or divide by it
+        Reshape        the same elements under another shape, which folds dims or unfolds them
+    """
+
+    name: str
     src: Spec
     dst: Spec
     axes: tuple[int, ...] = ()  # mesh axes it works over; of a collective, in the order of its blocks
+    dims: tuple[int, ...] = ()  # tensor dims whose sharding changes
     seconds: float = 0.0  # expected time
     bytes: int = 0  # received by the busiest rank
     peak_bytes: int = 0  # expected memory at its worst moment, input and output included
+    op: str = ""  # of a reduction
+    factor: int = 1  # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
+    divisor: int = 1  # avg -> sum over 2 ranks: 2; of a reduction of sum over 2 and avg over 4 at once: sum / 4
+    ranks: tuple[int, ...] = ()  # of a transfer: global ranks that take part, ascending
 
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange anything."""
-        return type(self) in _COMMUNICATING
-
-    @property
-    def name(self) -> str:
-        """What the step is called in reports."""
-        return type(self).__name__
+        return self.name in _COMMUNICATING
 
     def detail(self) -> str:
         """Arguments of the step in words, for reports."""
+        match self.name:
+            case "AllGather":
+                return f" dims {list(self.dims)}"
+            case "ReduceScatter" | "AllReduce":
+                dims = f" dims {list(self.dims)}" if self.dims else ""
+                return f" {self.op}{dims}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+            case "AllToAll":
+                return f" dim {self.dims[0]} -> {self.dims[1]}"
+            case "Transfer":
+                return f" among {len(self.ranks)} ranks"
+            case "Scale":
+                return f" by {self.factor}/{self.divisor}" if self.divisor != 1 else f" by {self.factor}"
         return ""
 
     def line(self) -> str:
@@ -61,98 +88,7 @@ class Step:
         return f"{head}  {format_bytes(self.bytes)}  {format_seconds(self.seconds)}"
 
 
-class Slice(Step):
-    """R -> S: each rank keeps its own part; no communication."""
-
-    __slots__ = ()
-
-
-class MakePartial(Step):
-    """R or S -> P: each rank holds its values where they belong, and elsewhere what the reduction ignores; local."""
-
-    __slots__ = ()
-
-
-class Reshape(Step):
-    """The same elements under another shape, which folds dims or unfolds them; no communication."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scale(Step):
-    """P(sum) <-> P(avg): multiply or divide by the number of ranks; no communication."""
-
-    factor: int  # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
-    divisor: int
-
-    def detail(self) -> str:
-        return f" by {self.factor}/{self.divisor}" if self.divisor != 1 else f" by {self.factor}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AllGather(Step):
-    """S -> R: every rank gets the boxes of the others over `axes`, which shard `dims`."""
-
-    dims: tuple[int, ...]
-
-    def detail(self) -> str:
-        return f" dims {list(self.dims)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reduction(Step):
-    """P -> S or R: the op, the dims that `axes` shard then, and a divisor that turns a sum into an average."""
-
-    op: str
-    divisor: int = 1  # sum over an axis of 2 and avg over one of 4 at once: sum / 4
-    dims: tuple[int, ...] = ()
-
-    def detail(self) -> str:
-        dims = f" dims {list(self.dims)}" if self.dims else ""
-        return f" {self.op}{dims}" + (f" / {self.divisor}" if self.divisor != 1 else "")
-
-
-class ReduceScatter(Reduction):
-    """P -> S: reduce over `axes`, each rank keeping its part."""
-
-    __slots__ = ()
-
-
-class AllReduce(Reduction):
-    """P -> R: reduce over `axes`, every rank keeping all."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AllToAll(Step):
-    """S(i) -> S(j), all shards equally large."""
-
-    src_dim: int
-    dst_dim: int
-
-    def detail(self) -> str:
-        return f" dim {self.src_dim} -> {self.dst_dim}"
-
-
-class Exchange(Step):
-    """Any sharding -> any sharding: one all-to-all in which each rank receives exactly what it lacks."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Transfer(Step):
-    """Any sharding on one mesh -> any sharding on another: an exchange among the ranks of both."""
-
-    ranks: tuple[int, ...]  # global ranks that take part, ascending
-
-    def detail(self) -> str:
-        return f" among {len(self.ranks)} ranks"
-
-
-_COMMUNICATING = frozenset({AllGather, ReduceScatter, AllReduce, AllToAll, Exchange, Transfer})
+_COMMUNICATING = frozenset({"AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Exchange", "Transfer"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,8 +133,8 @@ class Plan:
     @property
     def slices(self) -> bool:
         """Whether what the last step makes is a part of the tensor that was there before it."""
-        kept = [step for step in self.steps if type(step) is not Reshape]  # AllReduce, Slice, Reshape: yes
-        return not kept or type(kept[-1]) is Slice
+        kept = [step for step in self.steps if step.name != "Reshape"]  # AllReduce, Slice, Reshape: yes
+        return not kept or kept[-1].name == "Slice"
 
     def _repr_html_(self) -> str:
         from html import escape  # 2 ms, for notebooks only

@@ -14,7 +14,7 @@ from ..layout.boxes import Box, intersect, volume
 from ..layout.placements import Partial
 from .execution.kernels import blocks_of, members
 from .reductions import wire_itemsize
-from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Reduction, Step
+from .steps import Plan, Step
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -26,8 +26,7 @@ Traffic = dict[tuple[int, int], float]
 def step_traffic(step: Step) -> Traffic:
     """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
     traffic: Traffic = {}
-    op = step.op if isinstance(step, Reduction) else ""
-    itemsize = wire_itemsize(op, step.src.dtype)
+    itemsize = wire_itemsize(step.op, step.src.dtype)
     shape = step.src.mesh.shape
     numbers = {c: number for number, c in enumerate(product(*map(range, shape)))}  # on (2, 2), (1, 0) is 2
     for c, me in numbers.items() if step.communicates else ():
@@ -49,16 +48,16 @@ def plan_traffic(plan: Plan) -> Traffic:
 def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """Elements that the rank at `c` receives from each other rank of its group."""
     group = members(step.src, step.axes, c)
-    match step:
-        case AllGather():
+    match step.name:
+        case "AllGather":
             return {m: volume(step.src.box(m)) for m in group}
-        case ReduceScatter():
+        case "ReduceScatter":
             return dict.fromkeys(group, float(volume(step.dst.box(c))))
-        case AllReduce():  # reduce one's part of it, then get the parts of the others
+        case "AllReduce":  # reduce one's part of it, then get the parts of the others
             return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
-        case AllToAll():
+        case "AllToAll":
             return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
-        case Exchange():
+        case "Exchange":
             return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
     raise AssertionError(f"unknown step {step.name}")
 

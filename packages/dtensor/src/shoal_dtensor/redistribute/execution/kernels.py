@@ -24,22 +24,10 @@ from ...layout.placements import norm_order
 from ...layout.tensor_meta import has_symbols
 from ..blocks import Blocks, adjacent_rows, boxes_of_rank, exchange_blocks, regular
 from ..reductions import identity_of, powers, root
-from ..steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    MakePartial,
-    ReduceScatter,
-    Reshape,
-    Scale,
-    Slice,
-    Step,
-    Transfer,
-)
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
+    from ..steps import Step
 
 
 Coordinate = tuple[int, ...]
@@ -81,9 +69,9 @@ class Kernel(NamedTuple):
 
 def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
     """What the rank at a coordinate of the step's mesh does; nothing if it is outside (None), but for a transfer."""
-    if coordinate is None and type(step) is not Transfer:
+    if coordinate is None and step.name != "Transfer":
         return Kernel()
-    return _KERNELS[type(step)](step, coordinate)
+    return _KERNELS[step.name](step, coordinate)
 
 
 def buffer_shape(step: Step, collective: CollectiveCall) -> Sequence[int]:
@@ -91,7 +79,7 @@ def buffer_shape(step: Step, collective: CollectiveCall) -> Sequence[int]:
     if collective.kind == "all_to_all_v":
         return (sum(collective.sizes),)
     shape = step.src.local_shape
-    is_flat = isinstance(step, AllGather | ReduceScatter) and len(step.dims) > 1
+    is_flat = step.name in ("AllGather", "ReduceScatter") and len(step.dims) > 1
     return (shape.numel(),) if is_flat else shape
 
 
@@ -111,13 +99,13 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
     return coordinates
 
 
-def _boxes(spec: Spec, step: AllGather | ReduceScatter, coordinate: Coordinate) -> list[Box]:
+def _boxes(spec: Spec, step: Step, coordinate: Coordinate) -> list[Box]:
     """The boxes of the ranks along a step's axes; where all have the same shape, this rank's stands for them."""
     even = all(spec.dim_sharding(dim).even for dim in step.dims)
     return [spec.box(c) for c in ([coordinate] if even else members(spec, step.axes, coordinate))]
 
 
-def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
+def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
     """Who sends what to whom in an exchange, members counted along the step's axes.
 
     Along dims of symbolic sizes, which do not move (`plan`), every block is as long as the shard.
@@ -136,7 +124,7 @@ def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
     return Blocks(tuple(sends), tuple(receives), tuple(map(whole, blocks.kept)))
 
 
-def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
+def _slice(step: Step, coordinate: Coordinate) -> Kernel:
     before, after = step.src.box(coordinate), step.dst.box(coordinate)
     narrowed = [  # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
         (d, j - i, k - j) for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True)) if (i, m) != (j, k)
@@ -150,12 +138,12 @@ def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
     return Kernel(finish=finish)
 
 
-def _reshape(step: Reshape, coordinate: Coordinate) -> Kernel:
+def _reshape(step: Step, coordinate: Coordinate) -> Kernel:
     shape = step.dst.local_shape_at(coordinate)
     return Kernel(finish=lambda local, _: local.reshape(shape))
 
 
-def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
+def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
     """R or S -> P: every element is held once along the axes; or as often as it was, if the reduction ignores that."""
     before, after = step.src.box(coordinate), step.dst.box(coordinate)
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
@@ -184,12 +172,12 @@ def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
     return Kernel(finish=finish)
 
 
-def _scale(step: Scale, coordinate: Coordinate) -> Kernel:
+def _scale(step: Step, coordinate: Coordinate) -> Kernel:
     factor = step.factor if step.divisor == 1 else step.factor / step.divisor
     return Kernel(finish=lambda local, _: local * factor)
 
 
-def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
+def _all_gather(step: Step, coordinate: Coordinate) -> Kernel:
     boxes = _boxes(step.src, step, coordinate)  # 5 rows on 2 ranks: 0:3, 3:5; even ones: its own only
     local_box = step.dst.box(coordinate)
     shape = shape_of(local_box)
@@ -214,7 +202,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
     return Kernel(torch.flatten, collective, finish)
 
 
-def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[Box], op: str = "sum") -> CollectiveCall:
+def _along_one_dim(kind: str, step: Step, boxes: Sequence[Box], op: str = "sum") -> CollectiveCall:
     """The collective along the only dim of a step, with the lengths of the members' blocks where these differ."""
     dim = step.dims[0]
     sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)  # 5 rows on 2 ranks: (3, 2), so all_gather_v
@@ -223,7 +211,7 @@ def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[B
     return CollectiveCall(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
 
 
-def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
+def _reduce_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     boxes = _boxes(step.dst, step, coordinate)
     local_box, shape = step.src.box(coordinate), shape_of(step.dst.box(coordinate))
     if not volume(local_box):
@@ -248,20 +236,20 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
     return Kernel(lambda local: pack_blocks([local[w] for w in where]), collective, finish)
 
 
-def _all_reduce(step: AllReduce, coordinate: Coordinate) -> Kernel:
+def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
     if not volume(step.src.box(coordinate)):
         return Kernel(finish=lambda local, _: local.clone())
     collective = CollectiveCall("all_reduce", step.axes, op=step.op)
     return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
 
 
-def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel:
+def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
     """A reduction; that of a norm is a sum of powers, of which the root is taken."""
-    kernel_of = _reduce_scatter if isinstance(step, ReduceScatter) else _all_reduce
+    kernel_of = _reduce_scatter if step.name == "ReduceScatter" else _all_reduce
     order, dtype = norm_order(step.op), step.src.dtype
     if order is None:
-        return kernel_of(step, coordinate)  # type: ignore[arg-type]  # the function for this type was chosen above
-    work = kernel_of(replace(step, op="sum"), coordinate)  # type: ignore[arg-type]  # the same
+        return kernel_of(step, coordinate)
+    work = kernel_of(replace(step, op="sum"), coordinate)
     if work.collective is None:
         return work
     prepare, finish = work.prepare, work.finish
@@ -272,20 +260,20 @@ def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel
     )
 
 
-def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
+def _all_to_all(step: Step, coordinate: Coordinate) -> Kernel:
     shape = shape_of(step.dst.box(coordinate))
     if not volume(step.dst.box(coordinate)):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    return Kernel(collective=CollectiveCall("all_to_all", step.axes, dim=step.dst_dim, receives=(step.src_dim,)))
+    return Kernel(collective=CollectiveCall("all_to_all", step.axes, dim=step.dims[1], receives=step.dims[:1]))
 
 
-def _exchange(step: Exchange, coordinate: Coordinate) -> Kernel:
+def _exchange(step: Step, coordinate: Coordinate) -> Kernel:
     size = prod(step.src.mesh.shape[axis] for axis in step.axes)
     blocks = blocks_of(step, coordinate)
     return _moved(blocks, step.src.box(coordinate), step.dst.box(coordinate), size, axes=step.axes)
 
 
-def transfer_kernel(step: Transfer, rank: int) -> Kernel:
+def transfer_kernel(step: Step, rank: int) -> Kernel:
     """What a global rank does in a transfer; nothing if it is on neither mesh."""
     if rank not in step.ranks:
         return Kernel()
@@ -351,15 +339,15 @@ def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Te
 _COUNTED = frozenset({"sum", "product", "bxor"})  # reductions that count a value as often as it occurs
 
 
-_KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
-    Slice: _slice,
-    Reshape: _reshape,
-    MakePartial: _make_partial,
-    Scale: _scale,
-    AllGather: _all_gather,
-    ReduceScatter: _reducing,
-    AllReduce: _reducing,
-    AllToAll: _all_to_all,
-    Exchange: _exchange,
-    Transfer: lambda step, _: transfer_kernel(step, step.src.mesh.get_rank()),  # on either mesh
+_KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
+    "Slice": _slice,
+    "Reshape": _reshape,
+    "MakePartial": _make_partial,
+    "Scale": _scale,
+    "AllGather": _all_gather,
+    "ReduceScatter": _reducing,
+    "AllReduce": _reducing,
+    "AllToAll": _all_to_all,
+    "Exchange": _exchange,
+    "Transfer": lambda step, _: transfer_kernel(step, step.src.mesh.get_rank()),  # on either mesh
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal_mesh import all_to_all_v
 from shoal_mesh.internal import PackedPending, Pending, start_packed
 
-from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
+from ..steps import Plan, Step
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
 from .kernels import CollectiveCall, Kernel, buffer_shape, received
 
@@ -92,9 +92,8 @@ def _key(leg: Leg, device: torch.device) -> object:
     travel in one message over that axis.
     """
     step = leg.step
-    op = step.op if isinstance(step, Reduction) else ""
-    kind = Exchange if isinstance(step, AllToAll | Transfer) else type(step)
-    return comm_of(leg.call, step.src.mesh).ranks, kind, op, step.src.dtype, device
+    name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
+    return comm_of(leg.call, step.src.mesh).ranks, name, step.op, step.src.dtype, device
 
 
 class Message:
