@@ -16,7 +16,7 @@ from shoal_mesh import DeviceMesh, topology_of
 from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
-from ..layout.placements import Partial, Placement, Replicate
+from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.tensor_meta import constant, has_symbols
 from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
 from .search.costs import Links, axes_of, mask_of
@@ -203,10 +203,10 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
         here = src if (state.pending | state.scaled) >> axis & 1 else dst
         before = here.placements[axis]
         placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
-    for dim, tokens in enumerate(state.dims):
-        for token in tokens:
-            placements[token // 3] = space.placement(token, dim)  # token 3 of dim 0: axis 1 is S(0)
-    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(state.dims) if tokens)
+    for dim, sharded in enumerate(state.dims):
+        for each in sharded.lineage[1:]:
+            placements[each.axes[-1]] = each.placement or Shard(dim)
+    order = tuple((dim, sharded.axes) for dim, sharded in enumerate(state.dims) if sharded.axes)
     return src.with_(placements=placements, stride=dst.stride, shard_order=order)
 
 

@@ -32,9 +32,9 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
     changed: list[int] = []
     leaving, entering, held = 0, 0, 1.0
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
-        if old != new:
-            change = space.change(dim, old, new)
-            if not change.leaving and not (before.used | before.pending) >> new[len(old)] // 3 & 1:
+        if old is not new:
+            change = space.change(old, new)
+            if not change.leaving and not (before.used | before.pending) >> new.axes[len(old.axes)] & 1:
                 sliced = _sliced(space, before, after.dims)
                 return [_local(space, "Slice", before, sliced), *reshard(space, sliced, after)]
             changed.append(dim)
@@ -55,29 +55,30 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
 
 def _exchange(space: Space, before: State, after: State, changed: list[int], involved: int, received: int) -> Edge:
     """An exchange among the ranks that hold different shards, or among all that want different ones."""
-    links, held, wanted, dims = space.links, before.box, after.box, tuple(changed)
-    seconds, peak = links.seconds(involved, received), 2 * (held + wanted)
+    links, held, wanted = space.links, before.box, after.box
+    seconds, kind, dims = links.seconds(involved, received), "Exchange", tuple(changed)
     near = involved & before.used  # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
+    axes = axes_of(involved)
     if near != involved:
         sent = sent_among(links.ranks(near), links.ranks(near & ~after.used), held, received)
         nearer = links.seconds(near, sent)
         if nearer <= seconds:
-            involved, received, seconds = near, sent, nearer
-    elif len(changed) == 2 and (ends := _transposed(space, before, after, changed)):
-        axes = _inner(after.dims, before.dims, ends[:1])
-        return Edge("AllToAll", axes, ends, after, seconds + links.copy(held + wanted), received, peak)
+            axes, received, seconds = axes_of(near), sent, nearer
+    elif len(changed) == 2 and (ends := _transposed(before, after, changed)):
+        kind, dims, axes = "AllToAll", ends, _inner(after.dims, before.dims, ends[:1])
     copied = 0 if changed == [0] else min(received, held) + wanted  # rows of dim 0 are in memory as they travel
-    return Edge("Exchange", axes_of(involved), dims, after, seconds + links.copy(copied), received, peak)
+    return Edge(kind, axes, dims, after, seconds + links.copy(copied), received, 2 * (held + wanted))
 
 
-def _transposed(space: Space, before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
+def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
     """(from, to) if the innermost axes of one dim become the innermost of the other that changes, all even."""
     old, new = before.dims, after.dims
+    if not all(dims[dim].even for dim in changed for dims in (old, new)):
+        return None
     for a, b in (changed, changed[::-1]):
-        moved = old[a][len(new[a]) :]  # S(0) -> S(1): dim 0 is (0,), then (): (0,), which enters dim 1
-        if moved and old[a] == new[a] + moved and new[b] == old[b] + moved:
-            even = all(space.shards(dim, dims[dim]).even for dim in changed for dims in (old, new))
-            return (a, b) if even else None
+        moved = old[a].axes[len(new[a].axes) :]  # S(0) -> S(1): dim 0 by axis 0, then whole: (0,), which enters dim 1
+        if moved and new[a] in old[a].outers and old[b] in new[b].outers and new[b].axes == old[b].axes + moved:
+            return a, b
     return None
 
 
@@ -95,7 +96,7 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     """P -> S over the axes that are no longer pending, each rank keeping its shard: (n - 1) / n of the box comes."""
     mask, wide, box = before.pending & ~after.pending, space.widening, before.box
     changed, ways = _changed(before, after), space.links.ranks(mask)
-    even = all(space.shards(dim, after.dims[dim]).even for dim in changed)
+    even = all(after.dims[dim].even for dim in changed)
     received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))  # 5 rows as 3 + 2: 3 * 1
     packed = 0 if changed == (0,) else wide * box
     seconds = space.links.seconds(mask, received) + space.links.copy(packed)
@@ -155,25 +156,28 @@ def _sliced(space: Space, before: State, goal: Dims) -> State:
     """The state after dims have been sharded towards `goal` by axes that are neither used nor pending."""
     taken, dims = before.used | before.pending, []
     for old, new in zip(before.dims, goal, strict=True):
-        end = len(old)
-        while new[: len(old)] == old and end < len(new) and not taken >> new[end] // 3 & 1:
-            end += 1  # () towards (0, 3), axis 1 taken: (0,)
-        dims.append(old + new[len(old) : end])
+        end = len(old.axes)
+        if old in new.outers:
+            while end < len(new.axes) and not taken >> new.axes[end] & 1:
+                end += 1  # a whole dim towards axes 0 and 1, axis 1 taken: by axis 0
+            old = new.lineage[end]
+        dims.append(old)
     return space.state(tuple(dims), before.pending, before.becoming, before.scaled)
 
 
 def _without(dims: Dims, axes: int) -> Dims | None:
     """The shardings without some axes; None if one of them is not innermost."""
-    coarse = tuple([tuple([t for t in tokens if not axes >> t // 3 & 1]) for tokens in dims])
-    inner = all(tokens[: len(outer)] == outer for tokens, outer in zip(dims, coarse, strict=True))
-    return coarse if inner else None  # (0, 3) without axis 1: (0,); without axis 0: None, as (3,) is no prefix
+    coarse = []
+    for sharded in dims:
+        coarse += [outer for outer in sharded.lineage if outer.mask == sharded.mask & ~axes]
+    return tuple(coarse) if len(coarse) == len(dims) else None  # by 0, then 1: without axis 1 by 0; without axis 0 None
 
 
 def _changed(before: State, after: State) -> tuple[int, ...]:
     """The dims whose sharding differs."""
-    return tuple([d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a != b])
+    return tuple([d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a is not b])
 
 
 def _inner(coarse: Dims, fine: Dims, of: Sequence[int]) -> tuple[int, ...]:
-    """The axes that shard some dims further: (0,) and (0, 3, 6) have (1, 2)."""
-    return tuple([t // 3 for dim in of for t in fine[dim][len(coarse[dim]) :]])
+    """The axes that shard some dims further: by axis 0, and by 0, 1 and 2: (1, 2)."""
+    return tuple([axis for dim in of for axis in fine[dim].axes[len(coarse[dim].axes) :]])

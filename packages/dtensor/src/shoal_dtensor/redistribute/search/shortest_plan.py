@@ -10,7 +10,6 @@ Of ways that take equally long the first one is taken, direct ones first, so eve
 
 from __future__ import annotations
 
-from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, count
 from math import inf, prod
@@ -120,7 +119,7 @@ class _Search:
         self.reached: dict[State, float] = {}  # seconds of the fastest way there so far
         self.offer(start)
         plain = self.reduced(start)
-        if self.worst * _ALIKE <= self.bound.at_once(start.here):
+        if self.worst * _ALIKE <= self.bound(start.here):
             self.heap.clear()
         if self.heap and self.space.large.bit_count() > 2:
             self.settle(plain)
@@ -183,7 +182,9 @@ class _Search:
                 continue
             # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new shard a rank had a
             # quarter at most.
-            leaving = _axes(here.placed & ~after.placed)  # dim 0 from (0, 3) to (0,): axis 1, 0b10
+            leaving = 0
+            for old, new in zip(here.dims, after.dims, strict=True):
+                leaving |= old.mask & ~new.mask
             least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
             if seconds + least + ahead < self.worst:
                 self.priced += 1
@@ -201,7 +202,7 @@ class _Search:
             return
         for edge in joined(space, here):
             self.offer(trail.then([edge]))
-        for dims in self.candidates.inside(here.dims, here.pending)[1:]:  # P, P on one dim: (3,), (0,), (0, 3), (3, 0)
+        for dims in self.candidates.inside(here.dims, here.pending)[1:]:  # P, P on one dim: by 1, 0, 0 and 1, 1 and 0
             after = space.scattered(here, dims)
             start = space.links.seconds(here.pending & ~after.pending, 0)
             if trail.seconds + start + self.bound(after) < self.worst and not self.is_over():
@@ -213,8 +214,8 @@ class _Search:
         key = here.pending, here.becoming, here.scaled
         near = self.near.get(key)
         if near is None:
-            space, bare = self.space, ((),) * len(here.dims)
-            layouts = self.candidates.inside(bare, space.moving(here) & ~here.pending)
+            space = self.space
+            layouts = self.candidates.inside(space.whole, space.moving(here) & ~here.pending)
             states = [space.state(dims, *key) for dims in layouts]
             near = self.near[key] = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
         return near
@@ -264,16 +265,6 @@ class _Search:
         return max([box, *[edge.peak + (box if i else 0) for i, edge in enumerate(edges)]])
 
 
-@lru_cache(maxsize=4096)
-def _axes(placed: int) -> int:
-    """The axes of `State.placed`, on whatever dim: bits 0 and 33 are axes 0 and 1 (33 = 1 + 2 * 16)."""
-    axes = 0
-    while placed:
-        axes |= placed & 0xFFFF
-        placed >>= 16
-    return axes
-
-
 class Bound:
     """Seconds from a state to the goal, at least: the slowest start, and what has to come over links of each speed.
 
@@ -285,12 +276,13 @@ class Bound:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.whole = space.itemsize * prod(space.shape)  # (8, 6) of f32: 192
+        self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)  # (8, 6) of f32: 192
         axes, links = axes_of(space.large), space.links
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
         # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow), (0b11, fast)
         speeds = sorted({links.bandwidth[a] for a in axes})
         self._levels = [(mask_of([a for a in axes if links.bandwidth[a] <= speed]), speed) for speed in speeds]
+        self._fastest = speeds[-1] if speeds else inf
         self._known: dict[State, float] = {}
 
     def __call__(self, here: State) -> float:
@@ -315,7 +307,15 @@ class Bound:
                 if volume > before:
                     seconds += (volume - before) / speed
                     before = volume
-        return seconds
+        if here.pending or here.becoming:
+            return seconds
+        # A rank lacks what its two shards have not in common, which is at most the shorter length of each dim. 8 x 8,
+        # S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it has 4 x 4.
+        common = self.space.itemsize
+        for old, new in zip(here.dims, self.space.wanted, strict=True):
+            common *= min(old.longest, new.longest)
+        lacking = self.whole / links.ranks(self.space.goal.used) - common  # 64 / 2 - 4 * 4 = 16 elements
+        return max(seconds, links.seconds(leaving, 0) + lacking / self._fastest)
 
     def _volume(self, here: State, moving: int, level: int) -> float:
         """Bytes that a rank receives at least, on average, through collectives over axes of a level.
@@ -334,18 +334,3 @@ class Bound:
         parts = ranks(here.used & ~wanted & between)
         island = self.whole / ranks(wanted & between)
         return (island - island / parts) / ranks(moving & ~between)  # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
-
-    def at_once(self, here: State) -> float:
-        """Seconds from a state to the goal, at least: more than the bound where shards change places among axes.
-
-        A rank lacks what its two shards have not in common, which is at most the shorter length of each dim. 8 x 8,
-        S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it has 4 x 4.
-        """
-        if here.pending or here.becoming:
-            return self(here)
-        space, links, common = self.space, self.space.links, self.space.itemsize
-        for dim, (old, new) in enumerate(zip(here.dims, space.goal.dims, strict=True)):
-            common *= min(space.shards(dim, old).longest, space.shards(dim, new).longest)
-        lacking = self.whole / links.ranks(space.goal.used) - common  # 64 / 2 - 4 * 4 = 16 elements
-        fastest = max([links.bandwidth[axis] for axis in axes_of(space.large)], default=inf)
-        return max(self(here), links.seconds(here.leaving, 0) + lacking / fastest)
