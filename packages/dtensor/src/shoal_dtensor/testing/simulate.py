@@ -96,18 +96,20 @@ def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Te
     match call.kind:
         case "all_reduce":
             return reduce_all(buffers, call.op)
-        case "all_gather" | "all_gather_v":
-            assert not call.sizes or [b.shape[call.dim] for b in buffers] == list(call.sizes), "sizes must hold"
-            return torch.cat(buffers, call.dim)
-        case "reduce_scatter" | "reduce_scatter_v":
-            sizes = list(call.sizes) or [buffers[me].shape[call.dim] // len(buffers)] * len(buffers)
-            return reduce_all(buffers, call.op).split_with_sizes(sizes, call.dim)[me].clone()
-        case "all_to_all":
-            return torch.cat([b.chunk(len(buffers), call.dim)[me] for b in buffers], call.receives[0])
-    assert call.kind == "all_to_all_v", f"no collective {call.kind}"
-    sent = [b.split_with_sizes(list(other.sizes))[me] for b, other in zip(buffers, calls, strict=True)]
-    assert [t.numel() for t in sent] == list(call.receives), "what is sent must be what is expected"
+        case "all_gather":
+            assert not call.sizes or [len(b) for b in buffers] == list(call.sizes), "sizes must hold"
+            return torch.cat(buffers)
+        case "reduce_scatter":
+            return _block(reduce_all(buffers, call.op), me, call, len(buffers)).clone()
+    assert call.kind == "all_to_all", f"no collective {call.kind}"
+    sent = [_block(b, me, other, len(buffers)) for b, other in zip(buffers, calls, strict=True)]
+    assert not call.sizes or [t.numel() for t in sent] == list(call.receives), "what is sent must be what is expected"
     return torch.cat(sent)
+
+
+def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> Tensor:
+    """The block of a buffer for a member."""
+    return buffer.split_with_sizes(list(call.sizes) or [len(buffer) // members] * members)[member]
 
 
 def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:

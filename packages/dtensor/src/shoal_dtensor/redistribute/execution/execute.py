@@ -88,23 +88,23 @@ def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
 
 def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
     """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
-    comm = comm_of(collective, mesh)
-    dim, op, sizes = collective.dim, collective.op, collective.sizes
+    more["comm"] = comm_of(collective, mesh)
+    sizes, op = collective.sizes, collective.op
     match collective.kind:
         case "all_gather":
-            return partial(all_gather, comm=comm, dim=dim, **more)
-        case "all_gather_v":
-            return partial(all_gather_v, comm=comm, sizes=sizes, dim=dim, **more)
+            return partial(all_gather_v, sizes=sizes, **more) if sizes else partial(all_gather, **more)
         case "reduce_scatter":
-            return partial(reduce_scatter, comm=comm, dim=dim, op=op, **more)
-        case "reduce_scatter_v":
-            return partial(reduce_scatter_v, comm=comm, sizes=sizes, dim=dim, op=op, **more)
+            return (
+                partial(reduce_scatter_v, sizes=sizes, op=op, **more)
+                if sizes
+                else partial(reduce_scatter, op=op, **more)
+            )
         case "all_reduce":
-            return partial(all_reduce, comm=comm, op=op, **more)
-        case "all_to_all":
-            return partial(all_to_all, comm=comm, split_dim=dim, concat_dim=collective.receives[0], **more)
-    assert collective.kind == "all_to_all_v", f"unknown collective {collective.kind}"
-    return partial(all_to_all_v, comm=comm, send_sizes=sizes, recv_sizes=collective.receives, **more)
+            return partial(all_reduce, op=op, **more)
+    assert collective.kind == "all_to_all", f"unknown collective {collective.kind}"
+    if not sizes:
+        return partial(all_to_all, split_dim=0, concat_dim=0, **more)
+    return partial(all_to_all_v, send_sizes=sizes, recv_sizes=collective.receives, **more)
 
 
 def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
@@ -133,10 +133,7 @@ MAX_ELEMENTS = 256  # of a norm that is remembered: a total, or one for each row
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
     """What `run` gives; for a small partial norm, what it gave before if the tensor has not been written to since.
 
-    Args:
-        plan: as for `run`.
-        local: the local tensor; owner: the DTensor that it is of, which keeps the result.
-        fresh: whether the result may be written to.
+    The DTensor `owner`, which `local` is of, keeps that; a `fresh` result may be written to.
     """
     if not plan.src.partials or not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
@@ -149,12 +146,7 @@ def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) ->
 
 
 def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
-    """Write to a DTensor what an operator made of its values under another layout.
-
-    Args:
-        plan: from there to the layout of the tensor.
-        result: the local tensor there; owner: the DTensor.
-    """
+    """Write to the DTensor `owner` what an operator made of its values under a layout from which `plan` leads."""
     owner._local_tensor.copy_(run(plan, result))
     if _is_norm(plan.dst, owner):
         increment_version(owner)  # `foreach` operators do not

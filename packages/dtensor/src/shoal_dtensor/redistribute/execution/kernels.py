@@ -34,17 +34,14 @@ Coordinate = tuple[int, ...]
 
 
 class CollectiveCall(NamedTuple):
-    """One call of shoal_mesh's collectives."""
+    """One call of shoal_mesh's collectives.  The blocks of its members follow one another along dim 0."""
 
-    # name of the function: all_gather, all_gather_v, reduce_scatter, reduce_scatter_v, all_reduce, all_to_all,
-    # all_to_all_v
-    kind: str
+    kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
     axes: tuple[int, ...]  # mesh axes of the communicator, in the order of its members
-    dim: int = 0  # tensor dim of the blocks; of all_to_all the dim that is split
     op: str = "sum"  # reduction
-    sizes: tuple[int, ...] = ()  # lengths of the members' blocks (of all_to_all_v: elements sent to each)
-    # of all_to_all_v: elements received from each; of all_to_all: the dim that is joined
-    receives: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # lengths of the members' blocks if they differ (of an all_to_all those sent to each)
+    receives: tuple[int, ...] = ()  # of an all_to_all with sizes: lengths of the blocks received from each
+    shape: tuple[int, ...] = (-1,)  # of what it gives, -1 for the length of the blocks: flat, if nothing else is said
     ranks: tuple[int, ...] = ()  # global ranks of the communicator where it is not along axes of one mesh
 
 
@@ -72,15 +69,6 @@ def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
     if coordinate is None and step.name != "Transfer":
         return Kernel()
     return _KERNELS[step.name](step, coordinate)
-
-
-def buffer_shape(step: Step, collective: CollectiveCall) -> Sequence[int]:
-    """The shape of what this rank passes to a step's collective."""
-    if collective.kind == "all_to_all_v":
-        return (sum(collective.sizes),)
-    shape = step.src.local_shape
-    is_flat = step.name in ("AllGather", "ReduceScatter") and len(step.dims) > 1
-    return (shape.numel(),) if is_flat else shape
 
 
 def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
@@ -183,8 +171,8 @@ def _all_gather(step: Step, coordinate: Coordinate) -> Kernel:
     shape = shape_of(local_box)
     if not volume(local_box):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    if len(step.dims) == 1:
-        return Kernel(collective=_along_one_dim("all_gather", step, boxes))
+    if step.dims == (0,):
+        return Kernel(collective=_of_rows("all_gather", step, boxes, shape))
     if regular(boxes):
         sizes, order = _grid_of_blocks(step.src, step.dst, step.dims, shape_of(boxes[0]))
         return Kernel(
@@ -198,17 +186,16 @@ def _all_gather(step: Step, coordinate: Coordinate) -> Kernel:
         unpack_blocks(got, [out[slices_of(box, local_box)] for box in boxes])
         return out
 
-    collective = CollectiveCall("all_gather_v", step.axes, sizes=tuple(map(volume, boxes)))
+    collective = CollectiveCall("all_gather", step.axes, sizes=tuple(map(volume, boxes)))
     return Kernel(torch.flatten, collective, finish)
 
 
-def _along_one_dim(kind: str, step: Step, boxes: Sequence[Box], op: str = "sum") -> CollectiveCall:
-    """The collective along the only dim of a step, with the lengths of the members' blocks where these differ."""
-    dim = step.dims[0]
-    sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)  # 5 rows on 2 ranks: (3, 2), so all_gather_v
+def _of_rows(kind: str, step: Step, boxes: Sequence[Box], shape: Sequence[int]) -> CollectiveCall:
+    """The collective of a step along dim 0, which gives a tensor of this shape."""
+    sizes = tuple(stop - start for (start, stop), *_ in boxes)  # 5 rows on 2 ranks: (3, 2)
     if all(size == sizes[0] for size in sizes):
-        return CollectiveCall(kind, step.axes, dim=dim, op=op)
-    return CollectiveCall(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
+        sizes = ()
+    return CollectiveCall(kind, step.axes, step.op, sizes, shape=(-1, *shape[1:]))
 
 
 def _reduce_scatter(step: Step, coordinate: Coordinate) -> Kernel:
@@ -217,8 +204,8 @@ def _reduce_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     if not volume(local_box):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     divide = _division(step.divisor, step.src.dtype)
-    if len(step.dims) == 1:
-        return Kernel(collective=_along_one_dim("reduce_scatter", step, boxes, step.op), finish=divide)
+    if step.dims == (0,):
+        return Kernel(collective=_of_rows("reduce_scatter", step, boxes, shape), finish=divide)
 
     def finish(got: Tensor, local: Tensor) -> Tensor:
         return divide(got.view(shape), local)
@@ -228,18 +215,18 @@ def _reduce_scatter(step: Step, coordinate: Coordinate) -> Kernel:
         interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
         return Kernel(
             prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),  # (4, 6) to 4 blocks of (2, 3)
-            collective=CollectiveCall("reduce_scatter", step.axes, op=step.op),
+            collective=CollectiveCall("reduce_scatter", step.axes, step.op),
             finish=finish,
         )
     where = [slices_of(box, local_box) for box in boxes]
-    collective = CollectiveCall("reduce_scatter_v", step.axes, op=step.op, sizes=tuple(map(volume, boxes)))
+    collective = CollectiveCall("reduce_scatter", step.axes, step.op, tuple(map(volume, boxes)))
     return Kernel(lambda local: pack_blocks([local[w] for w in where]), collective, finish)
 
 
 def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
     if not volume(step.src.box(coordinate)):
         return Kernel(finish=lambda local, _: local.clone())
-    collective = CollectiveCall("all_reduce", step.axes, op=step.op)
+    collective = CollectiveCall("all_reduce", step.axes, step.op, shape=tuple(step.src.local_shape_at(coordinate)))
     return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
 
 
@@ -261,10 +248,20 @@ def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def _all_to_all(step: Step, coordinate: Coordinate) -> Kernel:
-    shape = shape_of(step.dst.box(coordinate))
-    if not volume(step.dst.box(coordinate)):
-        return Kernel(finish=lambda local, _: local.new_empty(shape))
-    return Kernel(collective=CollectiveCall("all_to_all", step.axes, dim=step.dims[1], receives=step.dims[:1]))
+    (src_dim, dst_dim), before = step.dims, step.src.box(coordinate)
+    after, ranks = shape_of(step.dst.box(coordinate)), prod(step.src.mesh.shape[axis] for axis in step.axes)
+    if not volume(before):
+        return Kernel(finish=lambda local, _: local.new_empty(after))
+    block = shape_of(before)  # (2, 8) S(0) -> S(1) on 4 ranks: blocks of (2, 2), which make (8, 2)
+    block[dst_dim] = after[dst_dim]
+
+    def prepare(local: Tensor) -> Tensor:
+        return local if dst_dim == 0 else torch.cat(local.chunk(ranks, dst_dim))
+
+    def finish(got: Tensor, _: Tensor) -> Tensor:
+        return got if src_dim == 0 else torch.cat(got.chunk(ranks), src_dim)
+
+    return Kernel(prepare, CollectiveCall("all_to_all", step.axes, shape=(-1, *block[1:])), finish)
 
 
 def _exchange(step: Step, coordinate: Coordinate) -> Kernel:
@@ -310,7 +307,7 @@ def _moved(
         unpack_blocks(got, [out[place] for place in places])
         return out if places else bound(out, got)
 
-    collective = CollectiveCall("all_to_all_v", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
+    collective = CollectiveCall("all_to_all", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
     return Kernel(prepare, collective, finish)
 
 

@@ -23,7 +23,7 @@ from shoal_mesh.internal import PackedPending, Pending, start_packed
 
 from ..steps import Plan, Step
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
-from .kernels import CollectiveCall, Kernel, buffer_shape, received
+from .kernels import CollectiveCall, Kernel, received
 
 Places = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
@@ -36,20 +36,17 @@ class Leg(NamedTuple):
 
     position: int  # of the plan among those that advance together
     before: tuple[Stage, ...]  # the local steps
-    step: Step  # what communicates; `kernel` and `call` are this rank's part of it, `shape` that of what it sends
+    step: Step  # what communicates; `kernel` and `call` are this rank's part of it
     kernel: Kernel
     call: CollectiveCall
-    shape: Sequence[int]
     gives_result: bool  # whether the collective gives the result of the plan as it is
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
     """What plans send together, and what they do afterwards; all ranks pass the same plans in the same order.
 
-    Args:
-        plans: one for each tensor; their meshes may differ.
-        devices: of the tensors.
-        packs: whether a tensor that travels alone is packed too, and so needs no memory before it is unpacked.
+    One plan and device for each tensor; their meshes may differ.  With `packs` a tensor that travels alone is packed
+    too, and so needs no memory before it is unpacked.
     """
     symbolic = any(plan.src.example is not None for plan in plans)
     return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
@@ -75,8 +72,7 @@ def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
     for step, work in zip(plan.steps, kernels_of(plan), strict=True):
         if work.collective is not None:
             gives_result = step is plan.steps[-1] and work.finish is received and not closing(plan)
-            shape = buffer_shape(step, work.collective)
-            legs.append(Leg(index, tuple(before), step, work, work.collective, shape, gives_result))
+            legs.append(Leg(index, tuple(before), step, work, work.collective, gives_result))
             before = []
             continue
         before.append(stage_of(work, step.src.mesh))
@@ -99,30 +95,26 @@ def _key(leg: Leg, device: torch.device) -> object:
 class Message:
     """One collective for a leg of each of several plans: all that is known of it before there are tensors."""
 
-    __slots__ = ("_arrivals", "_comm", "_in_rows", "_is_call", "_kind", "_legs", "_received", "_sent")
+    __slots__ = ("_arrivals", "_blocks", "_comm", "_in_rows", "_is_call", "_kind", "_legs", "_received", "_sent")
 
     def __init__(self, legs: Sequence[Leg], packs: bool) -> None:
         calls = [leg.call for leg in legs]
         self._legs = legs
         self._comm = comm_of(calls[0], legs[0].step.src.mesh)
-        self._kind: str = calls[0].kind.removesuffix("_v")
-        # Equal blocks along dim 0 are the rows of a matrix: (size, n) for a tensor of size * n elements.
-        self._in_rows: bool = not any(call.sizes or call.dim for call in calls)
+        self._kind: str = calls[0].kind
+        self._in_rows: bool = not any(call.sizes for call in calls)  # equal blocks are the rows of a matrix
         self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
-        blocks = [_block_sizes(call, leg.shape, self._comm.size) for call, leg in zip(calls, legs, strict=True)]
-        # For each leg the elements from each member; for each member the elements for it, and from it, of all legs.
-        self._arrivals = [
-            call.receives if call.kind == "all_to_all_v" else n for call, n in zip(calls, blocks, strict=True)
-        ]
-        self._sent: list[int] = [*map(sum, zip(*blocks, strict=True))]
+        # For each leg the elements for each member (of a gather those of each), and from each; and of all legs in all.
+        self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
+        self._arrivals = [call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)]
+        self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
     def send(self, tensors: list[Tensor]) -> Pending | PackedPending:
-        """Start the collective.
+        """Start the collective with the local tensors of all plans.
 
-        Args:
-            tensors: the local tensors of all plans. Those that gather or reduce are taken out: the steps need no more
-                of them, and gradients are as large as what travels of them.
+        Those that gather or reduce are taken out: the steps need no more of them, and gradients are as large as what
+        travels of them.
         """
         buffers = []
         for leg in self._legs:
@@ -138,15 +130,14 @@ class Message:
             leg = self._legs[0]
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
         comm, op = self._comm, self._legs[0].call.op
-        if self._kind == "all_reduce":
-            return start_packed("all_reduce", [buffer.reshape(-1) for buffer in buffers], comm, op=op)
-        if self._kind == "all_gather":
-            return start_packed("all_gather", [buffer.reshape(-1) for buffer in buffers], comm, self._sent)
+        if self._kind in ("all_reduce", "all_gather"):
+            return start_packed(self._kind, [buffer.reshape(-1) for buffer in buffers], comm, self._sent, op)
         if self._kind == "reduce_scatter" and self._in_rows:
             rows = [buffer.reshape(comm.size, -1) for buffer in buffers]
             buffers.clear()
             return start_packed("reduce_scatter", rows, comm, self._sent, op)
-        blocks = (_blocks(leg.call, buffer, comm.size) for leg, buffer in zip(self._legs, buffers, strict=True))
+        sizes = zip(buffers, self._blocks, strict=True)
+        blocks = [buffer.reshape(-1).split_with_sizes(list(of_members)) for buffer, of_members in sizes]
         pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
         buffers.clear()
         if self._kind == "reduce_scatter":
@@ -167,40 +158,40 @@ class Message:
     def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
         """What its own collective would have given each leg.
 
-        Args:
-            arrived: what the collective brings: one flat tensor for each leg of an all-reduce, one in all of a
-                reduce-scatter, one for each member of an all-gather.
-            places: see `Places`.
+        What has arrived is one flat tensor for each leg of an all-reduce, one in all of a reduce-scatter or an
+        all-to-all, one for each member of an all-gather.
         """
-        legs = self._legs
         if self._is_call:
             assert isinstance(arrived, Tensor), "a call gives one tensor"
             return [arrived]
-        if self._kind == "all_reduce":
-            return [part.view(leg.shape) for part, leg in zip(arrived, legs, strict=True)]
+        if self._kind in ("all_gather", "all_to_all"):
+            return self._joined(arrived, places())
         if self._kind == "reduce_scatter":
-            parts = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
-            return [part.view(_with(leg.shape, leg.call.dim)) for part, leg in zip(parts, legs, strict=True)]
-        wanted = places()
-        into = [wanted[leg.position] if wanted and leg.gives_result else None for leg in legs]
-        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):
-            return self._copied_rows(arrived, into)
+            arrived = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
+        return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
+
+    def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The blocks from all members for each leg; where they are its plan's result, in the wanted tensor."""
+        shapes, size = [leg.call.shape for leg in self._legs], self._comm.size
+        fits = [bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous() for leg in self._legs]
+        into = [wanted[leg.position] if fit else None for leg, fit in zip(self._legs, fits, strict=True)]
+        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):  # a row for each member
+            lengths = [sizes[0] for sizes in self._arrivals]
+            results = [
+                arrived.new_empty(size * length).view(shape) if out is None else out
+                for length, shape, out in zip(lengths, shapes, into, strict=True)
+            ]
+            torch._foreach_copy_([each.view(size, -1) for each in results], list(torch.split(arrived, lengths, 1)))
+            return results
         if self._kind == "all_to_all":
             assert isinstance(arrived, Tensor), "an all-to-all brings one tensor"
             arrived = torch.split(arrived, self._received)
         of_members = zip(*self._arrivals, strict=True)
         rows = [torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)]
-        return [_joined(*each) for each in zip(legs, zip(*rows, strict=True), into, strict=True)]
-
-    def _copied_rows(self, rows: Tensor, into: Sequence[Tensor | None]) -> list[Tensor]:
-        """Tensors that are sharded equally along dim 0, from a matrix that has a row of shards for each member."""
-        size, lengths = self._comm.size, [sizes[0] for sizes in self._arrivals]
-        results = [
-            rows.new_empty(_with(leg.shape, 0, leg.shape[0] * size)) if out is None else out
-            for leg, out in zip(self._legs, into, strict=True)
-        ]
-        targets = [result.view(size, length) for result, length in zip(results, lengths, strict=True)]
-        torch._foreach_copy_(targets, list(torch.split(rows, lengths, 1)))
+        results = []
+        for blocks, shape, out in zip(zip(*rows, strict=True), shapes, into, strict=True):
+            flat = torch.cat(blocks, out=None if out is None else out.view(-1))
+            results.append(flat.view(shape) if out is None else out)
         return results
 
 
@@ -208,31 +199,10 @@ Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
 """Messages that are under way at the same time, round by round; and for each plan the local steps that remain then."""
 
 
-def _block_sizes(call: CollectiveCall, shape: Sequence[int], size: int) -> Sequence[int]:
-    """Elements of each member's block of a tensor that is gathered, or that is split for the members."""
-    if call.kind == "all_to_all_v":
-        return call.sizes
-    if call.sizes:
-        across = prod(n for dim, n in enumerate(shape) if dim != call.dim)
-        return [length * across for length in call.sizes]
-    return [prod(shape) if call.kind == "all_gather" else prod(shape) // size] * size
-
-
-def _blocks(call: CollectiveCall, buffer: Tensor, size: int) -> list[Tensor]:
-    """The parts of a tensor for the members, flat."""
-    lengths = list(call.sizes) or [buffer.shape[call.dim] // size] * size
-    return [block.reshape(-1) for block in buffer.split_with_sizes(lengths, call.dim)]
-
-
-def _joined(leg: Leg, blocks: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """What a leg's call gives that brings a flat block from each member."""
-    call = leg.call
-    if call.kind == "all_to_all_v":
-        return torch.cat(list(blocks))
-    dim = call.receives[0] if call.kind == "all_to_all" else call.dim
-    return torch.cat([block.view(_with(leg.shape, call.dim)) for block in blocks], dim, out=out)
-
-
-def _with(shape: Sequence[int], dim: int, length: int = -1) -> list[int]:
-    """A shape with another length along `dim`: the one that follows from the number of elements, if it is not given."""
-    return [*shape[:dim], length, *shape[dim + 1 :]]
+def _block_sizes(leg: Leg, size: int) -> Sequence[int]:
+    """Elements of each member's block of what a leg sends."""
+    if leg.call.sizes:
+        row = prod(leg.call.shape[1:])
+        return [length * row for length in leg.call.sizes]
+    sent = leg.step.src.local_shape.numel()
+    return [sent if leg.call.kind == "all_gather" else sent // size] * size
