@@ -118,8 +118,7 @@ def read_placements(
 def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> ShardOrder:
     """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless in `shard_order`).
 
-    Raises:
-        PlacementError: if `shard_order` names other axes than the placements do.
+    PlacementError if `shard_order` names other axes than the placements do.
     """
     asked = dict(shard_order or ())
     axes_of: dict[int, tuple[int, ...]] = {}
@@ -144,15 +143,8 @@ def normalize_placements(
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
     """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim.
 
-    Args:
-        placements: one per mesh axis, as a user wrote them.
-        mesh_shape: coordinates per mesh axis.
-        ndim: number of tensor dims.
-        shard_order: pairs (tensor dim, axes outermost first); dims left out are sharded in ascending axis order.
-        shape: of the tensor, where it is known.
-
-    Raises:
-        PlacementError: if the number of placements, a dim, the order or a strided placement does not fit.
+    Dims that `shard_order` leaves out are sharded in ascending axis order.  PlacementError if the number of placements,
+    a dim, the order or a strided placement does not fit.
     """
     if len(placements) != len(mesh_shape):
         raise PlacementIndexError(

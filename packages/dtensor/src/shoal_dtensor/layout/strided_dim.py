@@ -139,8 +139,7 @@ def shard_any_dim(
 ) -> AnyDimSharding:
     """The sharding of a dim by `axes`, outermost first, as their `Shard` and `StridedShard` placements.
 
-    Raises:
-        PlacementError: if explicit sizes do not fit the dim, or each other.
+    PlacementError if explicit sizes do not fit the dim, or each other.
     """
     if not axes:
         return DimSharding.whole(length)
@@ -168,10 +167,6 @@ def shard_any_dim(
 def shard_dims(
     shape: Sequence[int], order: ShardOrder, placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> tuple[AnyDimSharding, ...]:
-    """The shardings of all dims of a tensor; `order` has the axes of the sharded ones.
-
-    Raises:
-        PlacementError: see `shard_any_dim`.
-    """
+    """The shardings of all dims; `order` has the axes of the sharded ones; errors as of `shard_any_dim`."""
     axes_of = dict(order)
     return tuple([shard_any_dim(n, axes_of.get(dim, ()), placements, mesh_shape) for dim, n in enumerate(shape)])

@@ -32,17 +32,11 @@ Shards = Sequence[tuple[Box, Tensor]]
 
 
 class Blocks(NamedTuple):
-    """What one member of an exchange does.
+    """What one member of an exchange does."""
 
-    Attributes:
-        sends: (member, global box) in member order, those of one member in the order of the boxes.
-        receives: (member, global box) likewise.
-        kept: the parts of its own boxes that it keeps.
-    """
-
-    sends: tuple[Block, ...]
-    receives: tuple[Block, ...]
-    kept: tuple[Box, ...]
+    sends: tuple[Block, ...]  # (member, global box) in member order, those of one member in the order of the boxes
+    receives: tuple[Block, ...]  # (member, global box) likewise
+    kept: tuple[Box, ...]  # the parts of its own boxes that it keeps
 
 
 def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:

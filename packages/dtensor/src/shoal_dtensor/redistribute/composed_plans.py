@@ -43,13 +43,7 @@ UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims tha
 
 
 def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
-    """The plan between two specs of which one at least is folded.
-
-    Args:
-        src: where to start.
-        dst: where to end: same mesh, shape and dtype.
-        within: plans between specs, folded or not.
-    """
+    """The plan between two specs on one mesh of which one at least is folded; `within` plans between any."""
     for spec in (src, dst):
         one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
         if spec.is_strided and one is not None and two is not None:
@@ -136,17 +130,9 @@ def plan_across(
     links: tuple[Links, Links],
     memory_limit: int | None = None,
 ) -> Plan:
-    """The cheapest of the ways reduce - transfer - spread.
+    """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh.
 
-    Args:
-        src: on one mesh.
-        dst: on another.
-        within: plans on one mesh.
-        links: of the two meshes.
-        memory_limit: bytes at the worst moment of the transfer; `within` observes it on its own.
-
-    Raises:
-        RedistributeError: if no way stays within the limit.
+    RedistributeError if no transfer stays within the limit, which `within` observes on its own.
     """
     best: Plan | None = None
     leanest = 0

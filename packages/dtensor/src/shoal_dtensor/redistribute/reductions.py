@@ -15,11 +15,7 @@ from ..layout.placements import norm_order
 
 
 def powers(part: Tensor, order: float) -> Tensor:
-    """What is summed up.
-
-    Raises:
-        RedistributeError: if the tensor is not of real floating-point numbers.
-    """
+    """What is summed up; RedistributeError if the tensor is not of real floating-point numbers."""
     if not part.is_floating_point():
         raise RedistributeError(f"a partial norm is of floating-point numbers, got {part.dtype}")
     wide = part.double()

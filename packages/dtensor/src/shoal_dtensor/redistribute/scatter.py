@@ -72,14 +72,10 @@ class Scatter:
         self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[_Entry]] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """This rank's shard, in memory of its own, which has its values once `send` has been called.
+        """This rank's shard of a global tensor, in memory of its own, which has its values once `send` has been called.
 
-        Args:
-            tensor: the global tensor; on other ranks than the source anything of its shape and dtype.
-            spec: of the result, which is not partial.
-
-        Raises:
-            PlacementError: if values are to be partial, or the source is no coordinate of the mesh.
+        On other ranks than the source the tensor is anything of its shape and dtype.  PlacementError if values are to
+        be partial, or the source is no coordinate of the mesh.
         """
         if spec.partials:
             raise PlacementError(f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate")

@@ -56,8 +56,7 @@ class ShardsInFlight:
     def reach_last_round(self) -> bool:
         """Wait for all rounds but the last: from here on `wait` starts nothing that other ranks wait for.
 
-        Returns:
-            Whether there were any.
+        Whether there were any is returned.
         """
         waits = bool(self._rounds)
         while self._rounds:
@@ -160,12 +159,9 @@ class CoalescedBatch:
         self._in_flight: ShardsInFlight | None = None
 
     def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
-        """Ask for one more.
+        """Ask for one more, for which the DTensor `result` waits; its `arrive` is called with the new local tensor.
 
-        Args:
-            plan: the plan; local: the local tensor.
-            source: the tensor whose version shows writes to `local`: a DTensor, or itself.
-            result: the DTensor that waits for it; its `arrive` is called with the new local tensor.
+        The version of `source`, a DTensor or `local` itself, shows writes to `local`.
         """
         self.wait_for(len(self._asked), result)
         self._asked.append(_Asked(plan, local, source, source._version))
@@ -179,11 +175,7 @@ class CoalescedBatch:
         return next((w.at for w in reversed(self._waiting) if w.tensor() is tensor and w.present is None), None)
 
     def start(self) -> None:
-        """Have all that has been asked for under way.
-
-        Raises:
-            RedistributeError: if a source has been written to since it was asked for.
-        """
+        """Have all that has been asked for under way; RedistributeError if a source has been written to since."""
         for i, asked in enumerate(self._asked):
             if asked.source._version != asked.version:
                 raise RedistributeError(
@@ -196,11 +188,7 @@ class CoalescedBatch:
         self._in_flight.reach_last_round()
 
     def flush(self) -> None:
-        """Run all that has been asked for, and give those that wait what arrives.
-
-        Raises:
-            RedistributeError: if a source has been written to since it was asked for.
-        """
+        """Run all that has been asked for, and give those that wait what arrives; errors as for `start`."""
         if self._asked:
             with purpose("; ".join([asked.plan.purpose for asked in self._asked])):
                 self.start()

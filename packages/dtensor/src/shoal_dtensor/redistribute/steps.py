@@ -93,42 +93,32 @@ _COMMUNICATING = frozenset({"AllGather", "ReduceScatter", "AllReduce", "AllToAll
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How to get from `src` to `dst`.
-
-    Attributes:
-        steps: in order of execution; empty when `src` already is as `dst`.
-        seconds: expected time.
-        bytes_sent: received by the busiest rank, over all steps.
-        peak_bytes: expected memory at the worst moment, the source shard included.
-        floor: seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less,
-            0.0 if nothing is known (between meshes, and where a strided dim is gathered first).
-        collectives: number of steps that communicate.
-        note: what its collectives are for, and their number, for the recorder; None if there are none.
-        example: not None where sizes are symbols (see `Spec`).
-    """
+    """How to get from `src` to `dst`."""
 
     src: Spec
     dst: Spec
-    steps: tuple[Step, ...]
-    seconds: float
-    bytes_sent: int
-    peak_bytes: int
+    steps: tuple[Step, ...]  # in order of execution; empty when `src` already is as `dst`
+    seconds: float  # expected time
+    bytes_sent: int  # received by the busiest rank, over all steps
+    peak_bytes: int  # expected memory at the worst moment, the source shard included
+    # Seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less, 0.0 if
+    # nothing is known (between meshes, and where a strided dim is gathered first).
     floor: float = 0.0
-    collectives: int = field(init=False, repr=False)
-    note: tuple[str, int] | None = field(init=False, repr=False, compare=False)
-    example: Spec | None = field(init=False, repr=False, compare=False)
+    collectives: int = field(init=False, repr=False)  # number of steps that communicate
+    # What they are for, and their number, for the recorder; None if there are none.
+    note: tuple[str, int] | None = field(init=False, repr=False)
+    example: Spec | None = field(init=False, repr=False)  # not None where sizes are symbols (see `Spec`)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "example", self.src.example)
-        object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
-        object.__setattr__(self, "note", None)
-        if self.collectives:
-            object.__setattr__(self, "note", (self.purpose, self.collectives))
+        put = object.__setattr__
+        put(self, "example", self.src.example)
+        put(self, "collectives", sum(step.communicates for step in self.steps))
+        put(self, "note", (self.purpose, self.collectives) if self.collectives else None)
 
     @property
     def purpose(self) -> str:
         """What its collectives are for, in words."""
-        return self.note[0] if self.note else f"redistribute {self.src!r} -> {self.dst!r}"
+        return f"redistribute {self.src!r} -> {self.dst!r}"
 
     @property
     def slices(self) -> bool:

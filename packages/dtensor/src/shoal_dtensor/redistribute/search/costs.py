@@ -84,12 +84,7 @@ def axes_of(mask: int) -> tuple[int, ...]:
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
     """Bytes of the busiest rank if an exchange stays among the `ranks` that hold different parts.
 
-    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it.
-
-    Args:
-        ranks: size of the group.
-        copies: how many ranks of it want the same part.
-        before: bytes that a rank holds.
-        received: bytes that a rank lacks.
+    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it:
+    `before` bytes, to as many `copies` as ranks want the same part.  A rank lacks `received` bytes.
     """
     return max(received, min(before * copies, (ranks - 1) * received))  # 4 ranks, 2 * 16 asked for, 8 lacked: 24

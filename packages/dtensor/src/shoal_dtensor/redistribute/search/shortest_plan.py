@@ -48,10 +48,8 @@ class Route(NamedTuple):
 def routes(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Route]:
     """The cheapest routes that stay within `memory_limit` bytes, cheapest first: `wanted` of them if there are so many.
 
-    The first is the cheapest of all; the others are the cheapest that the search came across.
-
-    Raises:
-        RedistributeError: if no route stays within the limit.
+    The first is the cheapest of all; the others are the cheapest that the search came across.  RedistributeError if no
+    route stays within the limit.
     """
     space = Space(src, dst, links)
     found = _Search(space, memory_limit, wanted).run()
@@ -269,15 +267,13 @@ class Bound:
     """Seconds from a state to the goal, at least: the slowest start, and what has to come over links of each speed.
 
     It guides the search, and never overestimates.
-
-    Attributes:
-        start: seconds of the fastest start of a collective.
     """
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)  # (8, 6) of f32: 192
         axes, links = axes_of(space.large), space.links
+        # Seconds of the fastest start of a collective.
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
         # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow), (0b11, fast)
         speeds = sorted({links.bandwidth[a] for a in axes})

@@ -36,18 +36,9 @@ _LINEAR = frozenset({"sum", "avg"})
 
 
 class ShardedDim:
-    """One sharding of a tensor dim.
+    """One sharding of a tensor dim: the shards of `outer` (None: the whole dim) divided by an axis of so many ranks.
 
-    Args:
-        outer: the sharding whose shards an axis divides, like torch.chunk; None for the whole dim.
-        axis, ranks: the axis and its size.
-        sharding: what it makes of the dim; that of torch.chunk when left out.
-        placement: of the axis, if `sharding` is given.
-
-    Attributes:
-        axes, mask: those that shard the dim, outermost first, and as a mask.
-        outers: the coarser shardings: the dim whole, sharded by the first axis, and so on.
-        longest, even: elements of the longest shard, and whether all are that long.
+    That is like torch.chunk, or as in `sharding` by the placement of the axis.
     """
 
     __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers", "placement")
@@ -61,9 +52,11 @@ class ShardedDim:
         placement: Placement | None = None,
     ) -> None:
         self._ranks, self._sharding, self.placement = ranks, sharding, placement
-        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()
-        self.outers: tuple[ShardedDim, ...] = outer.lineage if outer else ()
+        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()  # that shard the dim, outermost first
         self.mask: int = mask_of(self.axes)
+        # The coarser ones: the dim whole, sharded by the first axis, and so on.
+        self.outers: tuple[ShardedDim, ...] = outer.lineage if outer else ()
+        # Elements of the longest shard, and whether all are that long.
         if sharding is not None:
             self.longest, self.even = sharding.step, sharding.even
         elif outer is not None:
@@ -95,50 +88,30 @@ class Change(NamedTuple):
 
 
 class State:
-    """A layout on the way.
-
-    Attributes:
-        dims: the sharding of each tensor dim.
-        pending, becoming, scaled: axes still to be reduced; to become partial; to change between sum and average.
-        made: whether values are partial as in the destination.
-        used: axes that shard a dim.
-        leaving: those of them that take part in a collective on any way to the goal, unless they become partial.
-        box: bytes of the largest local box.
-    """
+    """A layout on the way: the sharding of each tensor dim, and what is to happen to the other axes."""
 
     __slots__ = ("becoming", "box", "dims", "leaving", "made", "pending", "scaled", "used")
 
     def __init__(self, space: Space, dims: Dims, pending: int, becoming: int, scaled: int) -> None:
         self.dims: Dims = dims
-        self.pending: int = pending
-        self.becoming: int = becoming
-        self.scaled: int = scaled
-        self.made: bool = not (becoming or scaled)
+        self.pending: int = pending  # axes still to be reduced
+        self.becoming: int = becoming  # to become partial
+        self.scaled: int = scaled  # to change between sum and average
+        self.made: bool = not (becoming or scaled)  # whether values are partial as in the destination
         used, leaving, box = 0, 0, space.itemsize
         for sharded, wanted in zip(dims, space.wanted, strict=True):
             used |= sharded.mask  # dim 0 by axes 0 and 1: 0b11
             leaving |= space.change(sharded, wanted).leaving
             box *= sharded.longest  # 4 bytes, at most 1 x 6 elements: 24
-        self.used: int = used
-        self.leaving: int = leaving
-        self.box: int = box
+        self.used: int = used  # axes that shard a dim
+        self.leaving: int = leaving  # those that take part in a collective on any way to the goal, if not `becoming`
+        self.box: int = box  # bytes of the largest local box
 
 
 class Space:
     """States between `src` and `dst`, which describe the same tensor on the same mesh.
 
-    Attributes:
-        whole: the dims as no axis shards them; wanted: as they are in `dst`.
-        start, goal: states of the two specs.
-        change: what becomes of a dim between two shardings.
-        large: axes of more than one rank.
-        partial, kept: axes that are partial in `dst`; that are so at both ends.
-        alike: whether the reductions of both specs may be done in any order.
-        joining: op with which sharded axes may be made partial to be reduced with the pending ones; "" if none fits.
-        widening: how much wider elements are while they are reduced.
-
-    Raises:
-        RedistributeError: if reductions of different kinds would have to be reordered.
+    RedistributeError if reductions of different kinds would have to be reordered.
     """
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
@@ -147,14 +120,16 @@ class Space:
         self.change = cache(_change)
         self._states: dict[tuple[Dims, int, int, int], State] = {}
         self._inside: dict[tuple[ShardedDim, int], list[ShardedDim]] = {}
-        self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # mesh (2, 1, 4): 0b101
+        self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
         old, new = ({a: op for a, op in spec.partials if self.large >> a & 1} for spec in (src, dst))
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
-        self.partial = mask_of(new)
-        self.kept = mask_of(both)
+        self.partial = mask_of(new)  # in `dst`
+        self.kept = mask_of(both)  # at both ends
         ops = {*old.values()}
-        self.alike = _commute({*ops, *new.values()})
+        self.alike = _commute({*ops, *new.values()})  # whether all reductions may be done in any order
+        # With which sharded axes may be made partial to be reduced with the pending ones; "" if no op fits.
         self.joining = "sum" if ops <= _LINEAR else "" if any(map(norm_order, ops)) else min(ops)
+        # How much wider elements are while they are reduced.
         self.widening = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
         pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept  # P, R -> R, P: 0b01, 0b10
         self.whole: Dims = tuple([ShardedDim(None, -1, 1, DimSharding.whole(n)) for n in src.shape])
@@ -262,14 +237,12 @@ class Candidates:
     Of few axes all of them: every order of every subset of the axes on every tensor dim.  Where those are too many, an
     axis is replicated or on one of a few dims: where it is, where it goes, and where it may wait meanwhile, being
     neither in the way nor idle; and on a dim axes are in the order of the source or of the destination.
-
-    Attributes:
-        complete: whether all of them are looked at.
     """
 
     def __init__(self, space: Space, start: State) -> None:
         self.space = space
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
+        # Whether all of them are looked at.
         self.complete = _count(space.moving(start).bit_count(), len(self.ends)) <= MOST_LAYOUTS
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
