@@ -190,7 +190,7 @@ def _replaced(spec: Spec, axes: list[int], dim: int | None) -> Spec:
 
 def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
-    biggest = [max(volume(spec.box(c)) for c in _corners(spec)) * src.dtype.itemsize for spec in (src, dst)]
+    biggest = [src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim)) for spec in (src, dst)]
     if len(ranks) <= EXACT_RANKS:
         moved = _busiest(src, dst, ranks) * src.dtype.itemsize
     else:
@@ -201,14 +201,6 @@ def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
     peak = 2 * sum(biggest)  # both boxes and their packed copies
     step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
     return Plan(src, dst, (step,), seconds, moved, peak)
-
-
-def _corners(spec: Spec) -> Iterator[tuple[int, ...]]:
-    """Coordinates of a mesh, of large meshes only the first: its shard is as large as any."""
-    if spec.mesh.size() > EXACT_RANKS and spec.even:
-        yield (0,) * spec.mesh.ndim
-        return
-    yield from product(*map(range, spec.mesh.shape))
 
 
 def _busiest(src: Spec, dst: Spec, ranks: tuple[int, ...]) -> int:

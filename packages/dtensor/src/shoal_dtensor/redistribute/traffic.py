@@ -49,13 +49,11 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """Elements that the rank at `c` receives from each other rank of its group."""
     group = members(step.src, step.axes, c)
     match step.name:
-        case "AllGather":
-            return {m: volume(step.src.box(m)) for m in group}
         case "ReduceScatter":
             return dict.fromkeys(group, float(volume(step.dst.box(c))))
         case "AllReduce":  # reduce one's part of it, then get the parts of the others
             return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
-        case "AllToAll":
+        case "AllGather" | "AllToAll":
             return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
         case "Exchange":
             return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}

@@ -165,62 +165,39 @@ def _scale(step: Step, coordinate: Coordinate) -> Kernel:
     return Kernel(finish=lambda local, _: local * factor)
 
 
-def _all_gather(step: Step, coordinate: Coordinate) -> Kernel:
-    boxes = _boxes(step.src, step, coordinate)  # 5 rows on 2 ranks: 0:3, 3:5; even ones: its own only
-    local_box = step.dst.box(coordinate)
-    shape = shape_of(local_box)
-    if not volume(local_box):
+def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
+    """AllGather and ReduceScatter: blocks of the ranks along the axes make up, or are parts of, a larger box."""
+    gathers = step.name == "AllGather"
+    fine, coarse = (step.src, step.dst) if gathers else (step.dst, step.src)
+    boxes, whole = _boxes(fine, step, coordinate), coarse.box(coordinate)  # 5 rows on 2 ranks: 0:3, 3:5; whole 0:5
+    kind, shape = "all_gather" if gathers else "reduce_scatter", shape_of(step.dst.box(coordinate))
+    if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
+    divide, even = _division(step.divisor, step.src.dtype), regular(boxes)
     if step.dims == (0,):
-        return Kernel(collective=_of_rows("all_gather", step, boxes, shape))
-    if regular(boxes):
-        sizes, order = _grid_of_blocks(step.src, step.dst, step.dims, shape_of(boxes[0]))
-        return Kernel(
-            prepare=torch.flatten,
-            collective=CollectiveCall("all_gather", step.axes),
-            finish=lambda got, _: got.view(sizes).permute(order).reshape(shape),  # 2 x 2 blocks of (2, 3): (4, 6)
-        )
+        lengths = () if even else tuple(stop - start for (start, stop), *_ in boxes)  # (3, 2)
+        call = CollectiveCall(kind, step.axes, step.op, lengths, shape=(-1, *shape[1:]))
+        return Kernel(collective=call, finish=divide)
+    sizes, order = _grid_of_blocks(fine, coarse, step.dims, shape_of(fine.box(coordinate)))
+    interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
+    places = [slices_of(box, whole) for box in boxes]
 
-    def finish(got: Tensor, _: Tensor) -> Tensor:
-        out = got.new_empty(shape)
-        unpack_blocks(got, [out[slices_of(box, local_box)] for box in boxes])
+    def split(local: Tensor) -> Tensor:
+        if not even:
+            return pack_blocks([local[place] for place in places])
+        return local.reshape(interleaved).permute(back).reshape(-1)  # (4, 6) as (2, 2, 2, 3) to 4 blocks of (2, 3)
+
+    def join(flat: Tensor) -> Tensor:
+        if even:
+            return flat.view(sizes).permute(order).reshape(shape)  # 2 x 2 blocks of (2, 3): (4, 6)
+        out = flat.new_empty(shape)
+        unpack_blocks(flat, [out[place] for place in places])
         return out
 
-    collective = CollectiveCall("all_gather", step.axes, sizes=tuple(map(volume, boxes)))
-    return Kernel(torch.flatten, collective, finish)
-
-
-def _of_rows(kind: str, step: Step, boxes: Sequence[Box], shape: Sequence[int]) -> CollectiveCall:
-    """The collective of a step along dim 0, which gives a tensor of this shape."""
-    sizes = tuple(stop - start for (start, stop), *_ in boxes)  # 5 rows on 2 ranks: (3, 2)
-    if all(size == sizes[0] for size in sizes):
-        sizes = ()
-    return CollectiveCall(kind, step.axes, step.op, sizes, shape=(-1, *shape[1:]))
-
-
-def _reduce_scatter(step: Step, coordinate: Coordinate) -> Kernel:
-    boxes = _boxes(step.dst, step, coordinate)
-    local_box, shape = step.src.box(coordinate), shape_of(step.dst.box(coordinate))
-    if not volume(local_box):
-        return Kernel(finish=lambda local, _: local.new_empty(shape))
-    divide = _division(step.divisor, step.src.dtype)
-    if step.dims == (0,):
-        return Kernel(collective=_of_rows("reduce_scatter", step, boxes, shape), finish=divide)
-
-    def finish(got: Tensor, local: Tensor) -> Tensor:
-        return divide(got.view(shape), local)
-
-    if regular(boxes):
-        sizes, order = _grid_of_blocks(step.dst, step.src, step.dims, shape)  # (4, 6): [2, 2, 2, 3], [0, 2, 1, 3]
-        interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
-        return Kernel(
-            prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),  # (4, 6) to 4 blocks of (2, 3)
-            collective=CollectiveCall("reduce_scatter", step.axes, step.op),
-            finish=finish,
-        )
-    where = [slices_of(box, local_box) for box in boxes]
-    collective = CollectiveCall("reduce_scatter", step.axes, step.op, tuple(map(volume, boxes)))
-    return Kernel(lambda local: pack_blocks([local[w] for w in where]), collective, finish)
+    call = CollectiveCall(kind, step.axes, step.op, () if even else tuple(map(volume, boxes)))
+    if gathers:
+        return Kernel(torch.flatten, call, lambda got, _: join(got))
+    return Kernel(split, call, lambda got, local: divide(got.view(shape), local))
 
 
 def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
@@ -232,7 +209,7 @@ def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
 
 def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
     """A reduction; that of a norm is a sum of powers, of which the root is taken."""
-    kernel_of = _reduce_scatter if step.name == "ReduceScatter" else _all_reduce
+    kernel_of = _gather_or_scatter if step.name == "ReduceScatter" else _all_reduce
     order, dtype = norm_order(step.op), step.src.dtype
     if order is None:
         return kernel_of(step, coordinate)
@@ -341,7 +318,7 @@ _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
     "Reshape": _reshape,
     "MakePartial": _make_partial,
     "Scale": _scale,
-    "AllGather": _all_gather,
+    "AllGather": _gather_or_scatter,
     "ReduceScatter": _reducing,
     "AllReduce": _reducing,
     "AllToAll": _all_to_all,
