@@ -23,8 +23,7 @@ from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of
-from ..shared_memory.exchange import SharedMemoryTransport
-from ..shared_memory.messages import reduce_rows
+from ..shared_memory.exchange import SharedMemoryTransport, reduce_rows
 from ..shared_memory.recorder import CARRIED_DTYPES, CARRIED_OPS, record
 from ..transport import Handle, Transport
 
