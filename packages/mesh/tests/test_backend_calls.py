@@ -1,4 +1,4 @@
-"""Covers: backend_calls.py: one-shot all-reduces."""
+"""Covers: calls.py: one-shot all-reduces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from rank_values import over_gloo
 from shoal_mesh import CommDebugMode, all_gather, all_reduce, init_device_mesh
-from shoal_mesh.collectives import backend_calls
+from shoal_mesh.collectives import calls
 from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import on_ranks
 
@@ -23,7 +23,7 @@ def test_sums_agree_on_all_ranks(shape: tuple[int, ...], op: str, dtype: torch.d
     torch.manual_seed(comm.rank)
     mine = torch.randn(shape, dtype=torch.float64).to(dtype)
     tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    assert backend_calls.is_one_shot(mine, comm, "sum") is (mine.nbytes <= backend_calls.ONE_SHOT_BYTES)
+    assert calls.is_one_shot(mine, comm, "sum") is (mine.nbytes <= calls.ONE_SHOT_BYTES)
     parts = all_gather(mine.reshape(1, -1), comm).double()
     expected = (parts.sum(0) if op == "sum" else parts.mean(0)).view(shape)
     with CommDebugMode() as debug:
@@ -51,10 +51,10 @@ def test_what_is_no_one_shot_all_reduce() -> None:
     whole = over_gloo(local)
     pair = replace(whole, size=2)
     small = torch.ones(4)
-    assert not backend_calls.is_one_shot(small, local, "sum")
-    assert backend_calls.is_one_shot(small, whole, "sum")
-    assert not backend_calls.is_one_shot(small, pair, "sum")
-    assert not backend_calls.is_one_shot(small, whole, "max")
-    assert not backend_calls.is_one_shot(small.int(), whole, "sum")
-    assert not backend_calls.is_one_shot(torch.ones(0), whole, "sum")
-    assert not backend_calls.is_one_shot(torch.ones(1 << 15), whole, "sum")
+    assert not calls.is_one_shot(small, local, "sum")
+    assert calls.is_one_shot(small, whole, "sum")
+    assert not calls.is_one_shot(small, pair, "sum")
+    assert not calls.is_one_shot(small, whole, "max")
+    assert not calls.is_one_shot(small.int(), whole, "sum")
+    assert not calls.is_one_shot(torch.ones(0), whole, "sum")
+    assert not calls.is_one_shot(torch.ones(1 << 15), whole, "sum")

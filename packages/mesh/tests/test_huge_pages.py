@@ -1,4 +1,4 @@
-"""Covers: backend_calls.py, memory in huge pages."""
+"""Covers: calls.py, memory in huge pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal_mesh.collectives.backend_calls import LARGE_BYTES, in_huge_pages
+from shoal_mesh.collectives.calls import LARGE_BYTES, in_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -21,17 +21,15 @@ from shoal_mesh import (
     reduce_scatter_coalesced,
 )
 from shoal_mesh.errors import CollectiveError
-from shoal_mesh.internal import PackedPending, start_packed
+from shoal_mesh.internal import Flat, Pending, start_packed
 from shoal_mesh.shared_memory.channel import channel_of
 from shoal_mesh.testing import on_ranks
 
 LENGTHS = {0: (3, 0, 4), 1: (0, 0, 0), 2: (40, 1, 0), 3: (5, 70, 9)}  # of the tensors of each rank
 
 
-def got(pending: PackedPending) -> list[Tensor]:
-    kept: list[Tensor] = []
-    pending.wait(lambda tensors: kept.extend(tensor.clone() for tensor in tensors))
-    return kept
+def got(pending: Pending[Flat]) -> list[Tensor]:
+    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()
 
 
 def values(lengths: Sequence[int], rank: int, dtype: torch.dtype) -> list[Tensor]:

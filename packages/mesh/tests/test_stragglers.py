@@ -48,7 +48,7 @@ def test_waiting_for_what_was_started_before_is_seen() -> None:
             if kind == "single":
                 all_reduce(torch.ones(4), (mesh, 0), async_op=True).then(torch.neg).wait()
             else:
-                start_packed("all_reduce", [torch.ones(4)], (mesh, 0)).wait(lambda _: None)
+                start_packed("all_reduce", [torch.ones(4)], (mesh, 0)).wait()
         assert table.straggler == 1, str(table)
         assert table.ranks[0].waited > 0.6 * EXTRA, (kind, str(table))
 

@@ -18,14 +18,12 @@ from torch import Tensor
 from shared_slots import small_slots
 from shoal_mesh import Comm, launch
 from shoal_mesh.errors import CollectiveError, RankError
-from shoal_mesh.internal import PackedPending, start_packed
+from shoal_mesh.internal import Flat, Pending, start_packed
 from shoal_mesh.testing import on_ranks
 
 
-def got(pending: PackedPending) -> list[Tensor]:
-    kept: list[Tensor] = []
-    pending.wait(lambda tensors: kept.extend(tensor.clone() for tensor in tensors))
-    return kept
+def got(pending: Pending[Flat]) -> list[Tensor]:
+    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()
 
 
 @on_ranks(4)
@@ -89,7 +87,7 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
     expected = pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext()
     with expected:
         try:
-            pending.wait(unpack if comm.rank == 0 else lambda tensors: None)
+            pending.then(unpack if comm.rank == 0 else lambda tensors: None).wait()
         except CollectiveError as error:
             if "given up" not in str(error):
                 raise

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rank_values import over_gloo
 from shoal_mesh import Comm, all_gather, all_reduce, comm_over
-from shoal_mesh.collectives.backend_calls import carrier_of
 from shoal_mesh.collectives.c10d_transport import C10dTransport
+from shoal_mesh.collectives.calls import carrier_of
 from shoal_mesh.shared_memory.channel import BACKGROUND, SLOT_BYTES
 from shoal_mesh.shared_memory.exchange import SharedMemoryTransport
 from shoal_mesh.testing import on_ranks

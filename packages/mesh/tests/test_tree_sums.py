@@ -68,17 +68,13 @@ def _same_bits(terms: torch.Tensor, comm: Comm) -> None:
 
 
 def _same_bits_packed(whole: torch.Tensor, own: torch.Tensor, comm: Comm) -> None:
-    got: list[torch.Tensor] = []
-    start_packed("all_reduce", [own.flatten(), own.flatten()], comm).wait(
-        lambda flat: got.extend(x.clone() for x in flat)
-    )
+    got = start_packed("all_reduce", [own.flatten(), own.flatten()], comm).wait()
     assert torch.equal(got[0], whole.flatten())
     assert torch.equal(got[1], whole.flatten())
     own_rows, rows = own.reshape(comm.size, -1), whole.reshape(comm.size, -1)
     sizes = (rows.shape[1],) * comm.size
-    got.clear()
-    start_packed("reduce_scatter", [own_rows], comm, sizes).wait(lambda flat: got.extend(x.clone() for x in flat))
-    assert torch.equal(got[0], rows[comm.rank])
+    block = start_packed("reduce_scatter", [own_rows], comm, sizes).wait()[0]
+    assert torch.equal(block, rows[comm.rank])
 
 
 @on_ranks(4)

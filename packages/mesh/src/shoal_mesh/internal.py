@@ -13,7 +13,7 @@ from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unp
 from .collectives.calls import Along as Along
 from .collectives.even import all_reduce_ as all_reduce_
 from .collectives.graph_dependences import bound as bound, contribution as contribution
-from .collectives.packed import PackedPending as PackedPending, start_packed as start_packed
+from .collectives.packed import start_packed as start_packed
 from .collectives.reductions import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
 from .events import (
     Event as Event,
@@ -28,4 +28,4 @@ from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version
-from .transport import Pending as Pending
+from .transport import Flat as Flat, Pending as Pending

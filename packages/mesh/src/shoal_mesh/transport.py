@@ -7,12 +7,23 @@ A communicator has one transport. `shared_memory.exchange` is that between CPU r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 import torch
 from torch import Tensor
 
-Receive = Callable[[Sequence[Tensor] | Tensor], None]
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, which Python has from 3.13 on
+
+    R = TypeVar("R")
+    V = TypeVar("V", default=Tensor)
+else:
+    from typing import TypeVar
+
+    R, V = TypeVar("R"), TypeVar("V")
+
+Flat = Sequence[Tensor] | Tensor  # flat tensors, or a matrix of which they are the rows
+Receive = Callable[[Flat], None]
 
 
 class Handle(Protocol):
@@ -23,7 +34,7 @@ class Handle(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Pending:
+class Pending(Generic[V]):
     """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
 
     Attributes:
@@ -41,23 +52,30 @@ class Pending:
 
     __slots__ = ("_then", "value", "work")
 
-    def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, value: Any, work: Handle | None, then: Callable[[Any], V] | None = None) -> None:
         self.value, self.work, self._then = value, work, then
 
-    def wait(self) -> Tensor:
+    def wait(self) -> V:
         """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         if self._then is not None:
             self.value, self._then = self._then(self.value), None
-        return self.value
+        return self.value  # type: ignore[no-any-return]  # of the functions, or of the backend
 
-    def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
+    def then(self, function: Callable[[V], R]) -> Pending[R]:
         """The same collective, its result passed through `function`; use the returned object from now on."""
-        first = self._then
-        self._then = function if first is None else lambda value: function(first(value))
-        return self
+        first, pending = self._then, cast("Pending[R]", self)
+        pending._then = function if first is None else lambda value: function(first(value))
+        return pending
+
+    def lend(self, tensors: Flat) -> None:
+        """Take a result that others write to afterwards: it is passed through functions now, or else copied."""
+        if self._then is not None:
+            self.value, self._then = self._then(tensors), None
+        else:
+            self.value = [tensor.clone() for tensor in tensors]
 
     def is_completed(self) -> bool:
         """Whether the backend is done, so that `wait()` would not block."""

@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import PackedPending, Pending
+from shoal_mesh.internal import Flat, Pending
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec
@@ -32,7 +32,7 @@ class ShardsInFlight:
     def __init__(self, plans: Sequence[Plan], shards: Iterable[Tensor], *, packs: bool = False) -> None:
         self._tensors = list(shards)
         self._rounds, self._after = rounds_of(tuple(plans), tuple([shard.device for shard in self._tensors]), packs)
-        self._messages: list[tuple[Message, Pending | PackedPending]] = []
+        self._messages: list[tuple[Message, Pending[Flat] | Pending]] = []
         self._results: list[Tensor] | None = None
         self._go_on()
 

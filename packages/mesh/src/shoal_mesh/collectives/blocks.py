@@ -14,7 +14,7 @@ from ..errors import CollectiveError, CollectiveTypeError
 from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
-from . import backend_calls
+from . import calls
 from .calls import Along, check_operand, resolve
 from .graph_dependences import bound
 from .reductions import materialized
@@ -56,7 +56,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     if comm.size == 1:
         _keep(blocks[0], out[0])
         return out
-    own, order = comm.rank, backend_calls.group_to_index(comm)
+    own, order = comm.rank, calls.group_to_index(comm)
     example = _example(blocks, out, comm)
     traced = is_traced(example)
     straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
@@ -67,7 +67,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     def run() -> None:
         into = list(chain.from_iterable(arrivals))
         target = None if traced else _as_one(into)
-        pending = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
+        pending = calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
         if straight:
             _keep(blocks[own], out[own])
         received = pending.wait()

@@ -17,7 +17,7 @@ from .._torch import is_compiling
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..transport import Pending
-from . import backend_calls
+from . import calls
 from .calls import Along, checked, collective, normal_dim, refuse_uneven
 from .reductions import WireReduction, in_tree, materialized, reduction, tree_sum, unwire, wire
 
@@ -121,7 +121,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
     dim = normal_dim(source, dim)
 
     def start() -> Pending:
-        pending = backend_calls.all_gather(source, comm, async_op)
+        pending = calls.all_gather(source, comm, async_op)
         # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
         return pending if dim == 0 else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
 
@@ -208,7 +208,7 @@ def all_to_all(
         refuse_uneven(tensor, split_dim, comm)
 
     def start() -> Pending:
-        pending = backend_calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
+        pending = calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
         return pending if concat_dim == 0 else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
 
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
@@ -235,12 +235,12 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
     sent = own if how.dtype is None else wire(own, how.dtype)
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm), None)
-    elif how.dtype is None and comm.on_gloo and backend_calls.is_one_shot(own, comm, how.op):
+    elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        pending = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
+        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
         pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
     else:
-        pending = backend_calls.all_reduce_(sent, comm, how.op, background)
+        pending = calls.all_reduce_(sent, comm, how.op, background)
     return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
 
 
@@ -248,9 +248,9 @@ def reduced_blocks(blocks: Tensor, comm: Comm, how: WireReduction, background: b
     """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
     sent = blocks if how.dtype is None else wire(blocks, how.dtype)
     if in_tree(blocks, how.op):
-        pending = backend_calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
+        pending = calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
     else:
-        pending = backend_calls.reduce_scatter(sent, comm, how.op, background)
+        pending = calls.reduce_scatter(sent, comm, how.op, background)
     return _as_asked(pending, comm, how, blocks.dtype) if how.divide or how.dtype else pending
 
 
@@ -270,10 +270,10 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
     """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        flat.copy_(tree_sum(backend_calls.all_gather(flat.unsqueeze(0), comm).wait()))
+        flat.copy_(tree_sum(calls.all_gather(flat.unsqueeze(0), comm).wait()))
         return tensor
     part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
-    own = _sum_in_tree(backend_calls.all_to_all(padded, comm).wait(), comm)
-    flat.copy_(backend_calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
+    own = _sum_in_tree(calls.all_to_all(padded, comm).wait(), comm)
+    flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
     return tensor

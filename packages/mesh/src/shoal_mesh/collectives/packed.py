@@ -18,48 +18,12 @@ from .._torch import is_traced
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
-from ..transport import Handle, Pending, Receive
-from . import backend_calls
+from ..transport import Flat, Pending
+from . import calls
 from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
-from .even import all_reduce, all_reduce_
+from .even import reduced
 from .reductions import in_tree, reduction
-from .uneven import all_gather_v, reduce_scatter_v
-
-
-class PackedPending:
-    """A collective of many tensors under way. What it brings are flat tensors, as `start_packed` says."""
-
-    __slots__ = ("_borrowed", "_kept", "_unpack", "work")
-
-    def __init__(self, borrowed: bool) -> None:
-        self._borrowed = borrowed  # what arrives is memory that others write to afterwards
-        self.work: Handle | None = None  # that calls `receive`
-        self._unpack: Receive | None = None
-        self._kept: Sequence[Tensor] | Tensor | None = None
-
-    def wait(self, unpack: Receive) -> None:
-        """Block until it is complete, and have `unpack` called with what it brings.
-
-        What a gather brings is memory that others write to afterwards: it has to be copied.
-        """
-        self._unpack = unpack
-        if self._kept is not None:
-            unpack(self._kept)
-        elif self.work is not None:
-            self.work.wait()
-        self.work = self._kept = None
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would not block. What can be done without waiting is done."""
-        return self.work is None or self.work.is_completed()
-
-    def receive(self, tensors: Sequence[Tensor] | Tensor) -> None:
-        """Take what has arrived; it is kept if nobody has waited for it yet."""
-        if self._unpack is not None:
-            self._unpack(tensors)
-        else:
-            self._kept = [tensor.clone() for tensor in tensors] if self._borrowed else tensors
-
+from .uneven import gathered, reduced_uneven_blocks
 
 _FUNCTIONAL = {
     "all_gather": "all_gather_into_tensor",
@@ -70,8 +34,10 @@ _FUNCTIONAL = {
 
 def start_packed(
     kind: str, tensors: list[Tensor], comm: Along, sizes: Sequence[int] = (), op: str = "sum"
-) -> PackedPending:
+) -> Pending[Flat]:
     """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
+
+    What a gather brings is memory that others write to afterwards: `then` is given the function that copies it.
 
     Args:
         kind: what arrives. Of an "all_gather" one flat tensor for each rank, in index order (where all are of one size,
@@ -92,9 +58,7 @@ def start_packed(
     Example:
         >>> def example() -> list[list[int]]:
         ...     pending = start_packed("all_gather", [torch.arange(2), torch.arange(1)], comm_over((0, 1)), (3, 3))
-        ...     rows: list[list[int]] = []
-        ...     pending.wait(lambda flat: rows.extend(row.tolist() for row in flat))
-        ...     return rows
+        ...     return pending.then(lambda rows: [row.tolist() for row in rows]).wait()
         >>> launch(example, 2)[0]
         [[0, 1, 0], [0, 1, 0]]
     """
@@ -122,53 +86,42 @@ def start_packed(
 
 def start_message(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str = "", background: bool = True
-) -> PackedPending:
-    """`S -> R`, `P -> S` or `P -> R`: many tensors, checked, as one message.
+) -> Pending[Flat]:
+    """`start_packed` of arguments that are right, of an all-reduce with the size of each tensor.
 
-    Args:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        tensors: of one dtype, the blocks that this rank sends: flat, or for a reduce-scatter matrices of n rows.
-        comm: a communicator of n ranks.
-        sizes: elements of the blocks: of each rank, or of each tensor of an all-reduce.
-        op: the reduction; "" for a gather.
-        background: whether the caller goes on before it waits.
+    In the `background` the caller goes on before it waits.
     """
-    pending = PackedPending(borrowed=kind == "all_gather")
+    pending: Pending[Flat] = Pending((), None)
     if not in_tree(tensors[0], op):
-        pending.work = backend_calls.packed(kind, tensors, comm, pending.receive, sizes, op)
-    if pending.work is None:
-        arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
-
-        def receive(message: Tensor) -> Tensor:
-            """One tensor for each size; equal ones are rows of a matrix."""
-            is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
-            pending.receive(message.view(len(arriving), -1) if is_matrix else torch.split(message, arriving))
-            return message
-
-        pending.work = _in_one_tensor(kind, tensors, comm, sizes, op, background).then(receive)
-    return pending
+        receive = pending.lend if kind == "all_gather" else partial(setattr, pending, "value")
+        pending.work = calls.packed(kind, tensors, comm, receive, sizes, op)
+    if pending.work is not None:
+        return pending
+    arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
+    is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
+    message = _in_one_tensor(kind, tensors, comm, sizes, op, background)
+    return message.then(lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving))
 
 
 def _in_one_tensor(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
 ) -> Pending:
     if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
-        out = backend_calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
+        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
         own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))  # rank 2, blocks of 3: 6:9
-        return backend_calls.all_gather(own, comm, background, out)
-    is_copy = len(tensors) > 1  # otherwise the message is the caller's tensor
+        return calls.all_gather(own, comm, background, out)
+    # Of one tensor the message is the caller's, so what is reduced in place is a copy.
+    is_copy = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
     message = torch.cat(tensors, -1).view(-1) if is_copy else tensors[0].reshape(-1)
     tensors.clear()
-    arriving: Tensor | Pending
+    if comm.size == 1:
+        return Pending(message, None)
     if kind == "all_gather":
-        arriving = all_gather_v(message, comm, sizes, async_op=background)  # type: ignore[call-overload]  # bool for a literal
-    elif kind == "reduce_scatter":
-        arriving = reduce_scatter_v(message, comm, sizes, 0, op, async_op=background)  # type: ignore[call-overload]  # likewise
-    elif is_copy:
-        arriving = all_reduce_(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
-    else:
-        arriving = all_reduce(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
-    return arriving if isinstance(arriving, Pending) else Pending(arriving, None)
+        return gathered(message, comm, sizes, background)
+    how = reduction(message.dtype, op)
+    if kind == "all_reduce":
+        return reduced(message, comm, how, background)
+    return reduced_uneven_blocks(message, comm, sizes, how, background)
 
 
 def _coalesced(  # the fields of an event, and how it runs
@@ -217,11 +170,9 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
 
     def run(alike: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in alike]
-        reduced: list[Tensor] = []
-        start_message("all_reduce", flat, comm, [each.numel() for each in flat], op, background=False).wait(
-            reduced.extend
-        )
-        return [total.view(tensor.shape) for total, tensor in zip(reduced, alike, strict=True)]
+        sizes = [each.numel() for each in flat]
+        totals = start_message("all_reduce", flat, comm, sizes, op, background=False).wait()
+        return [total.view(tensor.shape) for total, tensor in zip(totals, alike, strict=True)]
 
     return _coalesced("all_reduce_coalesced", tensors, comm, run, None, op)
 
@@ -250,16 +201,16 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
     def run(alike: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in alike]
         lengths = [each.numel() for each in flat]
-        gathered: list[Tensor] = []
 
-        def unpack(rows: Sequence[Tensor] | Tensor) -> None:
-            # of_rank[i][k]: tensor k of rank i
-            of_rank = [torch.split(row, lengths) for row in rows]
-            for tensor, *shards in zip(alike, *of_rank, strict=True):
-                gathered.append(torch.cat([shard.view(tensor.shape or (1,)) for shard in shards], dim))
+        def unpack(rows: Flat) -> list[Tensor]:
+            of_rank = [torch.split(row, lengths) for row in rows]  # of_rank[i][k]: tensor k of rank i
+            return [
+                torch.cat([shard.view(tensor.shape or (1,)) for shard in shards], dim)
+                for tensor, *shards in zip(alike, *of_rank, strict=True)
+            ]
 
-        start_message("all_gather", flat, comm, [sum(lengths)] * comm.size, background=False).wait(unpack)
-        return gathered
+        sizes = [sum(lengths)] * comm.size
+        return start_message("all_gather", flat, comm, sizes, background=False).then(unpack).wait()
 
     return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim)
 
@@ -293,8 +244,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
         blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
         rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
         widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
-        own: list[Tensor] = []
-        start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait(own.extend)
-        return [part.view(each.shape[1:]) for part, each in zip(torch.split(own[0], widths), blocks, strict=True)]
+        own = start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait()[0]
+        return [part.view(each.shape[1:]) for part, each in zip(torch.split(own, widths), blocks, strict=True)]
 
     return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim, op)

@@ -11,7 +11,7 @@ from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
 from ..events import observed
 from ..groups.process_groups import Comm
-from . import backend_calls
+from . import calls
 from .calls import Along, check_root, check_sizes, checked
 from .reductions import materialized
 
@@ -38,7 +38,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     if comm.size == 1:
         return own
     facts = {"shape": tensor.shape, "src": src}
-    return observed(lambda: backend_calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts)
+    return observed(lambda: calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts)
 
 
 def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
 
     def run() -> Tensor:
         flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
-        return out.copy_(backend_calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
+        return out.copy_(calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
 
     return observed(run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive))
 
@@ -115,7 +115,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
 
     def run() -> list[Tensor] | None:
-        out = backend_calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
+        out = calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
         return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
 
     return observed(run, "gather", comm, (tensor,), same={"shape": tensor.shape, "dst": dst})
@@ -145,7 +145,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def run() -> Tensor:
-        return backend_calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait().view(tensor.shape)
+        return calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait().view(tensor.shape)
 
     return observed(run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets})
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..transport import Pending
-from . import backend_calls
+from . import calls
 from .calls import Along, are_equal, check_sizes, checked, collective, normal_dim
 from .even import all_gather, reduce_scatter, reduced, reduced_blocks
-from .reductions import materialized, reduction
+from .reductions import WireReduction, materialized, reduction
 
 
 @overload
@@ -66,36 +66,34 @@ def all_gather_v(
         )
     if are_equal(sizes):
         return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
-    gather = _gathered_exactly if max(sizes) * comm.size > 2 * total else _gathered_padded
 
     def start() -> Pending:
-        pending = gather(tensor.movedim(dim, 0), comm, sizes, async_op)
+        pending = gathered(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     facts = {"shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]), "dim": dim, "sizes": sizes}
     return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
 
 
-def _gathered_padded(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
-    """(sizes[rank], ...) -> (sum(sizes), ...): every rank sends as many rows as the one that has most."""
-    largest = max(sizes)  # (3, 1, 2): every rank sends 3 rows, and of the 9 that arrive 3, 1 and 2 are joined
+def gathered(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
+    """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
+    largest, rest = max(sizes), rows.shape[1:]
+    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
+    if largest * comm.size > 2 * sum(sizes):
+        flat, arrivals = rows.reshape(-1), [size * prod(rest) for size in sizes]
+        send = [flat.numel()] * comm.size
+        pending = calls.all_to_all_v(flat.repeat(comm.size), comm, send, arrivals, background)
+        return pending.then(lambda out: out.view(sum(sizes), *rest))
     if missing := largest - rows.shape[0]:
-        rows = torch.cat([rows, rows.new_empty((missing, *rows.shape[1:]))])
+        rows = torch.cat([rows, rows.new_empty((missing, *rest))])
+    pending = calls.all_gather(rows, comm, background)
+    if are_equal(sizes):
+        return pending
 
-    def joined(gathered: Tensor) -> Tensor:
-        blocks = zip(gathered.chunk(comm.size), sizes, strict=True)
-        return torch.cat([block[:size] for block, size in blocks])
+    def joined(padded: Tensor) -> Tensor:  # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
+        return torch.cat([block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)])
 
-    return backend_calls.all_gather(rows, comm, background).then(joined)
-
-
-def _gathered_exactly(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
-    """The same, where padding would more than double what is sent: every rank sends its rows to each other rank."""
-    rest, flat = rows.shape[1:], rows.reshape(-1)
-    arrivals = [size * prod(rest) for size in sizes]
-    pending = backend_calls.all_to_all_v(flat.repeat(comm.size), comm, [flat.numel()] * comm.size, arrivals, background)
-    return pending.then(lambda out: out.view(sum(sizes), *rest))
+    return pending.then(joined)
 
 
 @overload
@@ -145,22 +143,30 @@ def reduce_scatter_v(
     if are_equal(sizes):
         return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
     how = reduction(tensor.dtype, op)
-    largest, own = max(sizes), sizes[comm.rank]
 
     def start() -> Pending:
-        if largest * comm.size > 2 * total:  # padded blocks would send more than an all-reduce
-            first, whole = sum(sizes[: comm.rank]), tensor.clone(memory_format=torch.contiguous_format)
-            pending = reduced(whole, comm, how, async_op)
-            return pending.then(lambda full: full.narrow(dim, first, own).contiguous())
-        rows = tensor.movedim(dim, 0)  # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
-        zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
-        blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
-        padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
-        pending = reduced_blocks(padded, comm, how, async_op)
-        return pending.then(lambda slot: slot[:own].movedim(0, dim).contiguous())
+        pending = reduced_uneven_blocks(tensor.movedim(dim, 0), comm, sizes, how, async_op)
+        return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     facts = {"dim": dim, "sizes": sizes}
     return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, facts)
+
+
+def reduced_uneven_blocks(
+    rows: Tensor, comm: Comm, sizes: Sequence[int], how: WireReduction, background: bool
+) -> Pending:
+    """`P -> S(0)`: (sum(sizes), ...) -> (sizes[rank], ...)."""
+    largest, own = max(sizes), sizes[comm.rank]
+    if are_equal(sizes):
+        return reduced_blocks(rows, comm, how, background)
+    if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
+        first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
+        return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own).contiguous())
+    # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
+    zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
+    blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
+    padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
+    return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
 
 
 @overload
@@ -217,6 +223,6 @@ def all_to_all_v(
         raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
 
     def start() -> Pending:
-        return backend_calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
+        return calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
 
     return collective("all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes))

@@ -27,7 +27,7 @@ import torch
 from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import by_ranks, name_ranks, require
-from ..collectives import backend_calls
+from ..collectives import calls
 from ..errors import LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
@@ -159,7 +159,7 @@ class _Comparison:
         numbers, text = statement(event, call_sites=self._call_sites)
         try:
             with _torch.unseen():
-                work = backend_calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
+                work = calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
                 self._wait(work, comm, text)
                 rows: list[Any] = work.wait().view(comm.size, -1).tolist()
         except PeerError as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import all_to_all_v
-from shoal_mesh.internal import PackedPending, Pending, start_packed
+from shoal_mesh.internal import Flat, Pending, start_packed
 
 from ..steps import Plan, Step
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
@@ -110,7 +110,7 @@ class Message:
         self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
-    def send(self, tensors: list[Tensor]) -> Pending | PackedPending:
+    def send(self, tensors: list[Tensor]) -> Pending[Flat] | Pending:
         """Start the collective with the local tensors of all plans.
 
         Those that gather or reduce are taken out: the steps need no more of them, and gradients are as large as what
@@ -125,7 +125,7 @@ class Message:
             buffers.append(leg.kernel.prepare(local))
         return self._start(buffers)
 
-    def _start(self, buffers: list[Tensor]) -> Pending | PackedPending:
+    def _start(self, buffers: list[Tensor]) -> Pending[Flat] | Pending:
         if self._is_call:
             leg = self._legs[0]
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
@@ -144,12 +144,9 @@ class Message:
             return start_packed("reduce_scatter", pieces, comm, self._sent, op)
         return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
 
-    def receive(self, pending: Pending | PackedPending, tensors: list[Tensor], places: Places) -> None:
+    def receive(self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places) -> None:
         """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
-        if isinstance(pending, Pending):
-            self._unpack(pending.wait(), tensors, places)
-        else:
-            pending.wait(lambda arrived: self._unpack(arrived, tensors, places))
+        pending.then(lambda arrived: self._unpack(arrived, tensors, places)).wait()
 
     def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
         for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
