@@ -47,10 +47,8 @@ is_exporting = torch.compiler.is_exporting
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
     """Whether a collective is to be an operator of torch, not a call: for a compiler, make_fx, and fake tensors.
 
-    What records operators does not see a call, and a fake tensor has no memory to send.
-
-    Args:
-        tensor: what is sent; one that was made fake stays it outside of its mode.
+    What records operators does not see a call, and a fake `tensor`, which stays one outside of its mode, has no memory
+    to send.
     """
     if is_compiling() or _is_included(_BEFORE_DISPATCH):
         return True
@@ -90,12 +88,8 @@ def kept_in_order(collective: Any, directly: str) -> None:
     """Have inductor, where it is loaded, run an operator in the order of the graph, as it does torch's collectives.
 
     Else it runs what does not depend on one another in the order that needs the least memory, by the sizes of this
-    rank's tensors.
-
-    Args:
-        collective: the operator.
-        directly: how the code that inductor writes calls what the operator runs: the way through torch's dispatcher
-            takes 12 us, as long as a small all-reduce.
+    rank's tensors. The code that inductor writes calls what the operator runs `directly`: the way through torch's
+    dispatcher takes 12 us, as long as a small all-reduce.
     """
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:

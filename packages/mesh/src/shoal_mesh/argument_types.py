@@ -15,13 +15,7 @@ TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]
 
 
 def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
-    """Raise `error` unless a value is an instance of `kinds`.
-
-    Args:
-        value: what was passed.
-        kinds: the types that the call takes.
-        taken: what the call takes, in words, such as "a dim of a tensor is an int".
-        error: the error.
+    """Raise `error` unless a value is an instance of `kinds`; `taken` says in words what the call takes.
 
     Example:
         >>> require("0", int, "a dim of a tensor is an int")

@@ -118,12 +118,7 @@ def print_postmortem(asked: argparse.Namespace) -> int:
 
 
 def report(dumps: Dumps, last: int = 3) -> list[str]:
-    """The lines: who is at fault by the word of the others, who is silent, and where each rank stood.
-
-    Args:
-        dumps: rank -> what it has written.
-        last: how many collectives of each rank are listed.
-    """
+    """The lines: who is at fault by the word of the others, who is silent, where and in what each rank stood."""
     world = max(dump["world"] for dump in dumps.values())
     silent = [rank for rank in range(world) if rank not in dumps]
     votes = Counter(rank for dump in dumps.values() for rank in dump["culprits"])

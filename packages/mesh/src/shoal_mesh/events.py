@@ -215,10 +215,7 @@ def observed(  # noqa: PLR0913  # the fields of an event
 ) -> R:
     """What `run` returns: a collective that observers hear of, unless it is over one rank or part of another.
 
-    Args:
-        run: what runs.
-        op, comm, tensors, reduce_op, same: those of the `Event`; sequences in `same` as any sequence.
-        flow: its `sends` and `receives`, if ranks send different amounts.
+    The others are fields of the `Event`, `flow` its `sends` and `receives`; `same` may hold any sequences.
     """
     if not observers or comm.size == 1 or in_observed():
         return run()

@@ -40,16 +40,8 @@ def register_magics(shell: Any) -> None:
 def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None:
     """Run a cell on as many ranks as the line says, and show what they print and what its last line is worth.
 
-    Args:
-        line: the number of ranks.
-        cell: Python source.
-        variables: of the notebook; those that the cell reads and ranks lack are sent.
-        show: called with the text or the HTML that ranks have shown, and the ranks that did.
-
-    Raises:
-        MeshError: no number of ranks.
-        SyntaxError: the cell is no Python.
-        RankError: the cell failed on some rank; it starts again with new ranks, without variables.
+    The notebook's variables that the cell reads and ranks lack are sent. `show` is called with the text or the HTML
+    that ranks have shown, and the ranks that did. After a RankError the next cell has new ranks, without variables.
     """
     if not line.strip().isdigit():
         raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")

@@ -120,15 +120,11 @@ class Transport(Protocol):
     def packed(
         self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
     ) -> Handle | None:
-        """Many tensors in one message in the background; None where the caller packs them.
+        """Many tensors of one dtype in one message in the background; None where the caller packs them.
 
-        Args:
-            kind: "all_gather", "reduce_scatter" or "all_reduce".
-            tensors: of one dtype, this rank's part of the message.
-            receive: called with what has arrived, which it has to copy if it was gathered.
-            sizes: elements of every rank's block; of an all-reduce none.
-            own: which of them is this rank's.
-            op: the reduction; "" for a gather.
+        The kind is "all_gather", "reduce_scatter" or "all_reduce". `receive` is called with what has arrived, which it
+        has to copy if it was gathered. `sizes` are the elements of every rank's block, unless all reduce; `own` is
+        which of them is this rank's.
         """
         return None
 

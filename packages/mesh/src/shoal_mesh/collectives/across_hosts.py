@@ -75,11 +75,8 @@ class AcrossHosts(Transport):
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> None:
         """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat.
 
-        Args:
-            steps: get the transports inside the host and between hosts, and the number of hosts.
-            kind: of the collective.
-            tensor: this rank's.
-            what: reduction and source, for the recorder.
+        The steps get the transports inside the host and between hosts, and the number of hosts; the recorder the kind,
+        the dtype and size of this rank's tensor, the reduction and the source.
         """
         record(self._name, (kind, tensor.dtype, tensor.numel(), *what))
         try:

@@ -48,10 +48,8 @@ def _from(root: int) -> BroadcastOptions:
 class C10dTransport(Transport):
     """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
 
-    Args:
-        comm: the communicator.
-        channel: of its ranks; or of those of one host, which make the same calls, each of a group of its own.
-        part_of: the name of the group that all of these are parts of.
+    The channel is that of its ranks; or of those of one host, which make the same calls, each of a group of its own
+    that is `part_of` one of that name.
     """
 
     __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_kind", "_name", "_part_of", "_size")

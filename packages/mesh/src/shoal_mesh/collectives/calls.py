@@ -152,17 +152,9 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     same: Mapping[str, object] = MappingProxyType({}),
     flow: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Tensor | Pending:
-    """What a collective of one tensor returns; observers hear of it as one.
+    """What a collective of one tensor returns, by `start` or as a copy of one rank's own; observers hear of it as one.
 
-    Args:
-        op: name of the functional collective.
-        tensor: what this rank puts in; of a communicator of one rank a copy of it is the result.
-        comm: the communicator.
-        start: starts the collective between several ranks.
-        async_op: return a `Pending` at once.
-        reduce_op: `sum`, ... or '' for collectives that only move data.
-        same: what is equal on all ranks, by name, beside the shape, or with another one if this rank's differs.
-        flow: elements for each rank and from each rank, where ranks send different amounts.
+    They get the fields of an `Event`; with `same`, unless ranks send different amounts, the shape of the tensor.
     """
     if comm.size == 1:
         own = tensor.clone(memory_format=torch.contiguous_format)

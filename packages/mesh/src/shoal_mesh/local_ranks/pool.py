@@ -45,13 +45,7 @@ _SLOW_IMPORTS = ("pytest", "hypothesis", "torch._dynamo", "torch.testing._intern
 
 
 class ForkServer:
-    """The process that ranks are forked from; one per parent, started with the first pool.
-
-    Attributes:
-        parent: process id of the parent.
-        process: the server.
-        store: the TCPStore of the parent, under which all its pools form their default groups.
-    """
+    """The process that ranks are forked from; one per parent, started with the first pool."""
 
     _own: ForkServer | None = None
     _lock = threading.Lock()
@@ -70,6 +64,7 @@ class ForkServer:
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent
         )
+        # The parent's, under which all its pools form their default groups.
         self.store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 

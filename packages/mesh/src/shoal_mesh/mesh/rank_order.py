@@ -46,11 +46,9 @@ class RankOrder(NamedTuple):
 
 
 def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
-    """The order of the first ranks for a mesh; rank order where no other is clearly better.
+    """The order of the first ranks for a mesh of a shape; rank order where no other is clearly better.
 
-    Args:
-        shape: of the mesh.
-        costs: seconds of a message of 1 MiB between any two ranks, symmetric.
+    Costs are the seconds of a message of 1 MiB between any two ranks, symmetric.
 
     Example:
         Ranks 0 and 2 share a host, and ranks 1 and 3:

@@ -225,14 +225,9 @@ class _Comparison:
 
 
 def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
-    """What a rank is about to do.
+    """What a rank is about to do: three numbers for `agree`, in which the lines of the program may count, and a line.
 
-    Args:
-        event: the collective.
-        call_sites: whether the lines of the program count.
-
-    Returns:
-        Three numbers, for `agree`, and a line: `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
+    It reads `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
     """
     dtypes = tuple([t.dtype for t in event.tensors])
     given = event.op, event.reduce_op, tuple(event.same.items()), dtypes, event.purpose, (_call_stack(), call_sites)

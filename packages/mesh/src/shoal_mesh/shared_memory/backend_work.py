@@ -39,16 +39,11 @@ def settle(timeout: float) -> None:
 
 
 class BackendWork:
-    """The work of a collective of gloo. It stands where c10d's Work does.
+    """The work of a collective of gloo, with the interface of c10d's Work.
 
-    Args:
-        work: what the backend has started.
-        group: whose it is.
-        channel: of ranks that are watched meanwhile, and hear of a failure.
-        part_of: name of the group whose ranks, of which these are some, raise one failure.
-
-    Raises from `wait`:
-        PeerError: a rank has ended, given up or does something else, or the timeout is over.
+    `wait` raises a PeerError if a rank has ended, given up or does something else, or the timeout is over. The ranks of
+    the channel are watched meanwhile, and hear of a failure; those of the group that theirs is `part_of` raise the
+    same.
     """
 
     __slots__ = ("_channel", "_group", "_part_of", "_work")

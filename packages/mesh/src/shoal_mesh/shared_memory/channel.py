@@ -38,13 +38,7 @@ _PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]]
 
 
 class Channel:
-    """The shared memory of a group, seen by one rank.
-
-    Attributes:
-        peers: the ranks.
-        foreground: the stream of small rounds, which are completed one after the other.
-        background: streams by name.
-    """
+    """The shared memory of a group, seen by one rank: streams by name, that of the foreground has small rounds."""
 
     def __init__(self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]) -> None:
         size, memory, pids = group.size(), memoryview(segment), [pid for _, pid in processes_of(group)]

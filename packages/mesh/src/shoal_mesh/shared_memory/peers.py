@@ -31,15 +31,7 @@ _STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it co
 
 
 class Peers:
-    """The ranks of a group, as one of them waits for the words that they write.
-
-    Attributes:
-        rank, size: in the group.
-        ranks: the global ranks, in the order of the group.
-        name: of the group.
-        words: what they share, as numbers.
-        last_seen: what this one sees of the others, by their number in the group.
-    """
+    """The ranks of a group, as one of them waits for the words that they write."""
 
     def __init__(
         self,
@@ -53,14 +45,14 @@ class Peers:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.words = words
-        self.ranks: list[int] = _torch.ranks_in_order(group)
+        self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
         self.name: str = _torch.group_name(group)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
         self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
         self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []
         self._calls = 0
         self._failure: PeerError | None = None
-        self.last_seen: Callable[[], dict[int, str]] = dict
+        self.last_seen: Callable[[], dict[int, str]] = dict  # what this one sees of the others, by rank in the group
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
@@ -72,11 +64,8 @@ class Peers:
     ) -> PeerError:
         """The error that this and every later call raises, here and on the other ranks.
 
-        Args:
-            text: what it says here.
-            ranks: those who are at fault, by their global numbers; they may be in other groups.
-            reason: what the others repeat, if not the text.
-            kind: the class of the error; the others raise a LockstepError as it is.
+        They repeat the reason, if not the text, and raise a LockstepError as it is. Global ranks are at fault, which
+        may be in other groups.
         """
         if self._failure is None:
             seen = {self.ranks[rank]: said for rank, said in self.last_seen().items()}
@@ -199,10 +188,7 @@ class Peers:
 def wait_until(done: Callable[[], bool], look: Callable[[float], None], every: float = _CHECK_SECONDS) -> None:
     """Until something is so: offer the core, then sleep in steps that grow with the time waited, to 1 ms.
 
-    Args:
-        done: whether it is.
-        look: called now and then with the seconds waited; raises if it will not be.
-        every: seconds from one look to the next.
+    `look` is called with the seconds waited `every` so many of them, and raises if it will not be.
     """
     for _ in range(_YIELDS):
         if done():

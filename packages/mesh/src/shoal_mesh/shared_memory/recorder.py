@@ -100,11 +100,7 @@ def folder() -> str:
 
 
 def dump(facts: dict[str, Any]) -> str:
-    """Write down what this rank did last.
-
-    Args:
-        facts: `rank` and `world`; `error`, what has happened as far as this rank knows; `culprits`, the ranks that are
-            at fault; `seen`, what this one has last seen of others.
+    """Write down what this rank did last beside the `facts` of `written_down`.
 
     Returns:
         What to add to the error: the command that reads the files; '' where nothing was written.

@@ -38,23 +38,15 @@ _MOST_VIEWS = 1024  # of slots, by dtype, length and blocks, kept because making
 
 
 class Stream:
-    """One sequence of rounds of a group, seen by one rank.
-
-    Attributes:
-        rank, size: in the group.
-        peers: the ranks.
-        depth: slots of a rank, two or one.
-        slot_bytes: what one rank can show in one round.
-        open: the collective that has been started last, until it is complete.
-    """
+    """One sequence of rounds of a group, seen by one rank."""
 
     def __init__(self, peers: Peers, flags: Sequence[int], notes: Sequence[Sequence[int]], slots: Tensor) -> None:
         self.peers = peers
         self.rank: int = peers.rank
         self.size: int = peers.size
-        self.depth: int = slots.shape[0]
+        self.depth: int = slots.shape[0]  # slots of a rank, two or one
         self.slot_bytes: int = slots.shape[2]
-        self.open: Underway | None = None
+        self.open: Underway | None = None  # the collective that has been started last, until it is complete
         self._slots = slots  # (depth, size, bytes)
         # Word by rank: the rounds that it has shown, and next to it those that it has read.
         self._flags = flags
@@ -77,14 +69,8 @@ class Stream:
     def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
         """What this rank reads and writes of the first `count` elements of the next slot of every rank.
 
-        Args:
-            dtype: of the elements.
-            count: how many.
-            ways: into how many equal blocks they are divided, of which this rank reads the one with its number.
-
-        Returns:
-            That block of all slots, (size, count // ways), to be read once the round has been met; and the own slot,
-            (count,), free to be written.
+        It reads once the round has been met, of as many equal blocks as there are `ways` the one with its number:
+        (size, count // ways). The own slot, (count,), is free to be written.
         """
         views = self._views.get((dtype, count, ways))
         if views is None:
