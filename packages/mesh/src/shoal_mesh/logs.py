@@ -33,15 +33,6 @@ def _log(event: Event) -> None:
     _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, time, why)
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in typeshed only
-    """To stderr, with the rank."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        rank = os.environ.get("RANK", "-")
-        self.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s: %(message)s"))
-
-
 def log_to_stderr(*topics: str) -> None:
     """Log topics to stderr from now on; the same as starting the program with `SHOAL_LOG=topic,topic`.
 
@@ -60,8 +51,11 @@ def log_to_stderr(*topics: str) -> None:
         if topic not in TOPICS:
             raise MeshError(f"there is no topic {topic!r} to log: {', '.join(TOPICS)}, or all")
     root = logging.getLogger("shoal")
-    if not any(isinstance(handler, _Handler) for handler in root.handlers):
-        root.addHandler(_Handler())
+    if not any(handler.name == "shoal" for handler in root.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.name = "shoal"  # of this function
+        handler.setFormatter(logging.Formatter(f"[rank {os.environ.get('RANK', '-')}] %(name)s: %(message)s"))
+        root.addHandler(handler)
         root.propagate = False
     for topic in topics or TOPICS:
         logger = logging.getLogger(f"shoal.{topic}")

@@ -85,8 +85,7 @@ class Pending(Generic[V]):
 class Transport(Protocol):
     """The collectives of a group. Blocks are contiguous and in the order of the group, along dim 0.
 
-    Each function returns what to wait for, None when the result is there already. In the `background` the caller goes
-    on before it waits.
+    Each function returns what to wait for. In the `background` the caller goes on before it waits.
     """
 
     __slots__ = ()
@@ -99,22 +98,22 @@ class Transport(Protocol):
         """
         return self
 
-    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
+    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         """`P -> R`: in place."""
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle | None:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         """`S(0) -> R`: (m, ...) -> (size * m, ...)."""
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle | None:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
         """`S -> S`: (size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle | None:
+    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
         """`S -> S`: 1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
 
-    def broadcast_(self, tensor: Tensor, root: int) -> Handle | None:
+    def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         """`one rank -> R`: overwrite with the tensor of the group's rank `root`."""
 
     def packed(

@@ -23,9 +23,9 @@ from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of
-from ..shared_memory.exchange import SharedMemoryTransport, reduce_rows
-from ..shared_memory.recorder import CARRIED_DTYPES, CARRIED_OPS, record
-from ..transport import Handle, Transport
+from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
+from ..shared_memory.recorder import CARRIED_DTYPES, record
+from ..transport import Handle, Pending, Transport
 
 LEAST_BYTES = 1 << 18  # of a rank's input: on two hosts of two ranks gloo alone is faster with 64 KiB
 _WINDOW_BYTES = 1 << 20  # of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170
@@ -47,15 +47,8 @@ class AcrossHosts(Transport):
         self._parts: tuple[Transport, ...] = ()  # inside the host and between hosts; none where memory is not shared
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
-        if (
-            background
-            or uneven
-            or not tensor.is_cpu
-            or type(tensor) is not Tensor
-            or tensor.dtype not in CARRIED_DTYPES
-            or (op and op not in CARRIED_OPS)
-            or tensor.nbytes < LEAST_BYTES
-        ):
+        is_large = tensor.dtype in CARRIED_DTYPES and tensor.nbytes >= LEAST_BYTES
+        if background or uneven or not is_large or not is_carried(tensor, op):
             return self._plain
         if not self._connected:
             self._connect()
@@ -72,7 +65,7 @@ class AcrossHosts(Transport):
             self._parts = own, self._gloo(between, channel, self._name)
         self._connected = True
 
-    def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> None:
+    def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
         """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat.
 
         The steps get the transports inside the host and between hosts, and the number of hosts; the recorder the kind,
@@ -84,8 +77,9 @@ class AcrossHosts(Transport):
         except PeerError as error:
             first_failure(self._name, str(error), error.ranks)
             raise
+        return Pending(tensor, None)
 
-    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> None:
+    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         def steps(inside: Transport, between: Transport, _: int) -> None:
             # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef, the second cd and gh.
             whole = self._padded(tensor)
@@ -93,54 +87,54 @@ class AcrossHosts(Transport):
             length, works = _WINDOW_BYTES // tensor.element_size(), []
             windows = [*zip(torch.split(whole, length * self._per_host), torch.split(own, length), strict=True)]
             for window, part in windows:
-                _wait(inside.reduce_scatter(window, part, op))
+                inside.reduce_scatter(window, part, op).wait()
                 works.append(between.all_reduce_(part, op, False))
             for (window, part), work in zip(windows, works, strict=True):
-                _wait(work)
-                _wait(inside.all_gather(part, window))
+                work.wait()
+                inside.all_gather(part, window).wait()
             _copy_back(tensor, whole)
 
-        self._run(steps, "all_reduce", tensor, op, 0)
+        return self._run(steps, "all_reduce", tensor, op, 0)
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
             rows = tensor.new_empty(hosts, tensor.numel())  # of the ranks with this one's number on each host
-            _wait(between.all_gather(tensor.view(-1), rows.view(-1)))
+            between.all_gather(tensor.view(-1), rows.view(-1)).wait()
             for row, of_host in zip(rows, out.view(hosts, -1), strict=True):
-                _wait(inside.all_gather(row, of_host))
+                inside.all_gather(row, of_host).wait()
 
-        self._run(steps, "all_gather", tensor, "", 0)
+        return self._run(steps, "all_gather", tensor, "", 0)
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> None:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
             rows = out.new_empty(hosts, out.numel())  # for the ranks with this one's number: sums of this host's ranks
             for row, of_host in zip(rows, tensor.view(hosts, -1), strict=True):
-                _wait(inside.reduce_scatter(of_host, row, op))
+                inside.reduce_scatter(of_host, row, op).wait()
             terms = torch.empty_like(rows)
-            _wait(between.all_to_all(rows.view(-1), terms.view(-1)))  # gloo's reduce-scatter cannot be watched
+            between.all_to_all(rows.view(-1), terms.view(-1)).wait()  # gloo's reduce-scatter cannot be watched
             reduce_rows(terms, op, out.view(-1))
 
-        self._run(steps, "reduce_scatter", tensor, op, 0)
+        return self._run(steps, "reduce_scatter", tensor, op, 0)
 
-    def broadcast_(self, tensor: Tensor, root: int) -> None:
+    def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         host, own = divmod(root, self._per_host)
 
         def steps(inside: Transport, between: Transport, _: int) -> None:
             if self._host == host:
-                _wait(inside.broadcast_(tensor, own))
+                inside.broadcast_(tensor, own).wait()
             whole = self._padded(tensor)
             part = whole.view(self._per_host, -1)[self._own]
-            _wait(between.broadcast_(part, host))
+            between.broadcast_(part, host).wait()
             if self._host != host:
-                _wait(inside.all_gather(part, whole))
+                inside.all_gather(part, whole).wait()
                 _copy_back(tensor, whole)
 
-        self._run(steps, "broadcast", tensor, "", root)
+        return self._run(steps, "broadcast", tensor, "", root)
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle | None:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
         return self._plain.all_to_all(tensor, out)
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle | None:
+    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
         return self._plain.all_to_all_v(flat, out, send, receive)
 
     def _padded(self, tensor: Tensor) -> Tensor:
@@ -148,11 +142,6 @@ class AcrossHosts(Transport):
         flat = tensor.view(-1)
         more = -flat.numel() % self._per_host
         return torch.cat([flat, flat.new_zeros(more)]) if more else flat
-
-
-def _wait(work: Handle | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _copy_back(tensor: Tensor, padded: Tensor) -> None:

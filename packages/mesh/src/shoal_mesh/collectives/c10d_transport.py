@@ -75,25 +75,25 @@ class C10dTransport(Transport):
         return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
     def _reduced_on_arrival(
-        self, move: Callable[[Tensor, Tensor], Handle | None], sent: Tensor, out: Tensor, op: str
+        self, move: Callable[[Tensor, Tensor], Handle], sent: Tensor, out: Tensor, op: str
     ) -> Handle:
         """The ranks' rows, (size, n), once they have come by `move`, reduced into the target, (n,)."""
         rows = out.new_empty(self._size, out.numel())
         work = move(sent.view(-1), rows.view(-1))
         return Pending(rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape)))
 
-    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
+    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle | None:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_gather", tensor.numel())
         sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
         return self._watched(call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
@@ -101,11 +101,11 @@ class C10dTransport(Transport):
         # gloo's is never completed before it is waited for, so it cannot be watched.
         return BackendWork(work, self._group, None) if self._gloo and tensor.is_cpu else work
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle | None:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_to_all", tensor.numel())
         return self._exchange(tensor, out, _EVEN, _EVEN)
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle | None:
+    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
         self._announce(flat, "all_to_all_v", 0)
         if not flat.numel() and self._fake:  # torch's fills what arrives with what is sent, 2.11's with nothing
             flat, send = out.zero_(), receive
@@ -119,7 +119,7 @@ class C10dTransport(Transport):
         work = call_of(self._kind, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
         return self._watched(work, tensor)
 
-    def broadcast_(self, tensor: Tensor, root: int) -> Handle | None:
+    def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         self._announce(tensor, "broadcast", tensor.numel(), "", root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
         return self._watched(self._group.broadcast([sent], _from(root)), tensor)

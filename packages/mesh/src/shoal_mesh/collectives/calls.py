@@ -43,23 +43,21 @@ LARGE_BYTES = 32 << 20
 # --- what a call takes and returns ------------------------------------------------------------------------------------
 
 
-def resolve(along: Along) -> Comm:
+def resolve(along: object) -> Comm:
     """The communicator meant by a Comm or a (mesh, axes) pair; CollectiveTypeError for anything else."""
     if isinstance(along, Comm):
         return along
+    if isinstance(along, tuple) and len(along) == 2 and isinstance(along[0], DeviceMesh):
+        return along[0].comm(along[1])
     taken = "a collective runs along a Comm or a pair (mesh, axes)"
-    require(along, tuple, taken + _hint(along), CollectiveTypeError)
-    if len(along) != 2:
-        raise CollectiveTypeError(f"{taken}, got a tuple of {len(along)}")
-    require(along[0], DeviceMesh, taken, CollectiveTypeError)
-    return along[0].comm(along[1])
-
-
-def _hint(along: object) -> str:
-    """What to pass instead of a mesh or a process group alone."""
     if isinstance(along, DeviceMesh):
-        return f" (of a mesh alone pass one or several axes too: {', '.join(along.axis_names)})"
-    return " (comm_over(ranks) has the group of these ranks)" if isinstance(along, ProcessGroup) else ""
+        taken += f" (of a mesh alone pass one or several axes too: {', '.join(along.axis_names)})"
+    if isinstance(along, ProcessGroup):
+        taken += " (comm_over(ranks) has the group of these ranks)"
+    got = kind_of(along)
+    if isinstance(along, tuple):
+        got = f"a tuple of {len(along)}" if len(along) != 2 else kind_of(along[0])
+    raise CollectiveTypeError(f"{taken}, got {got}")
 
 
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:

@@ -35,16 +35,9 @@ def _comm(name: str) -> Comm:
     return comm
 
 
-def _gathered(operand: Tensor, size: int, group: str) -> Tensor:
-    return operand.new_empty((operand.shape[0] * size, *operand.shape[1:]))
-
-
-def _scattered(operand: Tensor, op: str, size: int, group: str) -> Tensor:
-    return operand.new_empty((operand.shape[0] // size, *operand.shape[1:]))
-
-
-def _exchanged(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    return operand.new_empty((sum(receive), *operand.shape[1:]))
+def _rows(operand: Tensor, count: int) -> Tensor:
+    """As many rows like those of an operand, for their shape."""
+    return operand.new_empty((count, *operand.shape[1:]))
 
 
 def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
@@ -65,13 +58,16 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
-        _gathered,
+        lambda operand, size, group: _rows(operand, operand.shape[0] * size),
     ),
     "reduce_scatter_tensor(Tensor operand, str op, int size, str group) -> Tensor": (
         lambda operand, op, size, group: reduce_scatter(operand, _comm(group), op=op),
-        _scattered,
+        lambda operand, op, size, group: _rows(operand, operand.shape[0] // size),
     ),
-    "all_to_all_single(Tensor operand, SymInt[] receive, SymInt[] send, str group) -> Tensor": (_exchange, _exchanged),
+    "all_to_all_single(Tensor operand, SymInt[] receive, SymInt[] send, str group) -> Tensor": (
+        _exchange,
+        lambda operand, receive, send, group: _rows(operand, sum(receive)),
+    ),
     "contribution(Tensor operand, bool held, Scalar other) -> Tensor": (
         lambda operand, held, other: operand.clone() if held else torch.full_like(operand, other),
         lambda operand, *_: torch.empty_like(operand),

@@ -40,6 +40,7 @@ _INTS = {torch.int64, torch.int32, torch.int8, torch.uint8}
 PLAIN = frozenset(_FLOATS | _INTS | {torch.bool})  # what every backend sends and reduces
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+_SENT_AS = _WIDER | _REAL
 
 
 class WireReduction(NamedTuple):
@@ -82,10 +83,8 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
 def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:
     if dtype in PLAIN:
         return None
-    if dtype in _REAL:
-        return _REAL[dtype]
-    if dtype in _WIDER:
-        return _WIDER[dtype]
+    if dtype in _SENT_AS:
+        return _SENT_AS[dtype]
     if dtype.is_floating_point:  # float8 and others: accumulate with more bits
         return torch.float32
     raise CollectiveError(f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved")

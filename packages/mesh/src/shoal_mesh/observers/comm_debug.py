@@ -32,21 +32,18 @@ from ..events import Event, in_observed, observe, unobserve
 from .comm_report import ModuleRecord, Record, as_json, table, write
 
 _FUNCTIONAL = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "allgather_": "all_gather_into_tensor",
-    "_allgather_base_": "all_gather_into_tensor",
-    "all_gather_single_": "all_gather_into_tensor",
-    "allgather_coalesced_": "all_gather_into_tensor_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_": "reduce_scatter_tensor",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "reduce_scatter_single_": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "all_to_all_single",
-    "alltoall_base_": "all_to_all_single",
-    "all_to_all_single_": "all_to_all_single",
-    "broadcast_": "broadcast",
+    name: functional_name
+    for functional_name, names in {
+        "all_reduce": "allreduce_",
+        "all_reduce_coalesced": "allreduce_coalesced_",
+        "all_gather_into_tensor": "allgather_ _allgather_base_ all_gather_single_",
+        "all_gather_into_tensor_coalesced": "allgather_coalesced_ allgather_into_tensor_coalesced_",
+        "reduce_scatter_tensor": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_single_",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
+        "all_to_all_single": "alltoall_ alltoall_base_ all_to_all_single_",
+        "broadcast": "broadcast_",
+    }.items()
+    for name in names.split()
 }
 _FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
 _OUTPUTS_FIRST = {name for name in _FUNCTIONAL if not name.startswith(("allreduce", "broadcast"))} | {

@@ -53,11 +53,7 @@ class SharedMemoryTransport(Transport):
         self._stream: Stream = channel.foreground if stream is None else stream
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
-        if (
-            not tensor.is_cpu
-            or type(tensor) is not Tensor
-            or (op and (op not in CARRIED_OPS or tensor.dtype not in CARRIED_DTYPES))
-        ):
+        if not is_carried(tensor, op):
             return self._backend
         if not background:
             return self
@@ -123,6 +119,12 @@ class SharedMemoryTransport(Transport):
         if kind == "reduce_scatter":
             return stream.start(_packed_reduce_scatter(stream, tensors, sizes, own, op, receive))
         return stream.start(_all_reduce(stream, tensors, op, receive))
+
+
+def is_carried(tensor: Tensor, op: str) -> bool:
+    """Whether shared memory takes a tensor, reduced with `op` if given."""
+    plain = tensor.is_cpu and type(tensor) is Tensor
+    return plain and (not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES))
 
 
 def _rounds(  # noqa: PLR0913  # a message, and what is done with it
