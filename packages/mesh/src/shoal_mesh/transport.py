@@ -22,6 +22,7 @@ else:
 
     R, V = TypeVar("R"), TypeVar("V")
 
+Sizes = Sequence[int]  # of blocks, one per rank
 Flat = Sequence[Tensor] | Tensor  # flat tensors, or a matrix of which they are the rows
 Receive = Callable[[Flat], None]
 
@@ -117,7 +118,7 @@ class Transport(Protocol):
         """`one rank -> R`: overwrite with the tensor of the group's rank `root`."""
 
     def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
+        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sizes, own: int, op: str
     ) -> Handle | None:
         """Many tensors of one dtype in one message in the background; None where the caller packs them.
 

@@ -22,26 +22,27 @@ from .._torch import on_plain_kernels
 from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import first_failure
-from ..shared_memory.channel import Channel, all_have, channel_of
+from ..shared_memory.channel import all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
 from ..shared_memory.recorder import CARRIED_DTYPES, record
 from ..transport import Handle, Pending, Transport
+from .c10d_transport import C10dTransport
 
 LEAST_BYTES = 1 << 18  # of a rank's input: on two hosts of two ranks gloo alone is faster with 64 KiB
 _WINDOW_BYTES = 1 << 20  # of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170
 
 
-class AcrossHosts(Transport):
+class AcrossHosts(C10dTransport):
     """The transport of a communicator, of whose ranks each host has `per_host` that follow one another.
 
-    The groups that it combines are made at the first large message; `gloo` makes the transport of a group.
+    The groups that it combines are made at the first large message.
     """
 
-    __slots__ = ("_connected", "_gloo", "_group", "_host", "_name", "_own", "_parts", "_per_host", "_plain", "_ranks")
+    __slots__ = ("_connected", "_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
 
-    def __init__(self, comm: Comm, per_host: int, gloo: Callable[[Comm, Channel | None, str], Transport]) -> None:
-        self._group, self._name, self._ranks, self._per_host = comm.group, comm.name, sorted(comm.line), per_host
-        self._gloo, self._plain = gloo, gloo(comm, None, "")
+    def __init__(self, comm: Comm, per_host: int) -> None:
+        super().__init__(comm, None)
+        self._plain, self._ranks, self._per_host = C10dTransport(comm, None), sorted(comm.line), per_host
         self._host, self._own = divmod(comm.group.rank(), per_host)
         self._connected = False
         self._parts: tuple[Transport, ...] = ()  # inside the host and between hosts; none where memory is not shared
@@ -61,8 +62,8 @@ class AcrossHosts(Transport):
         between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
         channel = channel_of(inside.group)
         if on_plain_kernels(all_have, channel, self._group) and channel is not None:
-            own = SharedMemoryTransport(channel, self._gloo(inside, channel, ""))
-            self._parts = own, self._gloo(between, channel, self._name)
+            own = SharedMemoryTransport(channel, C10dTransport(inside, channel))
+            self._parts = own, C10dTransport(between, channel, self._name)
         self._connected = True
 
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
@@ -130,12 +131,6 @@ class AcrossHosts(Transport):
                 _copy_back(tensor, whole)
 
         return self._run(steps, "broadcast", tensor, "", root)
-
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
-        return self._plain.all_to_all(tensor, out)
-
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
-        return self._plain.all_to_all_v(flat, out, send, receive)
 
     def _padded(self, tensor: Tensor) -> Tensor:
         """All elements in one dim, of a length that the ranks of a host divide: a view where it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -57,7 +57,9 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         _keep(blocks[0], out[0])
         return out
     own, order = comm.rank, calls.group_to_index(comm)
-    example = _example(blocks, out, comm)
+    example = next(chain.from_iterable((*blocks, *out)), None)
+    if example is None:  # a rank without any block sends nothing, of any dtype
+        example = torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
     traced = is_traced(example)
     straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
     sends = [() if straight and i == own else blocks[i] for i in order]
@@ -76,10 +78,14 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         if traced and not received.numel() and (places := [*chain.from_iterable(out)]):
             places[0].copy_(bound(places[0], received))
 
-    if observers:
-        _run_observed(run, blocks, comm, out, flat)
-    else:
+    if not observers:
         run()
+        return out
+    sent, received = _counts(blocks), _counts(out)
+    sent[own] = received[own] = 0
+    # Without a block this rank does not know the dtype.
+    tensors = (flat[: sum(sent)],) if any(blocks) or any(out) else ()
+    observed(run, "all_to_all_single", comm, tensors, flow=(sent, received))
     return out
 
 
@@ -191,21 +197,6 @@ def _require_blocks(blocks: Sequence[Tensor]) -> None:
     """Refuse what is no sequence of tensors."""
     if not isinstance(blocks, list | tuple) or any(type(block) is not Tensor for block in blocks):
         require_each(blocks, Tensor, "blocks are a list of tensors", CollectiveTypeError)
-
-
-def _run_observed(run: Callable[[], None], blocks: Blocks, comm: Comm, out: Blocks, flat: Tensor) -> None:
-    sends, receives = _counts(blocks), _counts(out)
-    sends[comm.rank] = receives[comm.rank] = 0
-    # Without a block this rank does not know the dtype.
-    tensors = (flat[: sum(sends)],) if any(blocks) or any(out) else ()
-    observed(run, "all_to_all_single", comm, tensors, flow=(sends, receives))
-
-
-def _example(blocks: Blocks, out: Blocks, comm: Comm) -> Tensor:
-    """A tensor with the dtype and device of the blocks; a rank without any block sends nothing, of any dtype."""
-    for block in chain.from_iterable((*blocks, *out)):
-        return block
-    return torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
 
 
 def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -26,7 +26,7 @@ from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
-from ..transport import Handle, Pending, Receive, Transport
+from ..transport import Handle, Pending, Receive, Sizes, Transport
 from .across_hosts import AcrossHosts
 from .c10d_transport import C10dTransport
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
@@ -110,7 +110,7 @@ def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
     )
 
 
-def check_sizes(sizes: Sequence[int], comm: Comm, name: str = "sizes") -> int:
+def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
     """The sum of sizes; CollectiveError unless they are one non-negative count per rank."""
     taken = "the sizes of blocks are a sequence of int, one per rank"
     try:
@@ -124,7 +124,7 @@ def check_sizes(sizes: Sequence[int], comm: Comm, name: str = "sizes") -> int:
     return total
 
 
-def are_equal(sizes: Sequence[int]) -> bool:
+def are_equal(sizes: Sizes) -> bool:
     """Whether all are one size. Symbols of a compiler are among them, which have no hash."""
     return all(size == sizes[0] for size in sizes)
 
@@ -148,7 +148,7 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     async_op: bool,
     reduce_op: str = "",
     same: Mapping[str, object] = MappingProxyType({}),
-    flow: tuple[Sequence[int], Sequence[int]] | None = None,
+    flow: tuple[Sizes, Sizes] | None = None,
 ) -> Tensor | Pending:
     """What a collective of one tensor returns, by `start` or as a copy of one rank's own; observers hear of it as one.
 
@@ -186,7 +186,7 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
     if channel is not None:
         transport = SharedMemoryTransport(channel, transport)
     elif per_host := ranks_per_host(group):
-        transport = AcrossHosts(comm, per_host, C10dTransport)
+        transport = AcrossHosts(comm, per_host)
     if tensor.is_cpu or not comm.on_gloo:  # else the ranks have not yet been asked whether they share memory
         comm.transport = transport
     return transport
@@ -273,9 +273,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
 
-def all_to_all_v(
-    flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int], background: bool = False
-) -> Pending:
+def all_to_all_v(flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False) -> Pending:
     """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
     order = group_to_index(comm)
     if comm.order is not None:
@@ -314,7 +312,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
 
 
 def packed(
-    kind: str, tensors: Sequence[Tensor], comm: Comm, receive: Receive, sizes: Sequence[int] = (), op: str = ""
+    kind: str, tensors: Sequence[Tensor], comm: Comm, receive: Receive, sizes: Sizes = (), op: str = ""
 ) -> Handle | None:
     """Many tensors in one message in the background; None where the caller packs them."""
     if comm.size == 1 or is_traced(tensors[0]):

@@ -73,12 +73,9 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
     """
     if not is_traced(tensor):
         return tensor
-    nothing = [_real(other).reshape(-1)[:0].to(tensor.dtype) for other in to]
+    parts = [torch.view_as_real(other.resolve_conj()) if other.is_complex() else other for other in to]
+    nothing = [part.reshape(-1)[:0].to(tensor.dtype) for part in parts]
     return torch.cat([tensor.reshape(-1), *nothing]).view(tensor.shape)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def contribution(operand: Tensor, held: bool, other: float) -> Tensor:

@@ -18,7 +18,7 @@ from .._torch import is_traced
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
-from ..transport import Flat, Pending
+from ..transport import Flat, Pending, Sizes
 from . import calls
 from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
 from .even import reduced
@@ -32,9 +32,7 @@ _FUNCTIONAL = {
 }
 
 
-def start_packed(
-    kind: str, tensors: list[Tensor], comm: Along, sizes: Sequence[int] = (), op: str = "sum"
-) -> Pending[Flat]:
+def start_packed(kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (), op: str = "sum") -> Pending[Flat]:
     """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
 
     What a gather brings is memory that others write to afterwards: `then` is given the function that copies it.
@@ -85,7 +83,7 @@ def start_packed(
 
 
 def start_message(
-    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str = "", background: bool = True
+    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str = "", background: bool = True
 ) -> Pending[Flat]:
     """`start_packed` of arguments that are right, of an all-reduce with the size of each tensor.
 
@@ -103,9 +101,7 @@ def start_message(
     return message.then(lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving))
 
 
-def _in_one_tensor(
-    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
-) -> Pending:
+def _in_one_tensor(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending:
     if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
         out = calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
         own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))  # rank 2, blocks of 3: 6:9

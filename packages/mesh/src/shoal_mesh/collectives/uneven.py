@@ -5,7 +5,6 @@ What they send is exact, or padded to the largest block where that sends less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Literal, overload
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
-from ..transport import Pending
+from ..transport import Pending, Sizes
 from . import calls
 from .calls import Along, are_equal, check_sizes, checked, collective, normal_dim
 from .even import all_gather, reduce_scatter, reduced, reduced_blocks
@@ -23,14 +22,12 @@ from .reductions import WireReduction, materialized, reduction
 
 @overload
 def all_gather_v(
-    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = ..., *, async_op: Literal[False] = ...
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Literal[False] = ...
 ) -> Tensor: ...
 @overload
+def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
 def all_gather_v(
-    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = ..., *, async_op: Literal[True]
-) -> Pending: ...
-def all_gather_v(
-    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, *, async_op: bool = False
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
     """`S(dim) -> R`: the ranks' shards of different sizes, joined along `dim` in index order.
 
@@ -75,7 +72,7 @@ def all_gather_v(
     return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
 
 
-def gathered(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
+def gathered(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
     """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
     largest, rest = max(sizes), rows.shape[1:]
     # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
@@ -98,20 +95,14 @@ def gathered(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -
 
 @overload
 def reduce_scatter_v(
-    tensor: Tensor,
-    comm: Along,
-    sizes: Sequence[int],
-    dim: int = ...,
-    op: str = ...,
-    *,
-    async_op: Literal[False] = ...,
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Literal[False] = ...
 ) -> Tensor: ...
 @overload
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = ..., op: str = ..., *, async_op: Literal[True]
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Literal[True]
 ) -> Pending: ...
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum", *, async_op: bool = False
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
     """`P -> S(dim)`: this rank's block of the reduction of the ranks' tensors, block i `sizes[i]` long along `dim`.
 
@@ -152,9 +143,7 @@ def reduce_scatter_v(
     return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, facts)
 
 
-def reduced_uneven_blocks(
-    rows: Tensor, comm: Comm, sizes: Sequence[int], how: WireReduction, background: bool
-) -> Pending:
+def reduced_uneven_blocks(rows: Tensor, comm: Comm, sizes: Sizes, how: WireReduction, background: bool) -> Pending:
     """`P -> S(0)`: (sum(sizes), ...) -> (sizes[rank], ...)."""
     largest, own = max(sizes), sizes[comm.rank]
     if are_equal(sizes):
@@ -171,19 +160,14 @@ def reduced_uneven_blocks(
 
 @overload
 def all_to_all_v(
-    flat: Tensor,
-    comm: Along,
-    send_sizes: Sequence[int],
-    recv_sizes: Sequence[int],
-    *,
-    async_op: Literal[False] = ...,
+    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Literal[False] = ...
 ) -> Tensor: ...
 @overload
 def all_to_all_v(
-    flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, async_op: Literal[True]
+    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Literal[True]
 ) -> Pending: ...
 def all_to_all_v(
-    flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, async_op: bool = False
+    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
     """`S -> S`: 1-D blocks of exact sizes; block j goes to rank j, block i of the result comes from rank i.
 

@@ -206,7 +206,8 @@ class RankPool:
             self.start()
             port = ForkServer.get().store.port
             store = (port, f"{self._key}/{next(self._jobs)}")
-            self._printed = {rank: self._log_size(rank) for rank in range(self.size)}
+            logs = {rank: (self._folder or Path()) / f"log{rank}" for rank in range(self.size)}
+            self._printed = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
             process = (list(sys.path), list(sys.argv), os.getcwd())
             job = pickle.dumps(Job(code, payload, state, *process, store, self.backend, self._once))
             try:
@@ -305,10 +306,6 @@ class RankPool:
             return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(errors="replace")
         except OSError:
             return ""
-
-    def _log_size(self, rank: int) -> int:
-        log = (self._folder or Path()) / f"log{rank}"
-        return log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""

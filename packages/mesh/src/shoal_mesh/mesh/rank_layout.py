@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..argument_types import kind_of
-from ..errors import AxisError, MeshError, MeshTypeError
+from ..errors import MeshError, MeshTypeError
 
 if TYPE_CHECKING:
     from ..groups.process_groups import BackendChoice, Comm
@@ -144,14 +144,12 @@ class Layout:
         return len(self.axes)
 
     def __call__(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate; AxisError where there is no such coordinate."""
+        """The rank at a coordinate."""
         position = self.position(coordinate)
         return position if self.listed is None else self.listed[position]
 
     def position(self, coordinate: Sequence[int]) -> int:
-        """The integer at a coordinate; AxisError where there is no such coordinate."""
-        if len(coordinate) != self.ndim or not all(0 <= i < n for i, n in zip(coordinate, self.shape, strict=True)):
-            raise AxisError(f"no coordinate {tuple(coordinate)} in {self} of shape {self.shape}")
+        """The integer at a coordinate."""
         return self.offset + sum(axis_offset(axis, i) for axis, i in zip(self.axes, coordinate, strict=True))
 
     def members(self) -> tuple[int, ...]:

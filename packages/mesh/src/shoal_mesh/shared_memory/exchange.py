@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..transport import Handle, Receive, Transport, as_bytes
+from ..transport import Handle, Receive, Sizes, Transport, as_bytes
 from .channel import Channel
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
 from .stream import FREE, Steps, Stream, Underway
@@ -107,7 +107,7 @@ class SharedMemoryTransport(Transport):
         return self._stream.start(_exchange(self._stream, flat, out, send, receive))
 
     def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
+        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sizes, own: int, op: str
     ) -> Handle | None:
         if any(
             self.carrier(each, op, False, False) is not self or each.dtype not in CARRIED_DTYPES for each in tensors
@@ -239,7 +239,7 @@ def _window(flat: Tensor, a: int, b: int) -> Tensor:
 # --- many tensors in one message --------------------------------------------------------------------------------------
 
 
-def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sequence[int], receive: Receive) -> Steps:
+def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sizes, receive: Receive) -> Steps:
     """`receive` gets each rank's message, `counts[i]` elements from rank i, to be read while it is called."""
     own, dtype, most = Packer(tensors), tensors[0].dtype, max(counts)
     del tensors
@@ -263,7 +263,7 @@ def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sequen
 
 
 def _packed_reduce_scatter(
-    stream: Stream, tensors: Sequence[Tensor], counts: Sequence[int], block: int, op: str, receive: Receive
+    stream: Stream, tensors: Sequence[Tensor], counts: Sizes, block: int, op: str, receive: Receive
 ) -> Steps:
     """`receive` gets the reduction of one block of the message, of which block i has `counts[i]` elements."""
     own, dtype = Packer(tensors), tensors[0].dtype

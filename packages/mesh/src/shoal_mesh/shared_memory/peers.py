@@ -39,8 +39,8 @@ class Peers:
         pids: Sequence[int],
         words: memoryview,
         own: Sequence[int],
-        reasons: memoryview | None = None,
-        announced: int = 0,
+        reasons: memoryview,
+        announced: int,
     ) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -48,8 +48,8 @@ class Peers:
         self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
         self.name: str = _torch.group_name(group)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
-        self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
-        self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []
+        self._reasons = reasons
+        self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)]
         self._calls = 0
         self._failure: PeerError | None = None
         self.last_seen: Callable[[], dict[int, str]] = dict  # what this one sees of the others, by rank in the group
@@ -161,7 +161,7 @@ class Peers:
         me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
         if state in ("ended", "returned"):
             raise self.fail(f"{name} has {state} while {me} waited for it in a collective", other)
-        if self._announced and self.words[self._announced[rank]] > self._calls:
+        if self.words[self._announced[rank]] > self._calls:
             raise self.fail(f"{name} started another collective than the one in which {me} waits for it", other)
         if waited > timeout or stopped > _STOPPED_CHECKS:
             why = f", the timeout of the process group, for {name}" if waited > timeout else ""
