@@ -290,23 +290,6 @@ def backend_options(group: ProcessGroup) -> list[Any]:
     return options
 
 
-@contextmanager
-def _unbound(world: ProcessGroup) -> Iterator[None]:
-    """Hide the device that the default group is bound to, so that c10d does not split it.
-
-    A split is collective over all ranks of the parent; groups here are created by their members alone.
-    """
-    bound = world.bound_device_id
-    if bound is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
-
-
 def new_group(
     ranks: Sequence[int],
     *,
@@ -324,10 +307,13 @@ def new_group(
     world = _c10d._get_default_group()
     default_backend, store = _c10d._world.pg_map[world]
     backend = dist.Backend(backend or default_backend)
-    device_id = world.bound_device_id
+    bound = device_id = world.bound_device_id
     if device_id is not None and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},":
         device_id = None
-    with _unbound(world):
+    # Of a default group that is bound to a device c10d splits a part, which is collective over all of its ranks.
+    if bound is not None:
+        world.bound_device_id = None
+    try:
         group, _ = _c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(world.rank()),
@@ -340,6 +326,9 @@ def new_group(
             device_id=device_id,
             group_desc=description,
         )
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
 

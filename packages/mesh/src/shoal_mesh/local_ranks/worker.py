@@ -65,27 +65,13 @@ def serve_forks(preload: list[str]) -> None:
     for name in preload:
         importlib.import_module(name)
 
-    children: set[int] = set()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a rank has ended, so that it leaves nothing behind
     for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(**order)
-        children.add(pid)
-        children -= _reaped(children)
-    for pid in children - _reaped(children):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _reaped(children: set[int]) -> set[int]:
-    ended = set()
-    for pid in children:
-        try:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                ended.add(pid)
-        except ChildProcessError:
-            ended.add(pid)
-    return ended
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _run_rank(**json.loads(line))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)  # of the session that it was started in; Linux kills them when it ends
 
 
 def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -> None:

@@ -87,18 +87,18 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
         yield  # one process: nobody to compare with
         return
     block = next(_BLOCKS.setdefault(world, count()))
-    board = _Board(_torch.default_store(), f"shoal_lockstep/{block}", world.rank())
-    comparison = _Comparison(board, timeout, every, call_sites)
+    store = _torch.PrefixStore(f"shoal_lockstep/{block}", _torch.default_store())
+    comparison = _Comparison(store, world.rank(), timeout, every, call_sites)
     observe(comparison)
     try:
         yield
     except BaseException as error:
-        board.say(f"left the lockstep block by {type(error).__name__}: {error}"[:1000])
+        comparison.say(f"left the lockstep block by {type(error).__name__}: {error}"[:1000])
         if isinstance(error, PeerError):
-            board.alarm(error)
+            comparison.alarm(error)
         raise
     else:
-        board.say("left the lockstep block")
+        comparison.say("left the lockstep block")
     finally:
         unobserve(comparison)
 
@@ -113,41 +113,30 @@ def in_lockstep() -> bool:
     return bool(observers) and any(isinstance(observer, _Comparison) for observer in observers)
 
 
-class _Board:
-    """What ranks that wait, or have left, say in the store. Where the store is gone nobody says anything."""
+class _Comparison:
+    """The observer of one block on one rank. What ranks that wait, or have left, say to each other is in the store."""
 
-    def __init__(self, store: Store, prefix: str, rank: int) -> None:
-        self._store, self._prefix, self.rank = store, prefix, rank
+    def __init__(self, store: Store, rank: int, timeout: float, every: int, call_sites: bool) -> None:
+        self._store, self._rank = store, rank
+        self._timeout, self._every, self._call_sites = timeout, every, call_sites
+        self._steps: dict[str, int] = {}
+        self._last: dict[str, str] = {}  # what all ranks of a communicator have been in together
 
     def say(self, text: str, key: str = "") -> None:
-        """Say where this rank is, or something else under a key."""
+        """Say where this rank is, or something else under a key; where the store is gone nobody hears it."""
         with suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{key or self.rank}", text)
+            self._store.set(key or str(self._rank), text)
 
-    def read(self, key: str | int) -> str:
+    def _read(self, key: str | int) -> str:
         """What a rank has said, or somebody under a key; '' for nothing."""
         with suppress(RuntimeError):
-            if self._store.check([f"{self._prefix}/{key}"]):
-                return self._store.get(f"{self._prefix}/{key}").decode()
+            if self._store.check([str(key)]):
+                return self._store.get(str(key)).decode()
         return ""
 
     def alarm(self, error: PeerError) -> None:
         """Say what this rank has raised, for those that wait for somebody who has heard of it."""
         self.say(json.dumps([str(error), error.ranks]), "alarm")
-
-    def alarmed(self) -> LockstepError | None:
-        """What another rank has raised."""
-        text, ranks = json.loads(self.read("alarm") or '["", []]')
-        return LockstepError(text, tuple(ranks)) if text else None
-
-
-class _Comparison:
-    """The observer of one block on one rank."""
-
-    def __init__(self, board: _Board, timeout: float, every: int, call_sites: bool) -> None:
-        self._board, self._timeout, self._every, self._call_sites = board, timeout, every, call_sites
-        self._steps: dict[str, int] = {}
-        self._last: dict[str, str] = {}  # what all ranks of a communicator have been in together
 
     def before(self, event: Event) -> None:
         """Say what this rank is about to do, and compare it with what the others say."""
@@ -182,7 +171,7 @@ class _Comparison:
 
     def _broken(self, comm: Comm, error: LockstepError) -> PeerError:
         """The error, of which all ranks hear that wait for this one, or come later."""
-        self._board.alarm(error)
+        self.alarm(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
         return error if channel is None else channel.peers.fail(str(error), error.ranks, kind=LockstepError)
 
@@ -199,17 +188,20 @@ class _Comparison:
 
     def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
         """Say that this rank waits; the error if another one has left, raised, or not come in time."""
-        along, board = f"along {'x'.join(comm.axes)}", self._board
-        board.say(f"waits {along} in {text}")
-        said = {rank: board.read(rank) for rank in comm.ranks if rank != board.rank}
+        along = f"along {'x'.join(comm.axes)}"
+        self.say(f"waits {along} in {text}")
+        said = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
         missing = [rank for rank, where in said.items() if not where.startswith(f"waits {along} ")]
         if not missing:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
         left = {rank for rank in missing if said[rank].startswith("left")}
         gone = [rank for rank in missing if rank in left or lost.get(rank, "").endswith(("ended", "returned"))]
-        if (error := board.alarmed()) or not (gone or waited > self._timeout):
-            return error
+        raised, ranks = json.loads(self._read("alarm") or '["", []]')
+        if raised:
+            return LockstepError(raised, tuple(ranks))
+        if not (gone or waited > self._timeout):
+            return None
         here = [rank for rank in comm.ranks if rank not in missing]
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
         lines += [f"  {name_ranks(here)} waits: {text}"]
