@@ -7,6 +7,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from shoal_mesh.errors import MeshError, RankError
 from shoal_mesh.local_ranks.launch import _Kept
+from shoal_mesh.local_ranks.pool import kept_pool
 from shoal_mesh.notebook import run_cell
 
 Shown = list[tuple[str, str, list[int]]]
@@ -14,7 +15,8 @@ Shown = list[tuple[str, str, list[int]]]
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Kept, "pools", {})
+    monkeypatch.setattr(_Kept, "on", True)
+    kept_pool.cache_clear()
 
 
 def shown(cell: str, variables: dict[str, object], ranks: str = "2") -> Shown:

@@ -18,8 +18,9 @@ from typing import Any
 
 from .argument_types import name_ranks
 from .errors import MeshError, MeshTypeError
-from .local_ranks.launch import keep_ranks, kept_pool
+from .local_ranks.launch import keep_ranks
 from .local_ranks.pickle_functions import dump
+from .local_ranks.pool import kept_pool
 
 # Declared mutable state, on a rank: the variables of its cells, and those that came from the notebook as they came.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}
@@ -53,7 +54,7 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
         except MeshTypeError as error:  # said if the cell turns out to need it
             unsent[name] = str(error)
     said: dict[tuple[str, str], list[int]] = {}
-    pool = kept_pool(int(line))
+    pool = kept_pool(int(line), None, True)
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
             said.setdefault(output, []).append(rank)

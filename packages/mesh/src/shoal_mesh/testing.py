@@ -29,7 +29,7 @@ from .argument_types import require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world
-from .local_ranks.pool import RankPool
+from .local_ranks.pool import RankPool, kept_pool
 from .mesh.create import init_device_mesh
 from .mesh.device_mesh import DeviceMesh
 from .observers.comm_debug import CommDebugMode
@@ -51,7 +51,6 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_POOLS: dict[int, RankPool] = {}  # the pools of this process by size, for the whole session
 
 
 def rank_pool(size: int = 4) -> RankPool:
@@ -69,10 +68,7 @@ def rank_pool(size: int = 4) -> RankPool:
         [0, 1]
     """
     require(size, int, "a pool has a number of ranks")
-    pool = _POOLS.get(size)
-    if pool is None:
-        pool = _POOLS[size] = RankPool(size)
-    return pool
+    return kept_pool(size, None, False)
 
 
 def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]:

@@ -55,7 +55,13 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     _check(blocks, comm, out)
     if comm.size == 1:
         _keep(blocks[0], out[0])
-        return out
+    else:
+        _exchange(blocks, comm, out)
+    return out
+
+
+def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
+    """Between several ranks, of arguments that are right."""
     own, order = comm.rank, calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
     if example is None:  # a rank without any block sends nothing, of any dtype
@@ -80,13 +86,12 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
     if not observers:
         run()
-        return out
+        return
     sent, received = _counts(blocks), _counts(out)
     sent[own] = received[own] = 0
     # Without a block this rank does not know the dtype.
     tensors = (flat[: sum(sent)],) if any(blocks) or any(out) else ()
     observed(run, "all_to_all_single", comm, tensors, flow=(sent, received))
-    return out
 
 
 def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:

@@ -84,8 +84,15 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
         return Pending(tensor, None) if async_op else tensor
 
     def start() -> Pending:
-        in_order = tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())  # a compiler cannot trace it
-        pending = reduced(tensor if in_order else _not_overlapping(tensor), comm, how, async_op)
+        own = tensor
+        if not (tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())):  # a compiler cannot trace it
+            if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise CollectiveError(
+                    f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
+                    "several elements are one memory location, call clone() first"
+                )
+            own = materialized(tensor)
+        pending = reduced(own, comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op, op)
@@ -213,16 +220,6 @@ def all_to_all(
 
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
     return collective("all_to_all_single", tensor, comm, start, async_op, "", dims)
-
-
-def _not_overlapping(tensor: Tensor) -> Tensor:
-    """A copy to reduce in place of a tensor that the result can be written to."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise CollectiveError(
-            f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
-            "several elements are one memory location, call clone() first"
-        )
-    return materialized(tensor)
 
 
 def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:

@@ -32,7 +32,9 @@ _FUNCTIONAL = {
 }
 
 
-def start_packed(kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (), op: str = "sum") -> Pending[Flat]:
+def start_packed(
+    kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (), op: str = "sum", *, background: bool = True
+) -> Pending[Flat]:
     """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
 
     What a gather brings is memory that others write to afterwards: `then` is given the function that copies it.
@@ -48,6 +50,7 @@ def start_packed(kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an all-reduce.
         op: as for `all_reduce`.
+        background: whether the caller goes on before it waits.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -78,17 +81,11 @@ def start_packed(kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (
             raise CollectiveError(
                 f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say {tuple(sizes)}"
             )
-    run = partial(start_message, kind, tensors, comm, sizes, op)
-    return observed(run, _FUNCTIONAL[kind], comm, tensors, op, {"sizes": sizes})
+    start = partial(_start, kind, tensors, comm, sizes, op, background)
+    return observed(start, _FUNCTIONAL[kind], comm, tensors, op, {"sizes": sizes})
 
 
-def start_message(
-    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str = "", background: bool = True
-) -> Pending[Flat]:
-    """`start_packed` of arguments that are right, of an all-reduce with the size of each tensor.
-
-    In the `background` the caller goes on before it waits.
-    """
+def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending[Flat]:
     pending: Pending[Flat] = Pending((), None)
     if not in_tree(tensors[0], op):
         receive = pending.lend if kind == "all_gather" else partial(setattr, pending, "value")
@@ -167,7 +164,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
     def run(alike: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in alike]
         sizes = [each.numel() for each in flat]
-        totals = start_message("all_reduce", flat, comm, sizes, op, background=False).wait()
+        totals = start_packed("all_reduce", flat, comm, sizes, op, background=False).wait()
         return [total.view(tensor.shape) for total, tensor in zip(totals, alike, strict=True)]
 
     return _coalesced("all_reduce_coalesced", tensors, comm, run, None, op)
@@ -206,7 +203,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
             ]
 
         sizes = [sum(lengths)] * comm.size
-        return start_message("all_gather", flat, comm, sizes, background=False).then(unpack).wait()
+        return start_packed("all_gather", flat, comm, sizes, background=False).then(unpack).wait()
 
     return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim)
 
@@ -240,7 +237,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
         blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
         rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
         widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
-        own = start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait()[0]
+        own = start_packed("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait()[0]
         return [part.view(each.shape[1:]) for part, each in zip(torch.split(own, widths), blocks, strict=True)]
 
     return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim, op)

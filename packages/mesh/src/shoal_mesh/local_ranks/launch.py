@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from ..argument_types import require
 from ..errors import MeshError, RankError
 from ..groups.world import all_gather_objects, ensure_world
 from .pickle_functions import refuse_while_loading
-from .pool import RankPool
+from .pool import RankPool, kept_pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,11 +82,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    if _Kept.pools is None:
-        ranks: AbstractContextManager[RankPool] = RankPool(nprocs, backend=backend, show_output=True, once=True)
-    else:
-        ranks = nullcontext(kept_pool(nprocs, backend))
-    with ranks as pool:
+    keeps = nullcontext(kept_pool(nprocs, backend, True)) if _Kept.on else None
+    with keeps or RankPool(nprocs, backend=backend, show_output=True, once=True) as pool:
         try:
             return pool._run(fn, args, kwargs, None, timeout)
         except RankError as error:
@@ -98,20 +95,11 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
 
 
 class _Kept:
-    """Pools that stay up between calls, by size and backend; None where each call has its own (mutable state)."""
+    """Whether ranks stay up between calls of `launch` (mutable state)."""
 
-    pools: dict[tuple[int, str | None], RankPool] | None = None
+    on = False
 
 
 def keep_ranks() -> None:
     """Have ranks stay up between calls of `launch` from now on, a pool for each number of ranks."""
-    _Kept.pools = {} if _Kept.pools is None else _Kept.pools
-
-
-def kept_pool(nprocs: int, backend: str | None = None) -> RankPool:
-    """The pool of that many ranks which `launch` keeps, after `keep_ranks`."""
-    assert _Kept.pools is not None, "keep_ranks() first"
-    key = (nprocs, backend)
-    if key not in _Kept.pools:
-        _Kept.pools[key] = RankPool(nprocs, backend=backend, show_output=True)
-    return _Kept.pools[key]
+    _Kept.on = True

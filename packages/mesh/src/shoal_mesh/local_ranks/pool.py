@@ -21,6 +21,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from math import inf
 from multiprocessing.connection import Connection, Listener, wait
@@ -329,3 +330,9 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+@cache
+def kept_pool(size: int, backend: str | None, show_output: bool) -> RankPool:
+    """The pool of so many ranks that this process has up until it ends."""
+    return RankPool(size, backend=backend, show_output=show_output)

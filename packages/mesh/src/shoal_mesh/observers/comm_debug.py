@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -228,9 +228,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def before(self, event: Event) -> None:
         """Record a collective of shoal (called by events.py)."""
-        comm = event.comm
-        record = self._record(event.op, comm.axes, comm.size, event.tensors, event.reduce_op)
-        self._open[id(event)] = record
+        self._open[id(event)] = self._record(event)
 
     def after(self, event: Event) -> None:
         """Note how long it took."""
@@ -264,24 +262,24 @@ class CommDebugMode(TorchDispatchMode):
             op, size = name.removesuffix("_"), 0
         sent = args[1] if name in _OUTPUTS_FIRST else args[0]
         tensors = tuple(t for t in tree_leaves(sent) if isinstance(t, Tensor))
-        record = self._record(op, (label,), size, tensors, "")
-        begin = time.perf_counter()
+        event = Event(op, SimpleNamespace(axes=(label,), size=size), tensors)
+        record = self._record(event)
         result = func(*args, **kwargs)
-        record.seconds = time.perf_counter() - begin
+        record.seconds = time.perf_counter() - event.started
         return result
 
-    def _record(self, op: str, axes: tuple[str, ...], size: int, tensors: tuple[Tensor, ...], reduce_op: str) -> Record:
+    def _record(self, event: Event) -> Record:
         record = Record(
-            op=op,
-            axes=axes,
-            size=size,
-            shapes=tuple(tuple(t.shape) for t in tensors),
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            nbytes=sum(t.numel() * t.element_size() for t in tensors),
-            reduce_op=reduce_op,
+            op=event.op,
+            axes=event.comm.axes,
+            size=event.comm.size,
+            shapes=tuple(tuple(t.shape) for t in event.tensors),
+            dtype=str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else "",
+            nbytes=event.nbytes,
+            reduce_op=event.reduce_op,
             module=self._module(),
             backward=in_backward(),
-            started=time.perf_counter() - self._began,
+            started=event.started - self._began,
         )
         self.trace.append(record)
         self._record_of(record.module)

@@ -108,9 +108,7 @@ class SharedMemoryTransport(Transport):
     def packed(
         self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sizes, own: int, op: str
     ) -> Handle | None:
-        if any(
-            self.carrier(each, op, False, False) is not self or each.dtype not in CARRIED_DTYPES for each in tensors
-        ):
+        if not all(is_carried(each, op) and each.dtype in CARRIED_DTYPES for each in tensors):
             return None
         stream = self._channel.background["gathers" if kind == "all_gather" else "reductions"]
         if kind == "all_gather":
