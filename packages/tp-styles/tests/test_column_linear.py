@@ -1,4 +1,4 @@
-"""Covers: modules/column_linear.py."""
+"""Linear layers by columns.  Covers: modules/sharded_linear.py."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from shoal_tp_styles import (
     parallelize_module,
     verify,
 )
-from shoal_tp_styles.modules.column_linear import ColumnLinear
+from shoal_tp_styles.modules.sharded_linear import ColumnLinear
 from shoal_tp_styles.sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
 
 

@@ -30,7 +30,7 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.lowering import parameters
 from shoal_tp_styles.lowering.parameters import deliver_grad
-from shoal_tp_styles.modules import column_linear
+from shoal_tp_styles.modules import sharded_linear
 from shoal_tp_styles.testing import MLP, all_ranks
 from tp_checks import global_value
 
@@ -76,7 +76,8 @@ def routes_taken() -> Iterator[list[GradRoute]]:
         return returned
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parameters, "deliver_grad", deliver)
+        for module in (parameters, sharded_linear):
+            patch.setattr(module, "deliver_grad", deliver)
         yield taken
 
 
@@ -301,14 +302,14 @@ def test_the_reduction_runs_beside_a_weight_gradient_that_takes_long(where: str)
         module = lowered(nn.Linear(width, 128), style)
         x = torch.randn(16, width, dtype=torch.float64, requires_grad=True)
         seen: list[bool] = []
-        reduce = getattr(column_linear, name)
+        reduce = getattr(sharded_linear, name)
 
         def recorded(*args: Any, seen: list[bool] = seen, reduce: Any = reduce, **how: Any) -> Any:
             seen.append(how.get("async_op", False))
             return reduce(*args, **how)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(column_linear, name, recorded)
+            patch.setattr(sharded_linear, name, recorded)
             module(x).square().sum().backward()
         assert seen == [beside]
         full = x.detach().clone()

@@ -1,4 +1,4 @@
-"""Covers: modules/row_linear.py."""
+"""Linear layers by rows.  Covers: modules/sharded_linear.py."""
 
 from __future__ import annotations
 

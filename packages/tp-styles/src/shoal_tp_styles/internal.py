@@ -18,7 +18,6 @@ from .lowering.ports import (
     replicated_input as replicated_input,
     sharded_input as sharded_input,
 )
-from .modules.column_linear import ColumnLinear as ColumnLinear
 from .modules.embedding import (
     ColumnEmbedding as ColumnEmbedding,
     OwnRows as OwnRows,
@@ -31,7 +30,7 @@ from .modules.norm import (
     Tokenwise as Tokenwise,
     is_norm as is_norm,
 )
-from .modules.row_linear import RowLinear as RowLinear
+from .modules.sharded_linear import ColumnLinear as ColumnLinear, RowLinear as RowLinear
 from .plan.preview import to_meta as to_meta
 from .plan.resolve import (
     AutoPlan as AutoPlan,

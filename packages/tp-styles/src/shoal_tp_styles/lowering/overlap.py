@@ -20,7 +20,7 @@ from shoal_dtensor import Placement, Shard
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
-from ..sharding.module_sharding import Collective, ModuleSharding, Overlap
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Overlap
 from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
 
 
@@ -83,28 +83,22 @@ def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks:
 
 
 def in_chunks(
+    call: ModuleCall,
     collectives: Iterable[Collective],
-    chunked: set[tuple[str, bool]],
-    chunks: int,
-    full: Tensor,
+    full: Tensor | None,
     placement: Placement,
-    ranks: int,
+    *chunked: tuple[str, bool],
 ) -> Iterator[Collective]:
-    """Collectives as declared for one product; those in chunks say so.
+    """The collectives of a Linear as declared for one product; those in chunks say so.
 
-    Args:
-        collectives: those of one product.
-        chunked: operation, and whether in the backward, of those that run in chunks.
-        chunks: what the style gives.
-        full: the tensor of all ranks that is gathered or reduced.
-        placement: its placement where it is sharded.
-        ranks: of the axis.
+    `chunked` are the operations that run in chunks, each with whether it is one of the backward; `full` is the tensor
+    of all ranks that they gather or reduce, `placement` where it is sharded.
     """
-    count, rows, sizes = 1, full.shape[0] if full.ndim else 0, None
-    if full.ndim > 1:
-        if isinstance(placement, Shard) and placement.dim in (0, -full.ndim):
-            rows, sizes = rows // ranks, placement.sizes
-        count = _count(chunks, rows, sizes)
+    count = 1
+    if full is not None and full.ndim > 1:
+        shard = placement if isinstance(placement, Shard) and placement.dim in (0, -full.ndim) else None
+        rows, sizes = (full.shape[0], None) if shard is None else (full.shape[0] // call.ranks, shard.sizes)
+        count = _count(chunks_of(call.sharding), rows, sizes)
     for each in collectives:
         yield each._replace(chunks=count) if (each.op, each.backward) in chunked else each
 

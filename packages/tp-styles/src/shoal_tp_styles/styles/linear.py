@@ -17,12 +17,11 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
-from ..modules.column_linear import ColumnLinear
 from ..modules.composed_linear import FusedColumn
 from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
-from ..modules.row_linear import RowLinear
+from ..modules.sharded_linear import ColumnLinear, RowLinear
 from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port

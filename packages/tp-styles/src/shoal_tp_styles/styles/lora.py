@@ -21,9 +21,8 @@ from shoal_dtensor.internal import takes
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import shardings_of
-from ..modules.column_linear import ColumnLinear
 from ..modules.composed_linear import AdapterLinear
-from ..modules.row_linear import RowLinear
+from ..modules.sharded_linear import ColumnLinear, RowLinear
 from ..sharding.module_sharding import Adapter, ModuleSharding
 from .linear import ColwiseParallel, RowwiseParallel
 from .style import DeclaredStyle
