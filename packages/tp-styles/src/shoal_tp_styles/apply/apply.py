@@ -48,15 +48,11 @@ def apply_sharding(
     lower: bool = True,
     scatter: Scatter | None = None,
 ) -> nn.Module:
-    """The module, parallel on a mesh as the record declares.
+    """The module, parallel on a mesh as the record declares; changed in place.
 
-    Args:
-        module: changed in place.
-        sharding: placements of parameters, inputs and outputs.
-        mesh: with one axis; with two where the record has placements for a second one.
-        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
-        lower: let known module types run as local computation; False runs everything through DTensor dispatch.
-        scatter: what the parameters of several modules travel by, with the same source; the caller sends it.
+    On ranks from `src_data_rank` parameters are broadcast; None keeps every rank's own values.  With `lower=False`
+    everything runs through DTensor dispatch.  `scatter` is what the parameters of several modules travel by, with the
+    same source; the caller sends it.
 
     Raises:
         LayoutError: if the mesh has several axes, or the instance has a forward that the style would hide.
@@ -102,11 +98,7 @@ def apply_sharding(
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
-    """Refuse parameters that are computed from others, or are no plain tensors, where a style would shard or read them.
-
-    Raises:
-        UnsupportedModuleError: naming the parameters and the way out.
-    """
+    """Refuse parameters that are computed from others, or hold tensors, where a style would shard or read them."""
     if not sharding.distributes:
         return
     for path, owner in [("", module)] if sharding.own_parameters else module.named_modules():

@@ -60,9 +60,7 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
 def check_blocks(module: nn.Module, style: str, fused: FusedBlocks) -> None:
     """Refuse what cannot be split into blocks, before anything is changed.
 
-    Raises:
-        TiedWeightError: if a fused parameter is a DTensor already.
-        LayoutError: if it has gradient hooks, which would have to see all blocks at once.
+    That is a DTensor, or a parameter with gradient hooks, which would have to see all blocks at once.
     """
     for kind in fused.names:
         param: Tensor | None = module._parameters.get(kind)

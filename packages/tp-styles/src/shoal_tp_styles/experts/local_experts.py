@@ -26,16 +26,10 @@ from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding
 def local_shards(
     module: nn.Module, sharding: ModuleSharding, experts: Comm | None, hidden: Comm | None
 ) -> dict[str, Tensor | None]:
-    """The local shards of all parameters, by path.
+    """The local shards of all parameters, by path, where the axis `experts` shards those, and `hidden` their features.
 
     A parameter that an axis replicates is used by every rank along it in a part of the computation, so its gradients
     are summed. A bias behind the sum over hidden features is added on the first rank of their axis alone.
-
-    Args:
-        module: the experts.
-        sharding: what the style declared.
-        experts: the axis that shards the experts; None without one.
-        hidden: the axis that shards hidden features; None without one.
     """
     along = (sharding.parameters, sharding.second_axis or {}) if experts is not None else ({}, sharding.parameters)
     groups: dict[Comm | None, dict[str, Tensor | None]] = {}
@@ -55,15 +49,9 @@ def local_shards(
 
 
 def own_forward(module: Any, local: Mapping[str, Any], count: int, own: range | None, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with local shards for its parameters, and this rank's experts for all of them.
+    """The module's forward, with local shards (by path) for its parameters, and this rank's experts for all `count`.
 
-    Args:
-        module: the experts.
-        local: path -> shard.
-        count: number of experts of all ranks.
-        own: of a list, the children that stay; None: the numbers in which the module counts its experts stay too.
-        args: of the forward.
-        kwargs: likewise.
+    `own` are the children of a list that stay; with None the numbers in which the module counts its experts stay too.
     """
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for prefix, owner in module.named_modules():

@@ -37,30 +37,22 @@ from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices,
 
 
 class RoutedExperts(Lowered):
-    """A module of experts, each of which one rank along the first axis holds.
-
-    Attributes:
-        experts: what the style declared.
-        per_rank: experts that each rank holds.
-        own: this rank's experts.
-        tensor: the axis that shards the hidden features; None without one.
-        shared: the axes along which inputs are replicated and outputs partial; None without one.
-        beside: asked by the next call what to compute while its rows are under way; None: nothing.
-    """
+    """A module of experts, each of which one rank along the first axis holds."""
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
     sampling: ClassVar[Literal["refused"]] = "refused"
 
     def resolve(self) -> None:
         self.experts: Experts = self.sharding.options_of(Experts)
-        sharded = self.sharded
+        # Asked by the next call what to compute while its rows are under way; None: nothing.
         self.beside: Callable[[], Callable[[], None] | None] | None = None
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])  # 3 experts as (2, 1): rank 1 has 2:3
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
+        # The axis that shards the hidden features, and the axes along which inputs are replicated and outputs partial.
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
         everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
-        self.shared: Comm | None = self.tensor if sharded else everywhere
+        self.shared: Comm | None = self.tensor if self.sharded else everywhere
 
     @property
     def sharded(self) -> bool:
@@ -154,11 +146,10 @@ class RoutedExperts(Lowered):
         return every
 
     def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What the experts make of rows.
+        """What the experts make of rows that are sorted by expert; `counts` are (ranks, experts) rows.
 
-        Args:
-            rows: sorted by expert: this rank's for all experts where tokens are sharded, else all for its own experts.
-            counts: (ranks, experts) rows of all ranks; (1, experts) where each has all of them.
+        Where tokens are sharded the rows are this rank's for all experts, else all for its own experts, and `counts` is
+        (1, experts).
         """
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
@@ -169,11 +160,9 @@ class RoutedExperts(Lowered):
         return exchange.back(self.computed(arrived, exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What this rank's experts make of rows.
+        """What this rank's experts make of rows of several senders behind each other, those of each sorted by expert.
 
-        Args:
-            rows: of several senders behind each other, those of each sorted by expert.
-            counts: (senders, own experts) number of rows.
+        `counts` are (senders, own experts).
         """
         module: Any = self.module
         local = local_shards(module, self.sharding, self.comm, self.tensor)

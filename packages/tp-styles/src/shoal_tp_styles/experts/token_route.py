@@ -28,11 +28,8 @@ from shoal_mesh.internal import Pending
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Indices into the flattened choices, those of expert 0 first, and (experts + 1,) bounds: where each one's begin.
 
-    The host waits for neither.
-
-    Args:
-        chosen: (tokens, choices) indices of experts; others count as before the first or behind the last.
-        experts: number of experts.
+    The host waits for neither.  `chosen` is (tokens, choices); indices that are no expert's count as before the first
+    or behind the last.
 
     Example:
         >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
@@ -49,12 +46,7 @@ def counts_of(bounds: list[int]) -> list[int]:
 
 
 def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
-    """The first so many pairs of each expert, those of expert 0 first.  Choices that are no expert's are left out.
-
-    Args:
-        pairs: what `sorted_choices` gives.
-        bounds: likewise, read by the host.
-        kept: pairs of each expert.
+    """The first `kept` pairs of each expert, those of expert 0 first.  Choices that are no expert's are left out.
 
     Example:
         >>> first_pairs(torch.tensor([1, 0, 3, 2]), [0, 1, 3, 4], [1, 1, 1])  # of experts 0 1 1 2
@@ -66,12 +58,10 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
-    """Of the rows that each rank has for each expert, those that fit: the last tokens of all ranks do not.
+    """Of the (ranks, experts) rows that each rank has for each expert, those that fit.
 
-    Args:
-        counts: (ranks, experts).
-        factor: an expert takes this times the rows that each would get if all got equally many.
-        pairs: rows of all ranks and experts.
+    The last tokens of all ranks do not: an expert takes `factor` times the rows that each would get if all got
+    equally many of all `pairs`.
 
     Example:
         >>> within_capacity([[3, 0], [2, 1]], 1.25, 6)
@@ -95,13 +85,7 @@ class ExpertExchange(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
-        """The exchange of rows that are sorted by expert.
-
-        Args:
-            counts: (ranks, experts) rows that each rank has for each expert.
-            per_rank: experts that each rank holds.
-            comm: the ranks.
-        """
+        """The exchange of (ranks, experts) rows that are sorted by expert; each rank holds `per_rank` experts."""
         ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
         held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
         own = [row[held[comm.rank]] for row in counts]

@@ -159,14 +159,8 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and what the rows weigh together in a mean.
 
-    Args:
-        statistics: per row the log-sum-exp, the logit of the label, and the (weighted) sum of all logits.
-        labels: class indices, one per row.
-        weights: one per class; None for ones.
-        ignore_index: label of rows that have no loss and no weight.
-        smoothing: fraction of the uniform distribution.
-        z_loss: factor of the squared log-sum-exp.
-        classes: the vocabulary.
+    `statistics` are per row the log-sum-exp, the logit of the label, and the sum of all logits, weighted where there
+    are weights.  Rows with the label `ignore_index` have no loss and no weight.
     """
     lse, picked, total = statistics
     ignored = labels == ignore_index

@@ -46,8 +46,7 @@ def port_moves(port: Port | None, tensor: Any) -> Iterator[Collective]:
 def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
     """The DTensor in the port's desired layout; a plain tensor has the port's `layout`.
 
-    Raises:
-        LayoutError: if a DTensor comes from another mesh, or something else than a tensor was given.
+    One of another mesh, and what is no tensor, is a LayoutError.
     """
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:

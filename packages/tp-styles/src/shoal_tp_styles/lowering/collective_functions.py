@@ -74,11 +74,8 @@ class _Token(TensorNote):
 def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
     """The token that an earlier reader with the same key left on the tensor, if it still holds.
 
-    Args:
-        tensor: what the module was called with.
-        key: communicator, layout and dtype of the reading.
-        grad: whether the token must carry a gradient.
-        in_tree: whether readers add their partials up block by block, as those inside `sums_in_tree` have to.
+    `grad` says whether the token must carry a gradient, `in_tree` whether readers add their partials up block by block,
+    as those inside `sums_in_tree` have to.
     """
     if sums_are_in_tree() and not in_tree:
         return None

@@ -157,11 +157,7 @@ def _rebuild(
 
 
 def spec_of(param: Tensor, name: str) -> Spec:
-    """The spec of a distributed parameter.
-
-    Raises:
-        LayoutError: if the parameter is not a DTensor (any more).
-    """
+    """The spec of a distributed parameter; a LayoutError if it is not a DTensor (any more)."""
     if isinstance(param, DTensor):
         return param.spec
     check_plain(param)

@@ -32,14 +32,9 @@ def chunks_of(sharding: ModuleSharding) -> int:
 def gathered_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: ShardedDim, chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """The gathered tensor, and its product with a weight.
+    """The gathered tensor, and its product with a weight (out, in).
 
-    Args:
-        x: this rank's shard, (..., in), of at least two dims.
-        weight: (out, in).
-        bias: (out,).
-        where: how `x` is sharded.
-        chunks: number of collectives, if there are as many rows.
+    `x` (..., in) is this rank's shard, of at least two dims; there are `chunks` collectives, if there are as many rows.
     """
     comm, dim, sizes = where
     along_rows = dim % x.ndim == 0

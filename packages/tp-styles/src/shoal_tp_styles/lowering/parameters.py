@@ -47,11 +47,7 @@ _BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another 
 def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:
     """The gradient to return to autograd, or None after it has been added to `.grad`.
 
-    Args:
-        route: what `grad_route` answered, not "unused".
-        param: the parameter.
-        spec: its spec in the forward, and that of the gradient.
-        local: the local gradient, which nothing else refers to.
+    `route` is not "unused", `spec` the parameter's in the forward, and nothing else refers to the local gradient.
     """
     if local.dtype is not spec.dtype:
         local = local.to(spec.dtype)

@@ -91,13 +91,7 @@ def sharded_output(
 ) -> Tensor:
     """`S(features) -> port`: what leaves a module whose ranks each hold some features of the output.
 
-    Args:
-        lowered: the lowering.
-        out: the rank's features.
-        features: the dim that is sharded.
-        size: features of all ranks.
-        sizes: features of each rank.
-        port: the output's port.
+    All ranks have `size` features along the dim `features`, each of them its `sizes`.
     """
     port, local = port or lowered.port_out, lowered.sharding.local_outputs
     if local and port.layout == port.desired:
@@ -125,15 +119,8 @@ def partial_output(
 ) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
-    Args:
-        lowered: the lowering.
-        partial: the rank's summand.
-        bias: a replicated parameter, or the name of one of the module's, added after the reduction.
-        features: the dim of the output to which the bias belongs.
-        port: the output's port.
-
-    Raises:
-        LayoutError: if plain outputs would have shards of different sizes.
+    The bias, a replicated parameter or the name of one of the module's, is added after the reduction along the dim
+    `features`.  Plain outputs with shards of different sizes are a LayoutError.
     """
     port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     features %= partial.ndim

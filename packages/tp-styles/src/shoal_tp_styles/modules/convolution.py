@@ -29,13 +29,8 @@ def convolved(  # what a convolution is made of
 ) -> Tensor:
     """The convolution of a module, with other channels and as many groups.
 
-    Args:
-        module: a `nn.Conv` or `nn.ConvTranspose` of 1, 2 or 3 spatial dims.
-        x: (*batch, in, *spatial).
-        weight: (out, in / groups, *kernel), of a transposed one (in, out / groups, *kernel).
-        bias: (out,).
-        groups: number of groups.
-        output_size: of a transposed convolution, the spatial sizes of its output.
+    Shapes are x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) of a
+    transposed one, whose spatial output sizes may be given.
     """
     spatial = weight.ndim - 2
     if module.transposed:

@@ -111,12 +111,7 @@ def sharded_hidden_units(
 ) -> ModuleSharding:
     """The sharding of a recurrent module along its hidden units.
 
-    Args:
-        style: its name, for messages.
-        module: a `nn.RNN`, `nn.LSTM` or `nn.GRU`.
-        arriving: layout of a plain input.
-        leaving: layout of output and states, Replicate or Shard(-1); None: as not given.
-        local_outputs: plain tensors leave the module.
+    `leaving` is the layout of output and states; None: as not given.
 
     Raises:
         UnsupportedModuleError: if it has projections, or a forward of its own.
@@ -219,9 +214,8 @@ class HiddenUnits(Lowered):
     def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs of each direction of the last layer, and the last states; all of this rank's units.
 
-        Args:
-            x: (steps, batch, features).
-            initial: of each kind of state, (layers and directions, batch, units); none: zeros.
+        `x` is (steps, batch, features); `initial` has of each kind of state (layers and directions, batch, units), or
+        nothing: zeros.
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)
@@ -244,11 +238,9 @@ class HiddenUnits(Lowered):
     def steps(
         self, x: Tensor, weights: list[Tensor], state: tuple[Tensor, ...], inner: bool
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """One layer in one direction.
+        """One layer in one direction: the outputs of this rank's units, (steps, batch, units), and the last state.
 
-        Returns:
-            The outputs of this rank's units, (steps, batch, units); those of all units, where a layer follows that
-            reads them; and the last state.
+        Between them come the outputs of all units, where a layer follows (`inner`) that reads them.
         """
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
         units = self.sizes[self.comm.rank]

@@ -123,12 +123,7 @@ class Resolved(NamedTuple):
         return problems
 
     def check(self) -> None:
-        """Raise before anything is applied.
-
-        Raises:
-            PlanError: if two entries shard one module, or a module already has the style.
-            TiedWeightError: if a shared parameter would have two layouts.
-        """
+        """Raise a PlanError or TiedWeightError before anything is applied."""
         for problem in (*self.repeated(), *self.ambiguous()):
             raise PlanError(problem)
         if any(use.sharding is None for use in self.uses):
@@ -219,12 +214,7 @@ def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
 
 
 def resolve(root: nn.Module, plan: Plan) -> Resolved:
-    """Which style falls on which module.
-
-    Raises:
-        TypeError: if the plan is neither a style nor a mapping from paths to styles.
-        UnsupportedModuleError: if a style cannot shard a module that it falls on.
-    """
+    """Which style falls on which module; it raises if a style cannot shard a module that it falls on."""
     if isinstance(plan, (ParallelStyle, str)):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -348,8 +338,7 @@ def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
 def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     """The mesh on which a style acts: one axis, or those that it names.
 
-    Raises:
-        LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks, or is torch's.
+    It is a LayoutError if the mesh has several axes and the style names none, or one that it lacks, or it is torch's.
     """
     check_device_mesh(type(style).__name__, mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))

@@ -61,10 +61,8 @@ _WHOLE = {"replicate", "replicated"}
 def style_in_context(name: str | None, parameters: Mapping[str, str], config: Any) -> ParallelStyle:
     """The style of a module whose entries in a plan name it and its parameters.
 
-    Args:
-        name: of the module's own entry, one of `WITH_CONTEXT`; None without one.
-        parameters: names of the styles of its parameters.
-        config: the model's configuration; None without one.
+    `name` is that of the module's own entry, one of `WITH_CONTEXT`, `parameters` has those of its parameters; None
+    without an entry, or without a configuration.
 
     Raises:
         PlanError: if the names do not go together, or the configuration lacks what one needs.

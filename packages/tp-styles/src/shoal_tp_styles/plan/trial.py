@@ -58,12 +58,8 @@ def try_plan(
 ) -> PlanTrial:
     """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
 
-    Args:
-        model: not parallel; copied for each rank.
-        plan: applied to each copy, on its rank's view of the mesh.
-        mesh: also an `abstract_mesh`.
-        args: example inputs of global shape; small ones will do.
-        kwargs: likewise.
+    The model is copied for each rank, on whose view of the mesh (also an `abstract_mesh`) the plan is applied.  The
+    example inputs are of global shape; small ones will do.
     """
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:

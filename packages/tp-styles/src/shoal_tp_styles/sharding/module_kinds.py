@@ -108,8 +108,7 @@ _WEIGHTS = ("weight", "score", "prob")
 def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> Experts:
     """What a module of experts is called with, and how many experts it has.
 
-    Raises:
-        UnsupportedModuleError: if its forward takes other arguments, or the number of experts is not to be seen.
+    Another forward, or a number that is not to be seen, is an UnsupportedModuleError.
     """
     grouped = _is_grouped(style, module)
     listed = isinstance(module, nn.ModuleList)
@@ -182,10 +181,8 @@ _WEIGHT_NAMES = {
 def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement]:
     """The placement of packed weights and biases along an axis that shards the hidden features of each expert.
 
-    A bias that is added to the sum over the hidden features stays replicated.
-
-    Raises:
-        UnsupportedModuleError: if a parameter is not known by its name, or the shapes do not fit each other.
+    A bias that is added to the sum over the hidden features stays replicated.  A parameter that is not known by its
+    name is an UnsupportedModuleError, as are shapes that do not fit each other.
     """
     if isinstance(module, nn.ModuleList):
         return _hidden_of_linears(style, module)

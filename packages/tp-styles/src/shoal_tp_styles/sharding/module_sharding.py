@@ -80,17 +80,11 @@ class FusedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank adapter beside a Linear: `scale * B A x`, A: (rank, in), B: (out, rank).
+    """A low-rank adapter beside a Linear: `scale * B A x`, A: (rank, in), B: (out, rank)."""
 
-    Attributes:
-        rank: inner size.
-        scale: factor of the adapter's product.
-        train_base: the Linear's own parameters get gradients too.
-    """
-
-    rank: int
-    scale: float
-    train_base: bool
+    rank: int  # inner size
+    scale: float  # factor of the adapter's product
+    train_base: bool  # the Linear's own parameters get gradients too
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,8 @@ def sharded_groups(
 ) -> ModuleSharding:
     """The sharding of a module by groups of channels, by channels outside where no other layout is given.
 
-    Args:
-        style: whose name, multiple of output channels and choice of local outputs count.
-        module: a convolution of several groups, or one of the other modules of `ChannelParallel`.
-        arriving: layout of a plain input.
-        leaving: layout of the output.
-
-    Raises:
-        UnsupportedModuleError: if it is a convolution with a forward of its own.
+    The style's name, multiple of output channels and choice of local outputs count.  A convolution with a forward of
+    its own is an UnsupportedModuleError.
     """
     name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
     if isinstance(module, CONVOLUTIONS) and not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):

@@ -36,11 +36,7 @@ _TORCH_HOOKS = {
 
 
 class LayoutField:
-    """A field that is read as torch's styles are, as a tuple of placements; one placement may be given too.
-
-    Args:
-        default: what it reads as where nothing was given.
-    """
+    """A field that is read as torch's styles are, as a tuple of placements; one placement may be given too."""
 
     def __init__(self, default: tuple[Placement, ...]) -> None:
         self._default = default
