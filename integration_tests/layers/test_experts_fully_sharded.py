@@ -1,4 +1,4 @@
-"""Data axes beside those of experts, one step.  Covers: routed_experts.py, local_experts.py, fully_shard.py."""
+"""Data axes beside those of experts, one step.  Covers: expert_forward.py, expert_forward.py, fully_shard.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: modules/composed_linear.py, styles/fused.py: projections that are fused, by blocks and by heads."""
+"""Covers: modules/composed_linear.py, styles/linear.py: projections that are fused, by blocks and by heads."""
 
 from __future__ import annotations
 

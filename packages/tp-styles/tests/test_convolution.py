@@ -1,4 +1,4 @@
-"""Covers: modules/convolution.py, modules/channel_groups.py."""
+"""Convolutions by columns, by rows and in groups.  Covers: modules/channels.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: sharding/dim_shards.py."""
+"""Dims of heads over ranks.  Covers: sharding/module_sharding.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh import abstract_mesh
 from shoal_tp_styles import Heads, LayoutError
-from shoal_tp_styles.sharding.dim_shards import HeadShard
+from shoal_tp_styles.sharding.module_sharding import HeadShard
 
 
 @pytest.mark.parametrize(

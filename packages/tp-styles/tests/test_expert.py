@@ -1,4 +1,4 @@
-"""Covers: styles/expert.py, module_kinds.py, local_experts.py: what the styles declare and refuse; no ranks."""
+"""Covers: styles/expert.py, module_kinds.py, expert_forward.py: what the styles declare and refuse; no ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_tp_styles import (
     LayoutError,
     UnsupportedModuleError,
 )
-from shoal_tp_styles.experts.local_experts import own_forward
+from shoal_tp_styles.experts.expert_forward import own_forward
 
 
 def test_hidden_features_of_every_kind() -> None:

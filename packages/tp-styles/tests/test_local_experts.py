@@ -1,4 +1,4 @@
-"""Covers: local_experts.py: every rank holds some hidden features of all experts; against one device, in float64."""
+"""Covers: expert_forward.py: every rank holds some hidden features of all experts; against one device, in float64."""
 
 from __future__ import annotations
 

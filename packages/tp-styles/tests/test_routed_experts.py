@@ -1,4 +1,4 @@
-"""Covers: routed_experts.py: mixtures on ranks against one device, forward and backward, in float64."""
+"""Covers: expert_forward.py: mixtures on ranks against one device, forward and backward, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: token_route.py, dim_shards.py: integers and small tensors, no ranks."""
+"""Covers: token_route.py, module_sharding.py: integers and small tensors, no ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles.experts.token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
-from shoal_tp_styles.sharding.dim_shards import ExpertOwner, Heads, HeadShard
+from shoal_tp_styles.sharding.module_sharding import ExpertOwner, Heads, HeadShard
 from shoal_tp_styles.testing import all_ranks
 
 

@@ -22,13 +22,11 @@ from .losses.loss_parallel import loss_parallel
 from .lowering.lowered import Lowered
 from .lowering.parameters import local_parameters
 from .plan.parallelize import parallelize_module, unparallelize_module
-from .sharding.dim_shards import Heads
-from .sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
+from .sharding.module_sharding import Collective, Heads, ModuleCall, ModuleSharding, Port
 from .styles.attention import HeadParallel, LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
-from .styles.fused import PackedColwiseParallel
-from .styles.linear import ColwiseParallel, RowwiseParallel
+from .styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .styles.sequence import ContextParallel, SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle

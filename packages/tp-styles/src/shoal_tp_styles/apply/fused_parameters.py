@@ -19,8 +19,7 @@ from shoal_dtensor.errors import LayoutError, TiedWeightError
 from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
 from shoal_mesh import DeviceMesh
 
-from ..sharding.dim_shards import Heads
-from ..sharding.module_sharding import FusedBlocks
+from ..sharding.module_sharding import FusedBlocks, Heads
 
 
 def _block_name(kind: str, block: str) -> str:

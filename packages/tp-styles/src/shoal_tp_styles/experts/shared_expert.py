@@ -16,6 +16,7 @@ from shoal_dtensor.internal import eager_only, saving_state
 
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
+from .expert_forward import RoutedExperts
 
 # Autograd's names of views that keep all elements in order.
 _VIEWS = {
@@ -37,8 +38,6 @@ class OverlappedBlock(Boundary):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from .routed_experts import RoutedExperts  # styles import this module to declare it
-
         members, block = self.sharding.options_of(BlockMembers), self.module
         experts = lowered_of(block.get_submodule(members.experts))
         if not isinstance(experts, RoutedExperts) or not experts.sharded:

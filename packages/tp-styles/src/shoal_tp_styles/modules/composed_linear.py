@@ -32,8 +32,7 @@ from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters
-from ..sharding.dim_shards import Heads, HeadShard
-from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, LatentFeatures, ModuleCall
+from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleCall
 
 
 class AdapterLinear(Lowered):

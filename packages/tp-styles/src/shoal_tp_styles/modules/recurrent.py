@@ -30,9 +30,8 @@ from ..lowering.boundary import from_local, port_moves
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, while_replaced
-from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, Heads, HeadShard, ModuleCall, ModuleSharding, Port
 
 _GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 RECURRENT: tuple[type[nn.Module], ...] = tuple(_GATES)

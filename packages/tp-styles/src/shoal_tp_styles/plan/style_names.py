@@ -11,8 +11,7 @@ from shoal_dtensor.errors import PlanError
 from ..errors import StyleNameError
 from ..styles.attention import LatentProjection, OwnParameters
 from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
-from ..styles.fused import PackedColwiseParallel
-from ..styles.linear import ColwiseParallel, RowwiseParallel
+from ..styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from ..styles.prepare import PrepareModuleOutput
 from ..styles.sequence import SequenceParallel
 from ..styles.style import ParallelStyle

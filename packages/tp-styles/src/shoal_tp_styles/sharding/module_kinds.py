@@ -14,8 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from .dim_shards import ExpertOwner, Heads, HeadShard
-from .module_sharding import Experts, ParameterPlacement
+from .module_sharding import ExpertOwner, Experts, Heads, HeadShard, ParameterPlacement
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 

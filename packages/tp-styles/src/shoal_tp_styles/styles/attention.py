@@ -12,9 +12,8 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
 from ..modules.wrapped_forward import LocalCounts, LocalForward
-from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import FusedBlocks, LatentFeatures, ModuleSharding, Port
+from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
 

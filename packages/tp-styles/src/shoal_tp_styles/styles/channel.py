@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal_dtensor import Placement, Shard
 
-from ..modules.channel_groups import ChannelsOfGroups, GroupedChannels
+from ..modules.channels import ChannelsOfGroups, GroupedChannels
 from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported

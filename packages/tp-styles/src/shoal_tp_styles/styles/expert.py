@@ -14,8 +14,7 @@ from torch import nn
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 
-from ..experts.local_experts import DividedInput, SlicedExperts
-from ..experts.routed_experts import RoutedExperts
+from ..experts.expert_forward import DividedInput, RoutedExperts, SlicedExperts
 from ..experts.shared_expert import BlockMembers, OverlappedBlock
 from ..sharding.module_kinds import class_of, expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port

@@ -1,7 +1,14 @@
-"""`ColwiseParallel` and `RowwiseParallel`: output features sharded, or input features; and those of tied weights.
+"""Styles that shard output features, or input features: by columns, by rows, and of fused and of tied weights.
 
 One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
 sharded features, and the lowering that computes it.
+
+A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each block.  Equal blocks
+are equal runs of the fused rows, so the weight stays one parameter, a DTensor with a `StridedShard`; checkpoints have
+the names and the values of one device.  Blocks of different sizes, and heads that several ranks hold, are no sharding
+of the fused rows: there the style makes one DTensor parameter per block (`weight_q`, `weight_k`, ...), whose local
+shards are adjacent in one buffer, so the product stays fused and nothing is copied.  A fused `weight` in a state dict
+is split on loading.
 """
 
 from __future__ import annotations
@@ -17,14 +24,13 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
+from ..modules.channels import ColumnChannels, RowChannels
 from ..modules.composed_linear import FusedColumn
-from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.sharded_linear import ColumnLinear, RowLinear
-from ..sharding.dim_shards import Heads, HeadShard
-from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of
-from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
+from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of, out_features
+from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, ModuleSharding, Overlap, Port
 from .channel import sharded_groups
 from .style import DeclaredStyle, LayoutField, unsupported
 
@@ -45,18 +51,18 @@ class Features(NamedTuple):
         return self.lowering if keeps_forward(module, kind) else None
 
 
+# By their spatial dims; channels are the dim before those.
+_CONVOLUTIONS = (1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)
+_TRANSPOSED = (1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d)
+
 COLWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 0, "bias": 0}, None, -1, ColumnLinear),
     TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1, ColumnChannels),
     nn.Embedding: Features({"weight": 1}, None, -1, ColumnEmbedding),
     nn.EmbeddingBag: Features({"weight": 1}, None, -1, ColumnEmbeddingBag),
     nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, ColumnChannels, inputs=2),
-    nn.Conv1d: Features({"weight": 0, "bias": 0}, None, -2, ColumnChannels),
-    nn.Conv2d: Features({"weight": 0, "bias": 0}, None, -3, ColumnChannels),
-    nn.Conv3d: Features({"weight": 0, "bias": 0}, None, -4, ColumnChannels),
-    nn.ConvTranspose1d: Features({"weight": 1, "bias": 0}, None, -2, ColumnChannels),
-    nn.ConvTranspose2d: Features({"weight": 1, "bias": 0}, None, -3, ColumnChannels),
-    nn.ConvTranspose3d: Features({"weight": 1, "bias": 0}, None, -4, ColumnChannels),
+    **{conv: Features({"weight": 0, "bias": 0}, None, -1 - n, ColumnChannels) for n, conv in _CONVOLUTIONS},
+    **{conv: Features({"weight": 1, "bias": 0}, None, -1 - n, ColumnChannels) for n, conv in _TRANSPOSED},
 }
 
 ROWWISE: dict[type[nn.Module], Features] = {
@@ -64,12 +70,8 @@ ROWWISE: dict[type[nn.Module], Features] = {
     TransposedLinear: Features({"weight": 0}, -1, None, RowChannels),
     nn.Embedding: Features({"weight": 0}, None, None, RowEmbedding),
     nn.EmbeddingBag: Features({"weight": 0}, None, None, RowEmbeddingBag),
-    nn.Conv1d: Features({"weight": 1}, -2, None, RowChannels),
-    nn.Conv2d: Features({"weight": 1}, -3, None, RowChannels),
-    nn.Conv3d: Features({"weight": 1}, -4, None, RowChannels),
-    nn.ConvTranspose1d: Features({"weight": 0}, -2, None, RowChannels),
-    nn.ConvTranspose2d: Features({"weight": 0}, -3, None, RowChannels),
-    nn.ConvTranspose3d: Features({"weight": 0}, -4, None, RowChannels),
+    **{conv: Features({"weight": 1}, -1 - n, None, RowChannels) for n, conv in _CONVOLUTIONS},
+    **{conv: Features({"weight": 0}, -1 - n, None, RowChannels) for n, conv in _TRANSPOSED},
 }
 
 _OF_HEADS: dict[type[nn.Module], Features] = {
@@ -327,3 +329,62 @@ def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
     else:
         style = RowwiseParallel(input_layouts=whole, output_layouts=whole)
     return TiedStyle(of=style.aligned(placement.multiple_of))
+
+
+@dataclass(kw_only=True, repr=False)
+class PackedColwiseParallel(DeclaredStyle):
+    """Shard each block of a fused Linear along its output features.
+
+    The local output holds this rank's shard of every block, in the blocks' order.
+
+    Args:
+        blocks: name and number of output features of each block, in the order of the rows; or `Heads(count, size)` for
+            blocks with complete heads in each shard.  Fewer heads than ranks are replicated over neighbouring ranks
+            (GQA).  A number stands for so many equal blocks, named by their index.
+        input_layouts: layout of a plain input; Replicate if left out.
+
+    Raises:
+        LayoutError: if the blocks do not add up to the module's output features (when applied).
+
+    Example:
+        >>> from shoal_tp_styles import Heads
+        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v": Heads(2, 64)})
+        >>> style.sharding(nn.Linear(512, 768)).fused.blocks["k"].features
+        128
+    """
+
+    blocks: Mapping[str, int | Heads] | int
+    input_layouts: Placement | None = None
+
+    def __hash__(self) -> int:
+        blocks = self.blocks if isinstance(self.blocks, int) else tuple(self.blocks.items())
+        return hash((type(self), blocks, self.input_layouts, self.axis))
+
+    def _heads(self, block: int | Heads) -> Heads:
+        unit = self.multiple_of
+        return block if isinstance(block, Heads) else Heads(block // unit, unit, chunked=True)
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        features = out_features(module)
+        if features is None:
+            raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
+        kind = next(kind for kind in kinds_of(module) if kind in (TransposedLinear, nn.Linear))
+        if not keeps_forward(module, kind):
+            raise UnsupportedModuleError(
+                f"PackedColwiseParallel: {type(module).__name__} has a forward of its own, which would not be called"
+            )
+        given = self.blocks
+        if isinstance(given, int):
+            given = {str(number): features // given for number in range(given)}
+        blocks = {name: self._heads(block) for name, block in given.items()}
+        total = sum(block.features for block in blocks.values())
+        if total != features:
+            raise LayoutError(f"PackedColwiseParallel: the blocks {given} have {total} features, the module {features}")
+        port = Port(self.input_layouts or Replicate(), Replicate())
+        return ModuleSharding(
+            "PackedColwiseParallel",
+            inputs=(port,),
+            outputs=(Port(Shard(-1), Shard(-1)),),
+            lowering=FusedColumn,
+            options=FusedBlocks(blocks, transposed=kind is TransposedLinear),
+        )
