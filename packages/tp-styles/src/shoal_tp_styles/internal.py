@@ -10,10 +10,8 @@ from .apply.apply import apply_sharding as apply_sharding, shardings_of as shard
 from .apply.fused_parameters import block_rows as block_rows, make_adjacent as make_adjacent
 from .lowering.boundary import Boundary as Boundary, from_local as from_local, local_input as local_input
 from .lowering.collective_functions import find_token as find_token, keep_token as keep_token
-from .lowering.lowered import lowered_of as lowered_of
+from .lowering.lowered import lowered_of as lowered_of, nbytes as nbytes
 from .lowering.ports import (
-    declares as declares,
-    nbytes as nbytes,
     partial_output as partial_output,
     replicated_input as replicated_input,
     sharded_input as sharded_input,

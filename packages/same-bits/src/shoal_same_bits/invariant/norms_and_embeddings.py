@@ -30,7 +30,6 @@ from shoal_tp_styles.internal import (
     Tokenwise,
     check_ids,
     class_of,
-    declares,
     from_local,
     nbytes,
 )
@@ -147,7 +146,10 @@ class Unstyled(Lowered):
     """A module that no style shards: it sends nothing."""
 
     __slots__ = ()
-    collectives = declares()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
 
 
 class InvariantTokenwise(Tokenwise):

@@ -29,9 +29,8 @@ from shoal_mesh import Comm, all_gather
 
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, nbytes
 from ..lowering.parameters import local_parameters, while_replaced
-from ..lowering.ports import declares, nbytes
 from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
 from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
@@ -116,7 +115,6 @@ class DividedInput(Lowered):
     """A module without parameters, among experts whose outputs are summed over the ranks: its share of that sum."""
 
     __slots__ = ()
-    collectives = declares()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module

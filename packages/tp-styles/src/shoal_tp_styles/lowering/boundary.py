@@ -20,27 +20,7 @@ from shoal_mesh import DeviceMesh
 
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import uneven_output
-from .lowered import Lowered
-
-_FORWARD = {
-    (Shard, Replicate): "all_gather",
-    (Shard, Shard): "all_to_all",
-    (Partial, Replicate): "all_reduce",
-    (Partial, Shard): "reduce_scatter",
-}
-_BACKWARD = {(Replicate, Shard): "all_gather", (Shard, Shard): "all_to_all", (Partial, Shard): "all_gather"}
-
-
-def port_moves(port: Port | None, tensor: Any) -> Iterator[Collective]:
-    """The collectives of one tensor that is redistributed between the layouts of its port, and of its gradient."""
-    if port is None or port.layout == port.desired or not isinstance(tensor, Tensor):
-        return
-    change = type(port.layout), type(port.desired)
-    nbytes = tensor.numel() * tensor.element_size()
-    if change in _FORWARD:
-        yield Collective(_FORWARD[change], nbytes)
-    if change in _BACKWARD and tensor.requires_grad:
-        yield Collective(_BACKWARD[change], nbytes, backward=True)
+from .lowered import Lowered, moves
 
 
 def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
@@ -190,9 +170,10 @@ class Boundary(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        for value, port in zip(call.args, call.sharding.inputs or (), strict=False):
-            yield from port_moves(port, value)
-        for name, port in call.sharding.keywords.items():
-            yield from port_moves(port, call.kwargs.get(name))
-        for value, port in zip(call.outputs, call.sharding.outputs or (), strict=False):
-            yield from port_moves(port, value)
+        sharding = call.sharding
+        moved = [*zip(call.args, sharding.inputs or (), strict=False)]
+        moved += [(call.kwargs.get(name), port) for name, port in sharding.keywords.items()]
+        moved += zip(call.outputs, sharding.outputs or (), strict=False)
+        for value, port in moved:
+            if port is not None:
+                yield from moves(value, port.layout, port.desired)

@@ -6,13 +6,12 @@ It refers to the module's parameter dict.  Copying or pickling a module rebuilds
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Placement, Spec
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ModuleForward, forward_of, is_tracing
 from shoal_mesh import Comm, DeviceMesh
@@ -56,9 +55,14 @@ class Lowered(ModuleForward):
         """Work out everything that calls need from the record; overridden by each lowering."""
 
     @classmethod
-    @abstractmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        """The collectives that one call runs, forward and backward; plain tensors are taken to arrive."""
+        """The collectives that one call runs, forward and backward; plain tensors are taken to arrive.
+
+        By default those of the record's inputs and first output.
+        """
+        for index in range(len(call.sharding.inputs or ())):
+            yield from declare_input(call, index)
+        yield from declare_output(call)
 
     @property
     def title(self) -> str:
@@ -165,3 +169,79 @@ def spec_of(param: Tensor, name: str) -> Spec:
         f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must stay a DTensor. "
         "Call unparallelize_module to get a plain module back."
     )
+
+
+# --- what is declared -------------------------------------------------------------------------------------------------
+
+_MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
+    (Shard, Replicate): "all_gather",
+    (Shard, Shard): "all_to_all",
+    (Partial, Replicate): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+}
+
+
+def moves(
+    x: Any, source: Placement, target: Placement, grad: Placement | None = None, once: Hashable = None
+) -> Iterator[Collective]:
+    """The collectives of a tensor that moves between layouts, and of its gradient, which comes back as `grad`.
+
+    That is `target` where it is left out; the gradient of a partial tensor is replicated.
+    """
+    if not isinstance(x, Tensor):
+        return
+    ways = [(False, source, target)]
+    if x.requires_grad:
+        ways.append((True, grad or _of_gradient(target), _of_gradient(source)))
+    for backward, before, after in ways:
+        op = None if before == after else _MOVES.get((type(before), type(after)))
+        if op is not None:
+            yield Collective(op, nbytes(x), backward, once)
+
+
+def _of_gradient(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
+    """What an input runs; readers of a replicated one share the gather, and the reduction of its gradient.
+
+    That gradient is partial unless the output is replicated.
+    """
+    x, port = call.input(index), call.sharding.input_port(index)
+    if x is None or not port.desired.is_replicate() or call.sharding.output_port().layout.is_replicate():
+        yield from moves(x, port.layout, port.desired)
+    else:
+        once = None if x.is_leaf and x.requires_grad else (id(x), port.layout)
+        yield from moves(x, port.layout, port.desired, Partial(), once)
+
+
+def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
+    """What the first output runs; the gradients of a bias are summed where a partial output is sharded."""
+    port, out = call.sharding.output_port(), call.output
+    if not isinstance(port.layout, Partial) or not isinstance(port.desired, Shard):
+        yield from moves(out, port.layout, port.desired)
+        return
+    dim = port.desired.dim % out.ndim
+    features = getattr(call.sharding.input_port().desired, "dim", -1) % out.ndim
+    if dim != features and port.desired.sizes is None and out.shape[dim] % call.ranks:
+        yield from moves(out, port.layout, Replicate())  # plain tensors do not carry the sizes of shards
+        yield from moves(out, Replicate(), port.desired)
+        return
+    yield from moves(out, port.layout, port.desired)
+    if bias is not None:
+        yield from declare_summed_gradients(call.trained(bias))
+
+
+def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
+    """What `local_parameters(..., comm)` runs: one all-reduce for the gradients of each dtype."""
+    by_dtype: dict[object, list[Tensor]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    for same in by_dtype.values():
+        yield Collective("all_reduce", nbytes(*same), backward=True)
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of the values of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Plain tensors that enter and leave a lowering, and the collectives that this takes, declared beside the code.
+"""Plain tensors that enter and leave a lowering; `lowered.py` declares the collectives that this takes.
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
@@ -8,17 +8,14 @@ A port that is left out is that of the lowering's first input, or output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.internal import current_arithmetic, shard_sizes
 from shoal_mesh import Comm
 
-from ..sharding.module_sharding import Collective, ModuleCall, Port
-from .boundary import from_local, leaving, local_input, port_moves
+from ..sharding.module_sharding import Port
+from .boundary import from_local, leaving, local_input
 from .collective_functions import (
     Sizes,
     copy,
@@ -34,11 +31,6 @@ from .lowered import Lowered
 from .parameters import local_parameters
 
 
-def declares(*parts: Callable[[ModuleCall], Iterable[Collective]]) -> Any:
-    """`collectives` of a lowering: those of its inputs and outputs, in order."""
-    return classmethod(lambda cls, call: (collective for part in parts for collective in part(call)))
-
-
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
     """`R | S(d) -> R`: one input whose gradient is partial in the lowering."""
     port = port or lowered.port_in
@@ -48,20 +40,6 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
             return copy(local_input(x, port, lowered.mesh, grad=port.desired), lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
-
-
-def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
-    """What `replicated_input` runs: readers of one activation share the gather, and the reduction of its gradient."""
-    x, layout = call.input(index), call.sharding.input_port(index).layout
-    if x is None:
-        return
-    once = None if x.is_leaf and x.requires_grad else (id(x), layout)
-    size = nbytes(x)
-    if not layout.is_replicate():
-        yield Collective("all_gather" if isinstance(layout, Shard) else "all_reduce", size, once_for=once)
-    if x.requires_grad:
-        op = "reduce_scatter" if isinstance(layout, Shard) else "all_reduce"
-        yield Collective(op, size, backward=True, once_for=once)
 
 
 def own_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
@@ -81,11 +59,6 @@ def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes, port
     return local_input(x, port, lowered.mesh, grad=port.desired)
 
 
-def declare_sharded_input(call: ModuleCall) -> Iterator[Collective]:
-    """What `sharded_input` runs."""
-    yield from port_moves(call.sharding.input_port(), call.input())
-
-
 def sharded_output(
     lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes, port: Port | None = None
 ) -> Tensor:
@@ -101,11 +74,6 @@ def sharded_output(
     shape = list(out.shape)
     shape[features] = size
     return leaving(lowered, out, port, shape)
-
-
-def declare_sharded_output(call: ModuleCall) -> Iterator[Collective]:
-    """What `sharded_output` runs."""
-    yield from port_moves(call.sharding.output_port(), call.output)
 
 
 def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None) -> Tensor | None:
@@ -151,38 +119,6 @@ def partial_output(
     if local and port.desired.is_replicate():
         return full
     return leaving(lowered, full, Port(Replicate(), port.desired))
-
-
-def declare_partial_output(call: ModuleCall, bias: str | None = None, features: int = -1) -> Iterator[Collective]:
-    """What `partial_output` runs; the gradients of a bias are summed where the output is sharded."""
-    desired, out = call.sharding.output_port().desired, call.output
-    size = nbytes(out)
-    if isinstance(desired, Partial):
-        return
-    if not isinstance(desired, Shard):
-        yield Collective("all_reduce", size)
-        return
-    dim = desired.dim % out.ndim
-    known = dim == features % out.ndim or desired.sizes is not None or out.shape[dim] % call.ranks == 0
-    yield Collective("reduce_scatter" if known else "all_reduce", size)
-    if out.requires_grad:
-        yield Collective("all_gather", size, backward=True)
-    if known and bias is not None:
-        yield from declare_summed_gradients(call.trained(bias))
-
-
-def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
-    """What `local_parameters(..., comm)` runs: one all-reduce for the gradients of each dtype."""
-    by_dtype: dict[object, list[Tensor]] = {}
-    for param in params:
-        by_dtype.setdefault(param.dtype, []).append(param)
-    for same in by_dtype.values():
-        yield Collective("all_reduce", nbytes(*same), backward=True)
-
-
-def nbytes(*tensors: Tensor) -> int:
-    """Bytes of the values of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _plus(out: Tensor, bias: Tensor | None, features: int) -> Tensor:

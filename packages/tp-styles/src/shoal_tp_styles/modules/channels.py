@@ -12,7 +12,7 @@ computes their output channels.  Ranks may hold unequally many, also none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import lcm
 from typing import Any, NamedTuple, Self
 
@@ -30,7 +30,6 @@ from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, own_forward
 from ..sharding.module_kinds import CONVOLUTIONS, TransposedLinear, keeps_forward, kinds_of
-from ..sharding.module_sharding import Collective, ModuleCall
 
 Compute = Callable[..., Tensor]
 
@@ -107,12 +106,6 @@ class ColumnChannels(_Channels):
 
     __slots__ = ()
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        for index in range(len(call.sharding.inputs or ())):
-            yield from ports.declare_replicated_input(call, index)
-        yield from ports.declare_sharded_output(call)
-
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         declared = self.sharding.inputs or ()
         arrived = [ports.replicated_input(self, x, port) for x, port in zip(inputs, declared, strict=False)]
@@ -126,11 +119,6 @@ class RowChannels(_Channels):
     """A Conv, ConvTranspose or transposed Linear whose input channels are sharded."""
 
     __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_sharded_input(call)
-        yield from ports.declare_partial_output(call, "bias", getattr(call.sharding.input_port().desired, "dim", -1))
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
@@ -194,7 +182,6 @@ class GroupedChannels(Lowered):
     """A module of which each rank holds some groups; one with a forward of its own runs on DTensors."""
 
     __slots__ = ("groups", "into", "options", "out_of", "runs_locally")
-    collectives = ports.declares(ports.declare_sharded_input, ports.declare_sharded_output)
 
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)

@@ -30,7 +30,7 @@ from shoal_mesh import Comm
 
 from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, declare_input, declare_output
 from ..lowering.parameters import local_parameters
 from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleCall
 
@@ -46,14 +46,9 @@ class AdapterLinear(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         adapter, weight = call.sharding.options_of(Adapter), call.module.get_parameter("weight")
-        if call.sharding.shards("lora_A"):
-            yield from ports.declare_sharded_input(call)
-            yield from ports.declare_partial_output(call, "bias" if adapter.train_base else None)
-            width = weight.shape[0]  # B is (out, rank)
-        else:
-            yield from ports.declare_replicated_input(call)
-            yield from ports.declare_sharded_output(call)
-            width = weight.shape[1]  # A is (rank, in)
+        width = weight.shape[0 if call.sharding.shards("lora_A") else 1]  # B is (out, rank), A is (rank, in)
+        yield from declare_input(call)
+        yield from declare_output(call, "bias" if adapter.train_base else None)
         yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -162,7 +157,7 @@ class FusedColumn(FusedLowering):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_replicated_input(call)
+        yield from super().collectives(call)
         yield from cls.replicated_heads(call)
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
@@ -190,8 +185,8 @@ class AttentionHeads(FusedLowering):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for index in range(3):
-            yield from ports.declare_replicated_input(call, index)
-        yield from ports.declare_partial_output(call, "out_proj.bias")
+            yield from declare_input(call, index)
+        yield from declare_output(call, "out_proj.bias")
         weights = call.outputs[1]
         if weights is not None:
             yield Collective("all_reduce", weights.numel() * weights.element_size())

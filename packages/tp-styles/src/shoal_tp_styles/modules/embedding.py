@@ -28,9 +28,8 @@ from shoal_dtensor.internal import (
 from shoal_mesh import all_gather, all_gather_v
 
 from ..lowering import ports
-from ..lowering.boundary import port_moves
 from ..lowering.collective_functions import gather_partial
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, declare_input, declare_output, moves, nbytes
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 
 
@@ -57,7 +56,6 @@ class ColumnEmbedding(Lowered):
     """An embedding whose features are sharded."""
 
     __slots__ = ()
-    collectives = ports.declares(ports.declare_replicated_input, ports.declare_sharded_output)
 
     def resolve(self) -> None:
         _check_table(self.module, self.sharding)
@@ -119,7 +117,6 @@ class RowEmbedding(Lowered):
     """An embedding whose vocabulary is sharded."""
 
     __slots__ = ()
-    collectives = ports.declares(ports.declare_replicated_input, ports.declare_partial_output)
 
     def resolve(self) -> None:
         _check_table(self.module, self.sharding)
@@ -194,22 +191,23 @@ class _Bags:
 
     @staticmethod
     def collectives(call: ModuleCall) -> Iterator[Collective]:
-        """Those of `of`."""
+        """Those of `of`, and of the output."""
         given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
         port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
-        yield from port_moves(port, given["input"])
+        yield from moves(given["input"], port.layout, port.desired)
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
-            yield Collective("all_gather", ports.nbytes(offsets))
+            yield Collective("all_gather", nbytes(offsets))
         if weights is not None:
-            yield from ports.declare_replicated_input(replace(call, args=(weights,), kwargs={}))
+            yield from declare_input(replace(call, args=(weights,), kwargs={}))
+        yield from declare_output(call)
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):
     """An embedding bag whose features are sharded; every mode works, since bags are local."""
 
     __slots__ = ()
-    collectives = ports.declares(_Bags.collectives, ports.declare_sharded_output)
+    collectives = _Bags.collectives
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -234,7 +232,7 @@ class RowEmbeddingBag(Lowered):
     """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
 
     __slots__ = ()
-    collectives = ports.declares(_Bags.collectives, ports.declare_partial_output)
+    collectives = _Bags.collectives
 
     def resolve(self) -> None:
         module: Any = self.module

@@ -16,9 +16,9 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
 
 from ..lowering.boundary import Boundary, from_local
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, declare_summed_gradients
 from ..lowering.parameters import local_parameters, own_forward
-from ..lowering.ports import declare_summed_gradients, own_input
+from ..lowering.ports import own_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]

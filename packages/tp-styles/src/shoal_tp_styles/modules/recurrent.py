@@ -26,9 +26,9 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import in_memory_as, shard_sizes
 
 from ..lowering import ports
-from ..lowering.boundary import from_local, port_moves
+from ..lowering.boundary import from_local
 from ..lowering.collective_functions import gather, gather_partial
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, declare_input, declare_summed_gradients, moves, nbytes
 from ..lowering.parameters import local_parameters, while_replaced
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, Heads, HeadShard, ModuleCall, ModuleSharding, Port
@@ -55,7 +55,7 @@ class Recurrent(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_summed_gradients(call.module.parameters())
+        yield from declare_summed_gradients(call.module.parameters())
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module
@@ -157,8 +157,8 @@ class HiddenUnits(Lowered):
         x, state, given = call.input(), _tensors(call.outputs[1])[0], (*call.args, *call.kwargs.values())[1:]
         initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
-        yield from ports.declare_replicated_input(call)
-        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], ports.nbytes(state) // state.shape[0]
+        yield from declare_input(call)
+        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], nbytes(state) // state.shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
             # Of 5 steps without an initial state: 4 gathers, and that of the last step where a layer follows.
@@ -167,12 +167,11 @@ class HiddenUnits(Lowered):
             if call.output.requires_grad:
                 count -= directions * bool(initial and not initial[0].requires_grad)
                 yield from (Collective("reduce_scatter", gathered, backward=True) for _ in range(count))
+        entering, leaving = call.sharding.input_port(1), call.sharding.output_port()
         for tensor in initial:
-            yield from port_moves(call.sharding.input_port(1), tensor)
-        for part in call.output.chunk(directions, -1):
-            yield from port_moves(call.sharding.output_port(), part)
-        for tensor in _tensors(call.outputs[1]):
-            yield from port_moves(call.sharding.output_port(), tensor)
+            yield from moves(tensor, entering.layout, entering.desired)
+        for tensor in (*call.output.chunk(directions, -1), *_tensors(call.outputs[1])):
+            yield from moves(tensor, leaving.layout, leaving.desired)
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module

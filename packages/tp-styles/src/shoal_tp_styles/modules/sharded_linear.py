@@ -51,7 +51,7 @@ from ..lowering.collective_functions import (
     sharded_dim,
     uneven_output,
 )
-from ..lowering.lowered import Lowered, spec_of
+from ..lowering.lowered import Lowered, declare_input, declare_output, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
 from ..lowering.parameters import check_plain, deliver_grad, deliver_product
 from ..sharding.module_sharding import Collective, ModuleCall
@@ -239,9 +239,9 @@ class ColumnLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        entering = ports.declare_replicated_input(call)
-        yield from in_chunks(call, entering, call.input(), call.sharding.input_port().layout, ("all_gather", False))
-        yield from ports.declare_sharded_output(call)
+        entering, layout = declare_input(call), call.sharding.input_port().layout
+        yield from in_chunks(call, entering, call.input(), layout, ("all_gather", False))
+        yield from declare_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
@@ -332,12 +332,12 @@ class RowLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ports.declare_sharded_input(call)
+        yield from declare_input(call)
         x, placement = call.input(), call.sharding.output_port().desired
         chunked = [("all_reduce", False), ("reduce_scatter", False)]
         if x is not None and x.requires_grad:
             chunked.append(("all_gather", True))
-        yield from in_chunks(call, ports.declare_partial_output(call), call.output, placement, *chunked)
+        yield from in_chunks(call, declare_output(call, None), call.output, placement, *chunked)
 
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():

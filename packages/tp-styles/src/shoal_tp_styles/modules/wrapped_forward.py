@@ -21,8 +21,8 @@ from shoal_dtensor.internal import eager_only
 
 from .._torch import watching_functions
 from ..lowering.boundary import Boundary
+from ..lowering.lowered import nbytes
 from ..lowering.parameters import local_parameters, while_replaced
-from ..lowering.ports import nbytes
 from ..sharding.module_sharding import Collective, ModuleCall
 
 

@@ -18,7 +18,7 @@ from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
 
 from ..lowering.boundary import Boundary
-from ..lowering.ports import nbytes as bytes_of
+from ..lowering.lowered import nbytes as bytes_of
 from ..sharding.module_sharding import Collective, ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
 from .trial import map_tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shoal_dtensor import Placement, Replicate, Shard
+from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
@@ -55,7 +55,7 @@ class HeadParallel(DeclaredStyle):
             "HeadParallel",
             {"out_proj.weight": HeadShard(1, heads)} | dict.fromkeys(projections, HeadShard(0, heads)),
             inputs=(port, port, port),
-            outputs=(Port(Replicate(), self.output_layouts or Replicate()), None),
+            outputs=(Port(Partial(), self.output_layouts or Replicate()), None),
             lowering=AttentionHeads,
             options=FusedBlocks(dict.fromkeys("qkv", heads), prefix="in_proj_"),
         )
