@@ -101,7 +101,7 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
     """Refuse parameters that are computed from others, or hold tensors, where a style would shard or read them."""
     if not sharding.distributes:
         return
-    for path, owner in [("", module)] if sharding.own_parameters else module.named_modules():
+    for path, owner in sharding.owners(module):
         for name, param in owner._parameters.items():
             if holds_tensors(param):
                 raise UnsupportedModuleError(
@@ -148,7 +148,7 @@ def _distribute(
     blocks: set[str],
     buffers: bool,
 ) -> None:
-    for prefix, owner in [("", module)] if sharding.own_parameters else module.named_modules():
+    for prefix, owner in sharding.owners(module):
         for name, param in owner._parameters.items():
             path = f"{prefix}.{name}" if prefix else name
             if param is not None and path not in blocks:

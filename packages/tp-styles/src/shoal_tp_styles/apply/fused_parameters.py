@@ -8,7 +8,7 @@ equal, the fused parameter is one DTensor and keeps its name (see `FusedBlocks.s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +95,23 @@ def split_blocks(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh, src_da
 
 def load_fused(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh) -> None:
     """Have `load_state_dict` take fused parameters, plain or DTensors of any layout."""
-    module.register_load_state_dict_pre_hook(_LoadFused(fused, mesh))  # type: ignore[no-untyped-call]  # torch
+    hook = partial(_as_blocks, fused, mesh)
+    module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
+
+
+def _as_blocks(
+    fused: FusedBlocks, mesh: DeviceMesh, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Before loading: a fused entry of the state dict becomes what the module has in its place."""
+    for kind in fused.names:
+        full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
+        if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
+            state_dict[prefix + kind] = _like(full.detach(), param.spec)
+        elif param is None and full is not None and fused.splits(mesh.size()):
+            with torch.no_grad():
+                plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
+            for block, heads, rows in _rows(plain, fused):
+                state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, mesh)
 
 
 def _shard(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
@@ -107,29 +123,6 @@ def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
     local = [tensor.to_local() for tensor in tensors]
     shards = torch.split_with_sizes(torch.cat(local), [shard.shape[0] for shard in local])
     return [DTensor(shard, tensor.spec) for shard, tensor in zip(shards, tensors, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadFused:
-    """Before loading: a fused entry of the state dict becomes what the module has in its place."""
-
-    fused: FusedBlocks
-    mesh: DeviceMesh
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        for kind in self.fused.names:
-            full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
-            if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-                state_dict[prefix + kind] = _like(full.detach(), param.spec)
-            elif param is None and full is not None and self.fused.splits(self.mesh.size()):
-                self.split(state_dict, prefix, kind)
-
-    def split(self, state_dict: dict[str, Any], prefix: str, kind: str) -> None:
-        """Replace a fused entry by those of the blocks."""
-        with torch.no_grad():
-            plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
-        for block, heads, rows in _rows(plain, self.fused):
-            state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, self.mesh)
 
 
 def _like(full: Tensor, spec: Spec) -> DTensor:

@@ -42,14 +42,13 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 
 
-def own_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
-    """What a module reads whose plain inputs arrive as it needs them: those, or the local shard of a DTensor."""
-    port = port or lowered.port_in
-    return local_input(x, port, lowered.mesh, grad=port.desired) if isinstance(x, DTensor) else x
+def sharded_input(
+    lowered: Lowered, x: Tensor, features: int = -1, sizes: Sizes = None, *, port: Port | None = None
+) -> Tensor:
+    """`R | S(d) -> S(features)`: the input sharded along its features, of which each rank has its `sizes`.
 
-
-def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> S(features)`: the input sharded along its features; `sizes` are those of each rank."""
+    A plain input that arrives as the module needs it stays as it is; so may one that is replicated inside.
+    """
     port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:

@@ -82,7 +82,7 @@ class LatentLinear(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
-        out = linear(ports.own_input(self, input), local["weight"], local["bias"])
+        out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
         latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)  # 576, rotary 64: 512, 64
         return torch.cat([latent, copy(read, self.comm)], -1)

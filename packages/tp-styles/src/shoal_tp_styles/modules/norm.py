@@ -18,7 +18,7 @@ from shoal_dtensor.errors import LayoutError
 from ..lowering.boundary import Boundary, from_local
 from ..lowering.lowered import Lowered, declare_summed_gradients
 from ..lowering.parameters import local_parameters, own_forward
-from ..lowering.ports import own_input
+from ..lowering.ports import sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
@@ -84,7 +84,7 @@ class Tokenwise(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         global_shape = (*input.shape,) if isinstance(input, DTensor) else None
-        input = own_input(self, input)
+        input = sharded_input(self, input)
         self.check_dim(input)
         out = self.computed(input)
         if self.sharding.local_outputs:

@@ -71,9 +71,9 @@ class Recurrent(Lowered):
         local = local_parameters(dict(module._parameters), self.comm)
         flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
         port = Port(Shard(1), Shard(1))
-        initial = tuple(ports.own_input(self, each, port) for each in _tensors(hx))
+        initial = tuple(ports.sharded_input(self, each, port=port) for each in _tensors(hx))
         hx = initial if isinstance(hx, tuple | list) else initial[0]
-        forward = partial(_forward, module, ports.own_input(self, input), hx)
+        forward = partial(_forward, module, ports.sharded_input(self, input), hx)
         out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
         if self.sharding.local_outputs:
             return out, state
@@ -188,7 +188,7 @@ class HiddenUnits(Lowered):
         # (layers and directions, batch, units)
         states_in = [state.unsqueeze(1) if single else state for state in given]
         port = self.sharding.input_port(1)
-        initial = [ports.sharded_input(self, state, state.ndim - 1, self.sizes, port) for state in states_in]
+        initial = [ports.sharded_input(self, state, state.ndim - 1, self.sizes, port=port) for state in states_in]
         outputs, states = self.layers(x, initial)
         if module.batch_first and not single:
             outputs = [each.transpose(0, 1) for each in outputs]

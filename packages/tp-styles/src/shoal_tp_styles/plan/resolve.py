@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import NamedTuple
@@ -106,17 +106,10 @@ class Resolved(NamedTuple):
         return problems
 
     def tied_conflicts(self) -> list[str]:
-        """Shared parameters with two layouts, or of which one owner has no style.
-
-        Those that an earlier call has sharded are compared with their layout when the styles are applied.
-        """
-        shared = shared_parameters(self.root)
-        asked = {key: layout for use in self.uses for key, layout in _layouts(use)} if shared else {}
+        """Shared parameters with two layouts, or of which one owner has no style."""
         problems = []
-        for names in shared:
-            if isinstance(self.root.get_parameter(next(iter(names.values()))), DTensor):
-                continue
-            known = {path: asked.get(key) for key, path in names.items()}
+        for names, asked in _tied(self.root, self.uses):
+            known = {path: asked[key][1] if key in asked else None for key, path in names.items()}
             if len(set(known.values())) > 1:
                 layouts = ", ".join(f"{path}: {layout or 'no style'}" for path, layout in known.items())
                 problems.append(f"one parameter shared under {len(names)} names must have one layout ({layouts})")
@@ -172,9 +165,9 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 _Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
 
 
-def _owned_parameters(module: nn.Module, *, own: bool = False) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
-    """Every parameter of a module and (unless `own`) of its children, with its path; a shared child has one."""
-    for prefix, owner in [("", module)] if own else module.named_modules():
+def _owned_parameters(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
+    """Every parameter of modules by path, with its own path; a module with several paths has one."""
+    for prefix, owner in owners:
         for name, param in owner._parameters.items():
             if param is not None:
                 yield (id(owner), name), f"{prefix}.{name}" if prefix else name, param
@@ -186,24 +179,34 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
         yield id(use.module), f"boundary of {use.sharding.style}"
         return
     yield id(use.module), ""
-    own = use.sharding is not None and use.sharding.own_parameters
-    yield from (key for key, _, _ in _owned_parameters(use.module, own=own))
+    owners = use.module.named_modules() if use.sharding is None else use.sharding.owners(use.module)
+    yield from (key for key, _, _ in _owned_parameters(owners))
 
 
-def _layouts(use: Use) -> Iterator[tuple[_Owned, tuple[ParameterPlacement, ParameterPlacement | None, object]]]:
-    if use.sharding is not None and use.sharding.distributes:
-        first, second = use.sharding.parameters, use.sharding.second_axis
-        for key, path, _ in _owned_parameters(use.module, own=use.sharding.own_parameters):
-            other = None if second is None else second.get(path, Replicate())
-            yield key, (first.get(path, Replicate()), other, use.style.axis)
+_Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]  # along one axis, a second one; and their names
 
 
-def shared_parameters(root: nn.Module) -> list[dict[_Owned, str]]:
-    """Parameters that several modules hold: the owners of each, with its path there."""
-    owners: dict[int, dict[_Owned, str]] = {}
-    for key, path, param in _owned_parameters(root):
-        owners.setdefault(id(param), {})[key] = path
-    return [names for names in owners.values() if len(names) > 1]
+def _tied(
+    root: nn.Module, uses: Iterable[Use]
+) -> Iterator[tuple[dict[_Owned, str], dict[_Owned, tuple[Use, _Layout]]]]:
+    """Of every plain parameter that several modules hold: its path in each, and what styles ask of it there.
+
+    Those that an earlier call has sharded are compared with their layout when the styles are applied.
+    """
+    shared: dict[int, dict[_Owned, str]] = {}
+    for key, path, param in _owned_parameters(root.named_modules()):
+        if not isinstance(param, DTensor):
+            shared.setdefault(id(param), {})[key] = path
+    shared = {param: names for param, names in shared.items() if len(names) > 1}
+    asked: dict[_Owned, tuple[Use, _Layout]] = {}
+    for use in uses if shared else ():
+        if use.sharding is not None and use.sharding.distributes:
+            first, second = use.sharding.parameters, use.sharding.second_axis
+            for key, path, _ in _owned_parameters(use.sharding.owners(use.module)):
+                other = None if second is None else second.get(path, Replicate())
+                asked[key] = use, (first.get(path, Replicate()), other, use.style.axis)
+    for names in shared.values():
+        yield names, {key: asked[key] for key in names if key in asked}
 
 
 def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
@@ -250,13 +253,10 @@ def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
     """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
     from ..styles.linear import style_of_tied  # above the styles, most of which a plan may not need
 
-    shared = shared_parameters(root)
-    asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)} if shared else {}
-    for names in shared:
-        styled = [asked[key] for key in names if key in asked]
-        if not styled or isinstance(root.get_parameter(next(iter(names.values()))), DTensor):
+    for names, asked in _tied(root, uses):
+        if not asked:
             continue
-        use, (placement, second, axis) = styled[0]
+        use, (placement, second, axis) = next(iter(asked.values()))
         for key, path in names.items():
             owner, _, name = path.rpartition(".")
             whole = isinstance(placement, Placement) and second is None and name == "weight" and key not in asked

@@ -5,7 +5,7 @@ How a dim of heads or of experts is sharded is known once a style is applied to 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -274,6 +274,10 @@ class ModuleSharding:
             return True
         asked = (self.parameters.get(name), (self.second_axis or {}).get(name))
         return any(isinstance(each, Shard | HeadShard | ExpertOwner) for each in asked)
+
+    def owners(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """The modules whose own parameters it is about, with their paths."""
+        return [("", module)] if self.own_parameters else module.named_modules()
 
     def input_port(self, index: int = 0) -> Port:
         """The port of a positional input; replicated where none is declared."""
