@@ -1,4 +1,4 @@
-"""Covers: lowering/boundary.py, lowering/ports.py."""
+"""Layouts of what enters and leaves.  Covers: lowering/ports.py."""
 
 from __future__ import annotations
 

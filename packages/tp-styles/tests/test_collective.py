@@ -23,8 +23,8 @@ from shoal_tp_styles import (
     preview,
 )
 from shoal_tp_styles.experts.shared_expert import OverlappedBlock
-from shoal_tp_styles.lowering.boundary import Boundary
 from shoal_tp_styles.lowering.lowered import Lowered
+from shoal_tp_styles.lowering.ports import Boundary
 from shoal_tp_styles.modules.composed_linear import FusedLowering
 from shoal_tp_styles.testing import all_ranks
 

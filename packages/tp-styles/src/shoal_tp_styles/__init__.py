@@ -1,7 +1,5 @@
 """Tensor-parallel styles for modules, lowered to local computation with explicit collectives."""
 
-from typing import TYPE_CHECKING
-
 from shoal_dtensor.errors import (
     LayoutError,
     PlanError,
@@ -22,19 +20,17 @@ from .losses.loss_parallel import loss_parallel
 from .lowering.lowered import Lowered
 from .lowering.parameters import local_parameters
 from .plan.parallelize import parallelize_module, unparallelize_module
+from .plan.preview import Preview, preview
+from .plan.verify import Verification, verify
 from .sharding.module_sharding import Collective, Heads, ModuleCall, ModuleSharding, Port
 from .styles.attention import HeadParallel, LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
+from .styles.lora import LoRA, adapter_parameters, merge_adapters
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .styles.sequence import ContextParallel, SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
-
-if TYPE_CHECKING:
-    from .plan.preview import Preview, preview
-    from .plan.verify import Verification, verify
-    from .styles.lora import LoRA, adapter_parameters, merge_adapters
 
 __all__ = [
     "ChannelParallel",
@@ -87,14 +83,6 @@ __all__ = [
 ]
 
 
-# A fifth of the time of this import, for what many programs do without: imported when it is first asked for.
-_LATER = {
-    **dict.fromkeys(("LoRA", "adapter_parameters", "merge_adapters"), ".styles.lora"),
-    **dict.fromkeys(("Preview", "preview"), ".plan.preview"),
-    **dict.fromkeys(("Verification", "verify"), ".plan.verify"),
-}
-
-
 # Names of torch's stack that are not here, and what does their work.
 _CONTEXT = (
     "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout says who holds which tokens"
@@ -109,4 +97,4 @@ _INSTEAD = {
 }
 
 
-__dir__, __getattr__ = facade(__name__, __all__, _INSTEAD, _LATER)
+__dir__, __getattr__ = facade(__name__, __all__, _INSTEAD)

@@ -8,10 +8,13 @@ May import: _torch, apply, lowering, modules, plan, progress, sharding, styles.
 from ._torch import StorageReference as StorageReference, autocast_dtype as autocast_dtype
 from .apply.apply import apply_sharding as apply_sharding, shardings_of as shardings_of
 from .apply.fused_parameters import block_rows as block_rows, make_adjacent as make_adjacent
-from .lowering.boundary import Boundary as Boundary, from_local as from_local, local_input as local_input
 from .lowering.collective_functions import find_token as find_token, keep_token as keep_token
 from .lowering.lowered import lowered_of as lowered_of, nbytes as nbytes
+from .lowering.parameters import HOW_TO_QUANTIZE as HOW_TO_QUANTIZE
 from .lowering.ports import (
+    Boundary as Boundary,
+    from_local as from_local,
+    local_input as local_input,
     partial_output as partial_output,
     replicated_input as replicated_input,
     sharded_input as sharded_input,
@@ -41,7 +44,6 @@ from .plan.resolve import (
 from .plan.trial import map_tensors as map_tensors, try_plan as try_plan
 from .progress import progress as progress
 from .sharding.module_kinds import (
-    HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,
     class_of as class_of,
     experts_of as experts_of,
     kinds_of as kinds_of,

@@ -28,9 +28,10 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
-from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered
-from ..sharding.module_kinds import HOW_TO_QUANTIZE, computed_parameters
+from ..lowering.parameters import HOW_TO_QUANTIZE
+from ..lowering.ports import Boundary
+from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, full_of, fuse_blocks, load_fused, split_blocks
 

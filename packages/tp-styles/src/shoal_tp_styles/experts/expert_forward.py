@@ -27,10 +27,10 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import eager_only, shard_sizes, upload
 from shoal_mesh import Comm, all_gather
 
-from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered, nbytes
 from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.ports import local_input
 from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
 from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity

@@ -14,8 +14,8 @@ from torch import Tensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import eager_only, saving_state
 
-from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
+from ..lowering.ports import Boundary
 from .expert_forward import RoutedExperts
 
 # Autograd's names of views that keep all elements in order.

@@ -38,9 +38,12 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm
 
 from .._torch import use_count
-from ..sharding.module_kinds import HOW_TO_QUANTIZE
 from .collective_functions import sum_over_ranks
 
+HOW_TO_QUANTIZE = (
+    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) and quantize then: "
+    "values and scales become shards of the same rows and columns"
+)
 _BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another dtype
 
 

@@ -1,21 +1,36 @@
-"""Plain tensors that enter and leave a lowering; `lowered.py` declares the collectives that this takes.
+"""Tensors that enter and leave a module.
+
+By way of DTensor any layout becomes any layout: the general path, on which `Boundary` runs a module's own forward, and
+which lowerings take for DTensor inputs and unusual layouts.  The usual ones of plain tensors are direct collectives:
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
 
-A port that is left out is that of the lowering's first input, or output.
+A port that is left out is that of the lowering's first input, or output; `lowered.py` declares the collectives.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard
-from shoal_dtensor.internal import current_arithmetic, shard_sizes
-from shoal_mesh import Comm
+import torch
+from torch import Tensor, nn
 
-from ..sharding.module_sharding import Port
-from .boundary import from_local, leaving, local_input
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import (
+    current_arithmetic,
+    current_watch,
+    global_stride,
+    is_compiling,
+    shard_sizes,
+    unwatched_functions,
+)
+from shoal_mesh import Comm, DeviceMesh
+
+from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import (
     Sizes,
     copy,
@@ -27,8 +42,164 @@ from .collective_functions import (
     split,
     uneven_output,
 )
-from .lowered import Lowered
+from .lowered import Lowered, moves
 from .parameters import local_parameters
+
+
+def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
+    """The DTensor in the port's desired layout; a plain tensor has the port's `layout`.
+
+    One of another mesh, and what is no tensor, is a LayoutError.
+    """
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
+        return _redistributed(tensor, port.desired)
+    if isinstance(tensor, Tensor):
+        return _redistributed(DTensor.from_local(tensor, mesh, (port.layout,), run_check=False), port.desired)
+    raise LayoutError(f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a tensor")
+
+
+def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
+    placement = _positive(placement, tensor.ndim)
+    if tensor.placements == (placement,):
+        return tensor
+    return tensor.redistribute(placements=(placement,))
+
+
+def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
+    """The local shard in the port's desired layout; the computation returns its gradient placed as `grad`."""
+    arrived = input_dtensor(tensor, port, mesh)
+    return arrived.to_local(grad_placements=(_positive(grad, arrived.ndim),))
+
+
+def _positive(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return placement.on_dim(placement.dim + ndim)
+    return placement
+
+
+def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None) -> Tensor:
+    """An output in the port's desired layout: a DTensor, or its local shard where plain tensors leave.
+
+    A plain tensor has the layout of the computation, the port's `layout`. `shape` is its global shape where ranks may
+    hold shards of different sizes.
+    """
+    if not isinstance(tensor, DTensor):
+        tensor = from_local(tensor, port.layout, lowered.mesh, shape)
+    left = _redistributed(tensor, port.desired)
+    return local_output(left, lowered.sharding.style) if lowered.sharding.local_outputs else left
+
+
+def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
+    """The local shard of an output; `source` is the plain tensor that it was, if its layout on other axes is the same.
+
+    Raises:
+        LayoutError: if ranks hold shards of different sizes of a dim that is not the last: the next module could not
+            know them. Those of features it knows from its weight.
+    """
+    (placement,) = tensor.placements
+    if (
+        isinstance(placement, Shard)
+        and placement.sizes is None
+        and placement.dim < tensor.ndim - 1
+        and not tensor.spec.even
+    ):
+        raise uneven_output(style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0))
+    # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a replicated one.
+    grad: Placement = Replicate() if isinstance(placement, Partial) else placement
+    local = tensor.to_local(grad_placements=(grad,))
+    watch = None if is_compiling() else current_watch()
+    if watch is not None:
+        watch.note_spec(local, tensor.spec, source)
+    return local
+
+
+def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None) -> DTensor:
+    """A plain local shard as DTensor; `shape` is the global shape where shards may differ in size."""
+    placement = _positive(placement, tensor.ndim)
+    if shape is None:
+        return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
+    stride = global_stride(tensor, shape)
+    return DTensor.from_local(tensor, mesh, (placement,), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class Boundary(Lowered):
+    """Brings inputs to their ports' layouts, runs what was the forward before, and brings outputs to theirs.
+
+    What runs inside is the module's own forward on DTensors (dispatch decides every operator), or a lowering that
+    this one wraps.
+    """
+
+    __slots__ = ()
+    sampling: ClassVar[Literal["watched"]] = "watched"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharding, module, inner = self.sharding, self.module, self.inner
+        if isinstance(module, nn.EmbeddingBag):
+            offsets, layout = args[1] if len(args) > 1 else kwargs.get("offsets"), self.port_in.layout
+            if isinstance(layout, Shard) and offsets is not None and not isinstance(offsets, DTensor):
+                raise LayoutError(
+                    f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its own, lower=False) "
+                    f"takes the offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside "
+                    f"input_layouts={layout}. Give DTensors, or input_layouts=Replicate() and all tokens, or 2-D "
+                    "tokens, whose rows are the bags"
+                )
+        args = self._through(args, sharding.inputs, self._enter, "inputs")
+        for name, port in sharding.keywords.items():
+            if name in kwargs:
+                kwargs[name] = self._enter(kwargs[name], port)
+        out = inner(*args, **kwargs) if inner is not None else type(module).forward(module, *args, **kwargs)
+        if sharding.outputs is None:
+            return out
+        many = isinstance(out, (tuple, list))
+        results = self._through(tuple(out) if many else (out,), sharding.outputs, self._leave, "outputs")
+        return type(out)(results) if many and type(out) in (tuple, list) else results if many else results[0]
+
+    def _through(
+        self,
+        values: tuple[Any, ...],
+        ports: tuple[Port | None, ...] | None,
+        move: Callable[[Any, Port], Any],
+        what: str,
+    ) -> tuple[Any, ...]:
+        """Inputs or outputs in the layouts of their ports; those behind the last port pass through."""
+        if ports is None:
+            return values
+        if self.sharding.strict and len(values) != len(ports):
+            raise LayoutError(
+                f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
+                "use None for those that pass through"
+            )
+        moved = tuple(
+            value if port is None or value is None else move(value, port)
+            for value, port in zip(values, ports, strict=False)
+        )
+        return moved + values[len(ports) :]
+
+    def _enter(self, value: Any, port: Port) -> Any:
+        watch = None if is_compiling() else current_watch()
+        with nullcontext() if watch is None else unwatched_functions():
+            arrived = input_dtensor(value, port, self.mesh)
+            if self.sharding.local_inputs:
+                return local_output(arrived, self.sharding.style, value)
+            if watch is not None:
+                watch.note_spec(arrived, arrived.spec, value)
+        return arrived
+
+    def _leave(self, value: Any, port: Port) -> Any:
+        with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
+            return leaving(self, value, port)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        sharding = call.sharding
+        moved = [*zip(call.args, sharding.inputs or (), strict=False)]
+        moved += [(call.kwargs.get(name), port) for name, port in sharding.keywords.items()]
+        moved += zip(call.outputs, sharding.outputs or (), strict=False)
+        for value, port in moved:
+            if port is not None:
+                yield from moves(value, port.layout, port.desired)
 
 
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:

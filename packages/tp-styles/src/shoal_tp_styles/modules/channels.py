@@ -25,10 +25,10 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 
 from ..lowering import ports
-from ..lowering.boundary import from_local, local_input
 from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, own_forward
+from ..lowering.ports import from_local, local_input
 from ..sharding.module_kinds import CONVOLUTIONS, TransposedLinear, keeps_forward, kinds_of
 
 Compute = Callable[..., Tensor]

@@ -15,10 +15,9 @@ from torch.nn import functional
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
 
-from ..lowering.boundary import Boundary, from_local
 from ..lowering.lowered import Lowered, declare_summed_gradients
 from ..lowering.parameters import local_parameters, own_forward
-from ..lowering.ports import sharded_input
+from ..lowering.ports import Boundary, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]

@@ -26,10 +26,10 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import in_memory_as, shard_sizes
 
 from ..lowering import ports
-from ..lowering.boundary import from_local
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered, declare_input, declare_summed_gradients, moves, nbytes
 from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.ports import from_local
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, Heads, HeadShard, ModuleCall, ModuleSharding, Port
 

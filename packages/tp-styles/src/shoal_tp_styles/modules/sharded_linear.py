@@ -41,7 +41,6 @@ from shoal_mesh.internal import Pending, all_reduce_
 
 from .._torch import autocast_dtype, autocasting
 from ..lowering import ports
-from ..lowering.boundary import from_local, local_input
 from ..lowering.collective_functions import (
     ShardedDim,
     find_token,
@@ -54,6 +53,7 @@ from ..lowering.collective_functions import (
 from ..lowering.lowered import Lowered, declare_input, declare_output, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
 from ..lowering.parameters import check_plain, deliver_grad, deliver_product
+from ..lowering.ports import from_local, local_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Where = Comm | ShardedDim | None

@@ -20,9 +20,9 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import eager_only
 
 from .._torch import watching_functions
-from ..lowering.boundary import Boundary
 from ..lowering.lowered import nbytes
 from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.ports import Boundary
 from ..sharding.module_sharding import Collective, ModuleCall
 
 

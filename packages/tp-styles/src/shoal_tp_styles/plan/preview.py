@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
 
-from ..lowering.boundary import Boundary
 from ..lowering.lowered import nbytes as bytes_of
+from ..lowering.ports import Boundary
 from ..sharding.module_sharding import Collective, ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
 from .trial import map_tensors

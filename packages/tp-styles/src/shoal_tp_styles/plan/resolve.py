@@ -26,6 +26,7 @@ from shoal_mesh import DeviceMesh
 from ..apply.apply import already_parallel, apply_sharding, check_parameters, conflicting_style, note_undeclared
 from ..progress import progress
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
+from ..styles.linear import style_of_tied
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
 
@@ -251,8 +252,6 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
 
 def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
     """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
-    from ..styles.linear import style_of_tied  # above the styles, most of which a plan may not need
-
     for names, asked in _tied(root, uses):
         if not asked:
             continue

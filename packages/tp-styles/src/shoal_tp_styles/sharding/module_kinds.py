@@ -18,11 +18,6 @@ from .module_sharding import ExpertOwner, Experts, Heads, HeadShard, ParameterPl
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
-HOW_TO_QUANTIZE = (
-    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) and quantize then: "
-    "values and scales become shards of the same rows and columns"
-)
-
 
 class TransposedLinear(nn.Module):
     """Stands in the tables for modules that compute `x @ weight + bias`: a Linear whose weight is (in, out).
