@@ -183,7 +183,7 @@ class InvariantRow(RowLinear):
     @_of_samples
     def __call__(self, input: Tensor) -> Tensor:
         reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
-        x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
+        x = sharded_input(self, input)
         out: Tensor = apply(_Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None)
         return add_bias(self, out if reduced else partial_output(self, out, None))
 

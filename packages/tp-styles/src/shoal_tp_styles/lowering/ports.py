@@ -213,10 +213,8 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 
 
-def sharded_input(
-    lowered: Lowered, x: Tensor, features: int = -1, sizes: Sizes = None, *, port: Port | None = None
-) -> Tensor:
-    """`R | S(d) -> S(features)`: the input sharded along its features, of which each rank has its `sizes`.
+def sharded_input(lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None) -> Tensor:
+    """`R | S(d) -> S(features)`: the input sharded as the weight is, or into `sizes`.
 
     A plain input that arrives as the module needs it stays as it is; so may one that is replicated inside.
     """
@@ -224,26 +222,30 @@ def sharded_input(
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
             return x
-        if port.layout.is_replicate():
-            return split(x, lowered.comm, features, sizes)
+        if port.layout.is_replicate() and isinstance(port.desired, Shard):
+            return split(x, lowered.comm, port.desired.dim % x.ndim, sizes or _shards_of_weight(lowered)[1])
     return local_input(x, port, lowered.mesh, grad=port.desired)
 
 
-def sharded_output(
-    lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes, port: Port | None = None
-) -> Tensor:
-    """`S(features) -> port`: what leaves a module whose ranks each hold some features of the output.
-
-    All ranks have `size` features along the dim `features`, each of them its `sizes`.
-    """
+def sharded_output(lowered: Lowered, out: Tensor, sizes: Sizes = None, port: Port | None = None) -> Tensor:
+    """`S(features) -> port`: what leaves a module of which each rank holds some features, as the weight, or `sizes`."""
     port, local = port or lowered.port_out, lowered.sharding.local_outputs
     if local and port.layout == port.desired:
         return out
+    size, sizes = _shards_of_weight(lowered) if sizes is None else (sum(sizes), sizes)
+    features = getattr(port.layout, "dim", -1) % out.ndim
     if local and port.desired.is_replicate():
         return gather(out, lowered.comm, features, sizes)
     shape = list(out.shape)
     shape[features] = size
     return leaving(lowered, out, port, shape)
+
+
+def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
+    """Size of the sharded dim of the weight, and of its shards."""
+    spec = lowered.spec("weight")
+    ((dim, _),) = spec.shard_order
+    return spec.shape[dim], spec.sizes(dim)
 
 
 def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None) -> Tensor | None:
@@ -252,16 +254,14 @@ def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None)
     return local_parameters({"bias": bias}, comm)["bias"]
 
 
-def partial_output(
-    lowered: Lowered, partial: Tensor, bias: Tensor | str | None, features: int = -1, port: Port | None = None
-) -> Tensor:
+def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
-    The bias, a replicated parameter or the name of one of the module's, is added after the reduction along the dim
-    `features`.  Plain outputs with shards of different sizes are a LayoutError.
+    The bias, a replicated parameter or the name of one of the module's, is added after the reduction, along the dim of
+    the input's features.  Plain outputs with shards of different sizes are a LayoutError.
     """
     port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
-    features %= partial.ndim
+    features = getattr(lowered.port_in.desired, "dim", -1) % partial.ndim
     where = sharded_dim(port.desired, comm)
     if where is not None:
         _, dim, sizes = where

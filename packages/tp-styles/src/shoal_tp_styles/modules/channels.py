@@ -25,7 +25,6 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 
 from ..lowering import ports
-from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, own_forward
 from ..lowering.ports import from_local, local_input
@@ -85,7 +84,7 @@ _COMPUTE: dict[type[nn.Module], Compute] = {
 
 
 class _Channels(Lowered):
-    """Base of both directions: the computation, and the sharded dim of the weight."""
+    """Base of both directions: the computation."""
 
     __slots__ = ("compute",)
 
@@ -93,12 +92,6 @@ class _Channels(Lowered):
 
     def resolve(self) -> None:
         self.compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
-
-    def sharded(self) -> tuple[int, Sizes]:
-        """Size of the sharded dim of the weight, and of its shards."""
-        spec = self.spec("weight")
-        ((dim, _),) = spec.shard_order
-        return spec.shape[dim], spec.sizes(dim)
 
 
 class ColumnChannels(_Channels):
@@ -111,8 +104,7 @@ class ColumnChannels(_Channels):
         arrived = [ports.replicated_input(self, x, port) for x, port in zip(inputs, declared, strict=False)]
         local: Any = self.local("weight", "bias")
         out = self.compute(self.module, arrived, local["weight"], local["bias"], *inputs[len(declared) :], **kwargs)
-        channels = out.ndim + getattr(self.port_out.layout, "dim", -1)
-        return ports.sharded_output(self, out, channels, *self.sharded())
+        return ports.sharded_output(self, out)
 
 
 class RowChannels(_Channels):
@@ -121,11 +113,9 @@ class RowChannels(_Channels):
     __slots__ = ()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
-        input = ports.sharded_input(self, input, channels, self.sharded()[1])
+        input = ports.sharded_input(self, input)
         weight: Any = self.local("weight")["weight"]
-        partial = self.compute(self.module, [input], weight, None, *args, **kwargs)
-        return ports.partial_output(self, partial, "bias", channels)
+        return ports.partial_output(self, self.compute(self.module, [input], weight, None, *args, **kwargs), "bias")
 
 
 class ChannelsOfGroups(NamedTuple):
@@ -195,7 +185,7 @@ class GroupedChannels(Lowered):
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = self.options.dim
-        x = ports.sharded_input(self, input, dim % input.ndim, self.into)
+        x = ports.sharded_input(self, input, self.into)
         if x.shape[dim] != self.into[self.comm.rank]:
             raise LayoutError(
                 f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, of "
@@ -203,7 +193,7 @@ class GroupedChannels(Lowered):
                 f"by the same channels: ColwiseParallel().aligned({self.options.unit * self.options.into})"
             )
         out = self.computed(x, *args, **kwargs) if self.runs_locally else self.on_dtensors(x)
-        return ports.sharded_output(self, out, dim % out.ndim, sum(self.out_of), self.out_of)
+        return ports.sharded_output(self, out, self.out_of)
 
     def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""

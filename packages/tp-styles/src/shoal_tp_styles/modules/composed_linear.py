@@ -52,20 +52,16 @@ class AdapterLinear(Lowered):
         yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
-        spec = self.spec("weight")
         sharded: tuple[str, ...]
         if self.rows:
-            x, sharded, whole = input, ("weight", "lora_A"), "lora_B"
-            x = ports.sharded_input(self, x, x.ndim - 1, spec.sizes(1))
+            x, sharded, whole = ports.sharded_input(self, input), ("weight", "lora_A"), "lora_B"
         else:
             x, sharded, whole = ports.replicated_input(self, input), ("weight", "bias", "lora_B"), "lora_A"
         # Each rank multiplies the replicated factor with what it holds, so the factor's gradients are partial sums.
         p: Any = {**self.local(*sharded), **self.local(whole, comm=self.comm)}
         scale = self.sharding.options_of(Adapter).scale
         out: Tensor = linear(x, p["weight"], p.get("bias")) + scale * linear(linear(x, p["lora_A"]), p["lora_B"])
-        if self.rows:
-            return ports.partial_output(self, out, "bias")
-        return ports.sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
+        return ports.partial_output(self, out, "bias") if self.rows else ports.sharded_output(self, out)
 
 
 class LatentLinear(Lowered):

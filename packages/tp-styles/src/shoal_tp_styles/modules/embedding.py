@@ -61,18 +61,13 @@ class ColumnEmbedding(Lowered):
         _check_table(self.module, self.sharding)
 
     def __call__(self, input: Tensor) -> Tensor:
-        return self.finish(self.look_up(ports.replicated_input(self, input)))
+        return ports.sharded_output(self, self.look_up(ports.replicated_input(self, input)))
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """This rank's features of the tokens."""
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         return functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
-
-    def finish(self, out: Tensor, port: Port | None = None) -> Tensor:
-        """The output in the layout that leaves the module."""
-        spec = self.spec("weight")
-        return ports.sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1), port)
 
 
 class OwnRows(Function):
@@ -225,7 +220,7 @@ class ColumnEmbeddingBag(ColumnEmbedding):
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
         )
-        return self.finish(out, bags.leaving)
+        return ports.sharded_output(self, out, port=bags.leaving)
 
 
 class RowEmbeddingBag(Lowered):

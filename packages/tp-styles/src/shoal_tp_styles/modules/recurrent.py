@@ -188,7 +188,7 @@ class HiddenUnits(Lowered):
         # (layers and directions, batch, units)
         states_in = [state.unsqueeze(1) if single else state for state in given]
         port = self.sharding.input_port(1)
-        initial = [ports.sharded_input(self, state, state.ndim - 1, self.sizes, port=port) for state in states_in]
+        initial = [ports.sharded_input(self, state, self.sizes, port) for state in states_in]
         outputs, states = self.layers(x, initial)
         if module.batch_first and not single:
             outputs = [each.transpose(0, 1) for each in outputs]
@@ -200,10 +200,9 @@ class HiddenUnits(Lowered):
 
     def leaving(self, parts: list[Tensor]) -> Tensor:
         """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
-        features, size = parts[0].ndim - 1, sum(self.sizes)  # (5, 2, 3), of 3 + 3 + 2 units: 2, 8
         if len(parts) == 1:
-            return ports.sharded_output(self, parts[0], features, size, self.sizes)
-        whole = [gather(part, self.comm, features, self.sizes) for part in parts]
+            return ports.sharded_output(self, parts[0], self.sizes)
+        whole = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
         out = in_memory_as(parts[0], torch.cat(whole, -1))
         if self.sharding.local_outputs:
             return out

@@ -313,10 +313,7 @@ class ColumnLinear(Lowered):
 
     def finish(self, out: Tensor) -> Tensor:
         """The output in the layout that leaves the module."""
-        if self.finished:
-            return out
-        spec = self.spec("weight")
-        return ports.sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
+        return out if self.finished else ports.sharded_output(self, out)
 
 
 class RowLinear(Lowered):
@@ -342,8 +339,7 @@ class RowLinear(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
             weight: Any = self.local("weight")["weight"]
-            input = ports.sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
-            return ports.partial_output(self, linear(input, weight), "bias")
+            return ports.partial_output(self, linear(ports.sharded_input(self, input), weight), "bias")
         if type(input) is not Tensor or not self.fast or autocasting():
             return self.general(input)
         params = self.params
@@ -370,8 +366,9 @@ class RowLinear(Lowered):
     def general(self, input: Tensor) -> Tensor:
         """DTensor inputs, other layouts and autocast."""
         weight, bias = self.parameter("weight"), self.parameter("bias")
+        spec_of(weight, "weight")
         dtype = autocast_dtype(input)
-        local = ports.sharded_input(self, input, input.ndim - 1, spec_of(weight, "weight").sizes(1))
+        local = ports.sharded_input(self, input)
         where = self.target(local.shape)
         if where is None:
             return ports.partial_output(self, apply(_LinearProduct, local, weight, None, None, None, dtype), bias)
