@@ -18,7 +18,7 @@ from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
 
 from ..errors import CheckpointError
-from ..weights.loading import boxes_of, reader_of
+from ..weights.loading import boxes_of, stored_in
 from ..weights.saving import own_rank
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -132,9 +132,9 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     file = Path(directory) / "adapter_model.safetensors"
     with ExitStack() as stack, torch.no_grad():
-        reader = reader_of(file, stack)
-        apart = state.keys() ^ reader.names()
-        apart |= {name for name in state.keys() - apart if tuple(state[name].shape) != reader.shape(name)}
+        stored = stored_in(file, stack)
+        apart = state.keys() ^ stored.keys()
+        apart |= {name for name in state.keys() - apart if state[name].shape != stored[name].shape}
         if apart:
             raise CheckpointError(
                 f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
@@ -142,4 +142,4 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
             )
         for name, tensor in state.items():
             for slices, place in boxes_of(tensor, 0):
-                local_of(tensor)[place].copy_(reader.read(name, slices))
+                local_of(tensor)[place].copy_(stored[name][slices])

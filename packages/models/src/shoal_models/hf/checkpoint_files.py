@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..weights.loading import Reader, Slices
+from ..weights.loading import Slices, Stored
 
 _ONE = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
@@ -77,71 +79,70 @@ def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
     return tensors
 
 
-_Conversion = tuple[Any, list[tuple[str, str]]]  # transformers' converter; names of entries, and its patterns for them
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor of a model that is made of entries of files, perhaps together with others."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], Mapping[str, Tensor]]  # those that are made together
+    name: str  # its own among them
+
+    def __getitem__(self, slices: Slices) -> Tensor:
+        return self.make()[self.name][slices]
 
 
-class Converted:
-    """A reader of a checkpoint by the names of a model.
+def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint by the names of a model.
 
     Args:
         model: of transformers, not parallel; on the meta device.
-        reader: of the files.
+        stored: of the files.
     """
+    found, groups = _by_names_of(model, stored)
+    last: dict[str, dict[str, Tensor]] = {}  # those that were made last, by the first name
 
-    def __init__(self, model: Any, reader: Reader) -> None:
-        self.model = model
-        self.reader = reader
-        self.renamed: dict[str, str] = {}
-        self.converted: dict[str, str] = {}  # name -> the first name of those that are made together
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.groups: dict[str, _Conversion] = self._grouped(model.state_dict())
-        self.made: tuple[str, dict[str, Tensor]] = ("", {})
-        for first in self.groups:
-            for name, tensor in self._convert(
-                first, lambda each: torch.empty(reader.shape(each), device="meta")
-            ).items():
-                self.converted[name], self.shapes[name] = first, tuple(tensor.shape)
+    def make(first: str) -> dict[str, Tensor]:
+        if first not in last:
+            last.clear()  # before the next ones are made
+            last[first] = _convert(model, first, *groups[first], lambda name: stored[name][()])
+        return last[first]
 
-    def names(self) -> set[str]:
-        return self.renamed.keys() | self.converted.keys()
+    for first, group in groups.items():
+        made = _convert(model, first, *group, lambda name: torch.empty(stored[name].shape, device="meta"))
+        found |= {name: _Made(tuple(each.shape), partial(make, first), name) for name, each in made.items()}
+    return found
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name] if name in self.converted else self.reader.shape(self.renamed[name])
 
-    def read(self, name: str, slices: Slices) -> Tensor:
-        if name not in self.converted:
-            return self.reader.read(self.renamed[name], slices)
-        first = self.converted[name]
-        if self.made[0] != first:
-            self.made = ("", {})  # before the next ones are made
-            self.made = (first, self._convert(first, lambda each: self.reader.read(each, ())))
-        return self.made[1][name][slices]
+_Conversion = tuple[Any, list[tuple[str, str]]]  # transformers' converter; names of entries, and its patterns for them
 
-    def _grouped(self, known: Mapping[str, Tensor]) -> dict[str, _Conversion]:
-        """Fills `renamed`; returns what has to be converted, by the first name that comes of it."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        transforms = get_model_conversion_mapping(self.model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        groups: dict[str, _Conversion] = {}
-        for name in sorted(self.reader.names(), key=dot_natural_key):
-            prefix = self.model.base_model_prefix
-            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if new not in known and name in known:  # in the model's own form already
-                new, pattern = name, None
-            if pattern is None or new not in known:
-                self.renamed[new] = name
-                continue
-            converter = next(each for each in converters if pattern in each.source_patterns)
-            groups.setdefault(new, (converter, []))[1].append((name, pattern))
-        return groups
+def _by_names_of(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, _Conversion]]:
+    """The tensors that are only renamed; and what has to be converted, by the first name that comes of it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        converter, entries = self.groups[first]
-        converter = deepcopy(converter)  # it collects tensors
-        for name, pattern in entries:
-            converter.add_tensor(first, name, pattern, read(name))
-        made = converter.convert(first, model=self.model, config=self.model.config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+    transforms, known = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamed: dict[str, Stored] = {}
+    groups: dict[str, _Conversion] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if new not in known and name in known:  # in the model's own form already
+            new, pattern = name, None
+        if pattern is None or new not in known:
+            renamed[new] = stored[name]
+            continue
+        converter = next(each for each in converters if pattern in each.source_patterns)
+        groups.setdefault(new, (converter, []))[1].append((name, pattern))
+    return renamed, groups
+
+
+def _convert(
+    model: Any, first: str, converter: Any, entries: list[tuple[str, str]], read: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    converter = deepcopy(converter)  # it collects tensors
+    for name, pattern in entries:
+        converter.add_tensor(first, name, pattern, read(name))
+    made = converter.convert(first, model=model, config=model.config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}

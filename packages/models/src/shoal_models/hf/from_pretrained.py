@@ -28,9 +28,9 @@ from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_a
 
 from ..errors import CheckpointError
 from ..planning.auto import auto_plan
-from ..weights.loading import Loaded, Reader, load_sharded, reader_of
+from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
-from .checkpoint_files import Converted, find_files, source_of
+from .checkpoint_files import find_files, source_of, stored_for
 
 
 def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
@@ -82,13 +82,13 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     home, files = find_files(path)
     mesh = _tensor_axis(device_mesh)
     with ExitStack() as stack:
-        reader = reader_of(source_of(files), stack)
+        stored = stored_in(source_of(files), stack)
         config = _config(home, config_kwargs)
-        wanted = _dtype(dtype, config, reader)
+        wanted = _dtype(dtype, config, stored)
         model = _on_meta(_class_of(config, model_class), config, wanted)
-        converted = Converted(model, reader)
+        named = stored_for(model, stored)
         _parallelize(model, mesh, plan)
-        loaded = load_sharded(model, converted, strict=False)
+        loaded = load_sharded(model, named, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
     _finish(model.eval(), home, mesh)
@@ -170,12 +170,12 @@ def _class_of(config: Any, given: Any) -> Any:
     return named[0]
 
 
-def _dtype(dtype: torch.dtype | str, config: Any, reader: Reader) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) -> torch.dtype:
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
     found = config.dtype if dtype == "auto" else dtype
     if found is None:  # an old configuration: as the files have it
-        first = (reader.read(name, (slice(0, 0),)).dtype for name in sorted(reader.names()) if reader.shape(name))
+        first = (stored[name][slice(0, 0),].dtype for name in sorted(stored) if stored[name].shape)
         found = next((each for each in first if each.is_floating_point), torch.get_default_dtype())
     assert isinstance(found, torch.dtype), "a configuration has a dtype or none"
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,57 +42,32 @@ class Loaded:
     bytes_read: int = 0
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """Tensors by name, of which a rank reads its own slices."""
+class Stored(Protocol):
+    """A tensor of a source, of which a rank reads its own slices."""
 
-    def names(self) -> set[str]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, slices: Slices) -> Tensor: ...
+    def __getitem__(self, slices: Slices, /) -> Tensor: ...
 
 
-Source = Mapping[str, Tensor] | str | PathLike[str] | Iterable[str | PathLike[str]] | Reader
+Source = Mapping[str, Stored] | str | PathLike[str] | Iterable[str | PathLike[str]]
 
 
-class _Dict:
-    """Tensors in memory (or mapped from a file)."""
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A tensor of a safetensors file that is open."""
 
-    def __init__(self, source: Mapping[str, Tensor]) -> None:
-        self.source = source
+    file: Any
+    name: str
 
-    def names(self) -> set[str]:
-        return set(self.source)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.source[name].shape)
-
-    def read(self, name: str, slices: Slices) -> Tensor:
-        return self.source[name].detach()[slices]
-
-
-class _Files:
-    """safetensors files, read by slices."""
-
-    def __init__(self, paths: Iterable[str | PathLike[str]], stack: ExitStack) -> None:
-        from safetensors import safe_open  # an extra, needed for files only
-
-        self.files: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(fspath(path), framework="pt"))
-            self.files.update(dict.fromkeys(file.keys(), file))
-
-    def names(self) -> set[str]:
-        return set(self.files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.files[name].get_slice(name).get_shape())
-
-    def read(self, name: str, slices: Slices) -> Tensor:
-        file = self.files[name]
-        shard: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-        return shard
+    def __getitem__(self, slices: Slices) -> Tensor:
+        read: Tensor = self.file.get_slice(self.name)[slices] if slices else self.file.get_tensor(self.name)
+        return read
 
 
 @takes(module=nn.Module)
@@ -121,13 +96,13 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         40
     """
     with ExitStack() as stack:
-        reader = reader_of(source, stack)
+        stored = stored_in(source, stack)
         entries = list(entries_of(module))
-        loaded = _compared(entries, reader, strict=strict)
-        present = [entry for entry in entries if entry.source in reader.names()]
+        loaded = _compared(entries, stored, strict=strict)
+        present = [entry for entry in entries if entry.source in stored]
         filled: dict[int, Tensor] = {}
         for entry in progress(present, "loading parameters"):
-            _fill(entry, reader, loaded, filled)
+            _fill(entry, stored[entry.source], loaded, filled)
         for entry in entries:  # the other names of shared parameters
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
@@ -137,30 +112,34 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     return loaded
 
 
-def _compared(entries: list[Entry], reader: Reader, *, strict: bool) -> Loaded:
+def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
     """What the model and the source do not have in common; raises before anything is written."""
-    common = {entry.source for entry in entries} & reader.names()
+    common = {entry.source for entry in entries} & stored.keys()
     reached = {id(entry.tensor) for entry in entries if entry.source in common}
     missing = {entry.source for entry in entries if id(entry.tensor) not in reached}
-    loaded = Loaded(sorted(missing), sorted(reader.names() - common))
+    loaded = Loaded(sorted(missing), sorted(stored.keys() - common))
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(f"load_sharded: missing {loaded.missing}, unexpected {loaded.unexpected}")
     for entry in entries:
-        if entry.source in common and entry.source_shape != reader.shape(entry.source):
+        shape = tuple(stored[entry.source].shape) if entry.source in common else entry.source_shape
+        if entry.source_shape != shape:
             raise PlanError(
-                f"load_sharded: {entry.source!r} is {reader.shape(entry.source)} in the source, the model needs "
-                f"{entry.source_shape}"
+                f"load_sharded: {entry.source!r} is {shape} in the source, the model needs {entry.source_shape}"
             )
     return loaded
 
 
-def reader_of(source: Source, stack: ExitStack) -> Reader:
-    """A reader of a state dict or of files, which the stack closes."""
+def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
+    """The tensors of a source by name; of files, which the stack closes."""
     if isinstance(source, Mapping):
-        return _Dict(source)
-    if isinstance(source, Reader):
         return source
-    return _Files([source] if isinstance(source, str | PathLike) else source, stack)
+    from safetensors import safe_open  # an extra, needed for files only
+
+    found: dict[str, Stored] = {}
+    for path in [source] if isinstance(source, str | PathLike) else source:
+        file = stack.enter_context(safe_open(fspath(path), framework="pt"))
+        found.update((name, _InFile(file, name)) for name in [*file.keys()])
+    return found
 
 
 class Entry(NamedTuple):
@@ -201,7 +180,7 @@ def _split_parameters(owner: nn.Module) -> Iterator[Any]:
             yield sharding.fused
 
 
-def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
+def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
     if id(entry.tensor) in filled:
         return
     tensor, local = entry.tensor, local_of(entry.tensor)
@@ -209,9 +188,7 @@ def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor
     with torch.no_grad():
         target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
         for slices, place in boxes_of(tensor, entry.first_row):
-            read = (
-                reader.read(entry.source, slices[::-1]).t() if entry.transposed else reader.read(entry.source, slices)
-            )
+            read = stored[slices[::-1]].t() if entry.transposed else stored[slices]
             loaded.bytes_read += read.numel() * read.element_size()
             target[place].copy_(read)
         if not local.is_meta:
