@@ -16,7 +16,7 @@ from data_parallel_checks import units_load_on_other_degrees, units_start_as_one
 from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
 from shoal_data_parallel import StyleError, fully_shard, replicate
 from shoal_data_parallel.unit import Unit
-from shoal_data_parallel.unit_forward import state_of
+from shoal_data_parallel.unit_forward import unit_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh
@@ -144,7 +144,7 @@ def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
     third.set_modules_to_backward_prefetch([second, first])
     with pytest.raises(StyleError, match="got Linear"):
         first.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
-    numbers = {state_of(block).unit: i for i, block in enumerate(model.blocks)}
+    numbers = {unit_of(block): i for i, block in enumerate(model.blocks)}
     seen: list[str] = []
     begin = Unit.start
 

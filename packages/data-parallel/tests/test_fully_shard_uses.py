@@ -42,7 +42,7 @@ from shoal_data_parallel import (
     replicate,
 )
 from shoal_data_parallel.unit import Forward
-from shoal_data_parallel.unit_forward import state_of
+from shoal_data_parallel.unit_forward import unit_of
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
@@ -395,7 +395,7 @@ def test_a_unit_that_runs_twice_adds_to_kept_gradients(syncs: bool) -> None:
 def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_there() -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)
-    unit = state_of(model.blocks[0]).unit
+    unit = unit_of(model.blocks[0])
     seen: list[list[bool]] = []
     with model.no_sync():
         backward_of_each(plain, model, mesh, 0)

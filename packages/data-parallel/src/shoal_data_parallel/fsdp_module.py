@@ -15,8 +15,8 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import in_backward, submodule_of, takes
 
 from .reduction import GroupReduction, ReducingModule, deliver
-from .unit import Unit
-from .unit_forward import STATE, as_forward, state_of, states_of
+from .unit import STATE, Unit, units_of
+from .unit_forward import as_forward, enter, unit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Have the module see the gathered parameters."""
-        self.unit.enter()
+        enter(self.unit)
 
 
 class FSDPModule(ReducingModule):
@@ -47,18 +47,18 @@ class FSDPModule(ReducingModule):
         return ", ".join(filter(None, [super().extra_repr(), "fully_shard"]))
 
     def _reducers(self, recurse: bool = True) -> list[Unit]:
-        return [state.unit for state in states_of(self, recurse)]
+        return units_of(self, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
 
         They are for reading: what is written to them is lost, and `reshard()` says so.
         """
-        unit = state_of(self).unit
+        unit = unit_of(self)
         if async_op:
             unit.start()
             return UnshardHandle(unit)
-        unit.enter()
+        enter(unit)
         return None
 
     def reshard(self) -> None:
@@ -67,7 +67,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if something was written to the gathered parameters.
         """
-        state_of(self).unit.leave()
+        unit_of(self).leave()
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that were kept, without another backward.
@@ -84,8 +84,8 @@ class FSDPModule(ReducingModule):
     @takes(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
-        for state in states_of(self, recurse):
-            state.free_after_forward(reshard_after_forward)
+        for unit in units_of(self, recurse):
+            unit.reshards = unit.frees = reshard_after_forward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.
@@ -99,7 +99,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        state_of(self).unit.next_forward = _units(modules)
+        unit_of(self).next_forward = _units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The same for backward: by default, the module whose forward came before this one's.
@@ -107,7 +107,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        state_of(self).unit.next_backward = _units(modules)
+        unit_of(self).next_backward = _units(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what this unit's summed gradients are divided by: the number of ranks on the data axes by default.
@@ -115,14 +115,14 @@ class FSDPModule(ReducingModule):
         With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
         1 here.
         """
-        state_of(self).unit.divisor = float(factor)
+        unit_of(self).divisor = float(factor)
 
 
 def _units(modules: Sequence[nn.Module]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise StyleError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
-    return [state_of(module).unit for module in modules]
+    return [unit_of(module) for module in modules]
 
 
 @takes(module=nn.Module, method_name=str)
@@ -192,6 +192,6 @@ def reduce_after_last_microbatch(stage: Any) -> None:
         scale(grad_scale_factor)
 
     module.set_requires_gradient_sync(False)
-    for state in states_of(module):
-        state.unit.stands_in = True
+    for unit in units_of(module):
+        unit.stands_in = True
     stage.perform_reduce_grad = perform_reduce_grad

@@ -9,22 +9,20 @@ May import: fsdp_module, policies, sharded_parameters, unit, unit_forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal_dtensor import Shard
-from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError
+from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     check_plain_tensors,
     complete_forms,
     extended,
     owners_of,
     refuse_save_pretrained,
-    register_owner,
     takes,
     watch_draws,
 )
@@ -33,9 +31,9 @@ from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, Site, make_whole, shard_parameter
-from .unit import Unit
-from .unit_forward import STATE, UnitState, states_of
+from .sharded_parameters import DataAxes
+from .unit import STATE, Unit, units_of
+from .unit_forward import lead
 
 
 @takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
@@ -86,15 +84,13 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
-    unit = Unit("+".join(type(one).__name__ for one in modules), [], axes)
-    state = UnitState(unit, modules, mp_policy, reshard_after_forward)
     policies = mp_policy, offload_policy
-    state.source = source = UnitParameters(state, axes, [*(ignored_params or ())], shard_placement_fn, policies)
-    _check_own(modules, [param for param, _ in source.own()])
-    source.take()
-    state.lead([inner for module in modules for inner in states_of(module)])
+    unit = Unit(modules, axes, [*(ignored_params or ())], shard_placement_fn, policies, reshard_after_forward)
+    _check_own(modules, [param for param, _ in unit.own()])
+    unit.take()
+    lead(unit, [inner for module in modules for inner in units_of(module)])
     for one in modules:
-        vars(one)[STATE] = state
+        vars(one)[STATE] = unit
         refuse_save_pretrained(one)
         one.__class__ = extended(FSDPModule, one.__class__)
         watch_draws(one, axes.mesh)
@@ -142,80 +138,3 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
             "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
             "axes; drop them first, with zero_grad()"
         )
-
-
-@dataclass(eq=False, repr=False)
-class UnitParameters:
-    """Where a unit's parameters are from, and how they are sharded.
-
-    Attributes:
-        owner: the function that makes units, for messages.
-        state: of the unit.
-        axes: the data axes.
-        ignored: parameters that stay as they are; of others `placement` and `policies` are as in `shard_parameter`.
-    """
-
-    owner = "fully_shard"
-    state: UnitState
-    axes: DataAxes
-    ignored: Sequence[nn.Parameter]
-    placement: Callable[[nn.Parameter], Shard | None] | None
-    policies: tuple[MixedPrecisionPolicy, OffloadPolicy]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy of the module."""
-        vars(self).update(state)
-        register_owner(self)
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """That of the data axes."""
-        return self.axes.mesh
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether this rank keeps gradients of the unit for a later reduction."""
-        return bool(self.state.unit.kept)
-
-    def held(self) -> Iterable[Tensor]:
-        """The leaves of the unit."""
-        return [parameter.leaf for parameter in self.state.unit.parameters]
-
-    def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
-        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it.
-
-        Raises:
-            TiedWeightError: if one is shared with a module that is part of another unit.
-        """
-        owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
-        inner = {state for module in self.state.modules for state in states_of(module)} - {self.state}
-        others = {module for state in inner for root in state.modules for module in root.modules()}
-        ignored = set(map(id, self.ignored))
-        for name, owner in (pair for module in self.state.modules for pair in module.named_modules()):
-            for key, param in owner._parameters.items() if owner not in others else ():
-                if param is None or id(param) in ignored:
-                    continue
-                if hasattr(param, STATE):
-                    raise TiedWeightError(
-                        f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of "
-                        "another unit; make one unit of the modules that share it, or of a module that contains them"
-                    )
-                owned.setdefault(id(param), (param, []))[1].append((owner, key))
-        return list(owned.values())
-
-    def take(self) -> None:
-        """Shard the parameters that the modules hold now."""
-        unit, owned = self.state.unit, self.own()
-        unit.parameters = [shard_parameter(p, sites, self.axes, self.placement, self.policies) for p, sites in owned]
-        for param, _ in owned:
-            setattr(param, STATE, True)
-        unit.reset()
-        register_owner(self)
-
-    def give_back(self) -> None:
-        """Have the modules hold the parameters as they were before data axes sharded them."""
-        unit = self.state.unit
-        unit.leave()
-        make_whole(unit.parameters)
-        unit.parameters = []
-        unit.reset()

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: unit_forward.
+May import: unit.
 """
 
-from .unit_forward import states_of as states_of
+from .unit import units_of as units_of

@@ -1,31 +1,35 @@
 """A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
 
 What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors, and they are filled
-again before the unit's backward.  Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all
-parameters arrive when the last of them has been computed.
+again before the unit's backward.
 
-May import: _torch, reduction, sharded_parameters.
+May import: _torch, policies, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd import Function
+from torch import Tensor, nn
 
-from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
-from shoal_mesh import purpose
+from shoal_dtensor import Shard
+from shoal_dtensor.errors import StyleError, TiedWeightError
+from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
+from shoal_mesh import DeviceMesh, purpose
 
 from ._torch import preserving_versions
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Group
-from .sharded_parameters import DataAxes, ShardedParameter, shards_of
+from .sharded_parameters import DataAxes, ShardedParameter, Site, make_whole, shard_parameter, shards_of
+
+STATE = "_shoal_fully_sharded"
+"""The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""
 
 Versions = list[tuple[object, ...]]
 
@@ -81,56 +85,128 @@ class Forward:
     before: Sequence[Unit] = ()  # the unit whose forward ended before, so that its backward begins next
 
 
-class Unit(Group):
-    """Parameters that are gathered together, and whose gradients travel together.
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """The units below one outermost module, and the order in which their forwards run."""
 
-    Attributes:
-        name: of the module.
-        parameters: the parameters; `trained` the indices of those that required gradients in the last forward.
-        receive: takes the gradients in backward; set by the owner.
-        frees: whether the gathered parameters are freed between forward and backward.
-        stands_in: whether `torch.autograd.grad` gets zeros while gradients are kept, for a pipeline stage.
-        backward: of the unit that leads its schedule, what the first pass that reached it, and runs, does to units.
-        current: the gathered parameters; None before the first forward.
-        used: the last forward.
-        open: the forwards whose backward is running.
-        shows_gathered: whether the modules see gathered parameters rather than the leaves.
-        next_forward, next_backward: the units that start to gather when this one's forward, or backward, begins; None:
-            the one that came next the last time.
-    """
+    units: list[Unit]  # all of them, in one order on all ranks, the outermost first
+    order: list[Unit] = field(default_factory=list)  # in which units began in the forward that runs, or was last
+    ended: list[Unit] = field(default_factory=list)  # in which they ended
+    previous: list[Unit] = field(default_factory=list)  # in which they began in the one before
+    running: bool = False  # whether the outermost module's forward is
+
+
+class Unit(Group):
+    """Parameters that are gathered together, and whose gradients travel together: those of the modules of one call."""
 
     owner = "fully_shard"
     parameters: list[ShardedParameter]
-    receive: Callable[[Forward, Sequence[Tensor | None]], list[Any]]
 
-    def __init__(self, name: str, parameters: list[ShardedParameter], axes: DataAxes) -> None:
-        super().__init__(name, axes)
-        self.parameters = parameters
-        self.trained: list[int] = self._trained()
-        self.frees = True
-        self.stands_in = False
-        self.backward: Any = None  # it stands above, and is kept here
-        self.current: Gathered | None = None
-        self.used: Forward | None = None
-        self.open: set[Forward] = set()
-        self.shows_gathered: bool = False
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        axes: DataAxes,
+        ignored: Sequence[nn.Parameter],
+        placement: Callable[[nn.Parameter], Shard | None] | None,
+        policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+        reshards: bool | None,
+    ) -> None:
+        super().__init__("+".join(type(module).__name__ for module in modules), axes)
+        self.modules: list[nn.Module] = list(modules)  # gathered from the forward of the first to that of the last
+        self.ignored, self.placement, self.policies = ignored, placement, policies
+        self.parameters = []
+        self.trained: list[int] = []  # those that required gradients in the last forward
+        # What the user said of freeing after a forward, and what follows from it, as the outermost unit or inside.
+        self.reshards, self.frees = reshards, True
+        self.stands_in = False  # whether torch.autograd.grad gets zeros while gradients are kept, for a pipeline stage
+        # Those that start to gather when this one's forward, or backward, begins; None: what came next the last time.
         self.next_forward: Sequence[Unit] | None = None
         self.next_backward: Sequence[Unit] | None = None
+        self.schedule: Schedule = Schedule([self])  # of the outermost module
+        self.backward: Any = None  # of the one that leads a schedule: the pass that reached it first, and runs
+        self.current: Gathered | None = None  # the gathered parameters; None before the first forward
+        self.used: Forward | None = None  # the last forward
+        self.open: set[Forward] = set()  # the forwards whose backward is running
+        self.shows_gathered: bool = False  # whether the modules see gathered parameters rather than the leaves
         self._coming: tuple[ShardsInFlight, Versions] | None = None
+        self.running: Forward | None = None
+        self.waiting: set[nn.Module] = set()  # the modules whose forward is still to come in the one that is running
+        self.guards: list[AbstractContextManager[Any]] = []
+        self.called: nn.Module | None = None  # one of the unit's, outside of the unit's forward
+        self.handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
-        copied = Unit(self.name, self.parameters, self.axes)
+        copied = Unit(self.modules, self.axes, self.ignored, self.placement, self.policies, self.reshards)
         copied.divisor, copied.frees, copied.syncs = self.divisor, self.frees, self.syncs
-        copied.receive = self.receive
+        copied.parameters, copied.schedule, copied.handles = self.parameters, self.schedule, self.handles
+        copied.trained = copied.find_trained()
         return vars(copied)
 
-    def reset(self) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_owner(self)
+
+    # --- where the parameters are from --------------------------------------------------------------------------------
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """That of the data axes."""
+        return self.axes.mesh
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps gradients of the unit for a later reduction."""
+        return bool(self.kept)
+
+    def held(self) -> Iterable[Tensor]:
+        """The leaves of the unit."""
+        return [parameter.leaf for parameter in self.parameters]
+
+    def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
+        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it.
+
+        Raises:
+            TiedWeightError: if one is shared with a module that is part of another unit.
+        """
+        owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
+        inner = {unit for module in self.modules for unit in units_of(module)} - {self}
+        others = {module for unit in inner for root in unit.modules for module in root.modules()}
+        ignored = set(map(id, self.ignored))
+        for name, owner in (pair for module in self.modules for pair in module.named_modules()):
+            for key, param in owner._parameters.items() if owner not in others else ():
+                if param is None or id(param) in ignored:
+                    continue
+                if hasattr(param, STATE):
+                    raise TiedWeightError(
+                        f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of "
+                        "another unit; make one unit of the modules that share it, or of a module that contains them"
+                    )
+                owned.setdefault(id(param), (param, []))[1].append((owner, key))
+        return list(owned.values())
+
+    def take(self) -> None:
+        """Shard the parameters that the modules hold now."""
+        owned = self.own()
+        self._reset([shard_parameter(p, sites, self.axes, self.placement, self.policies) for p, sites in owned])
+        for param, _ in owned:
+            setattr(param, STATE, True)
+        register_owner(self)
+
+    def give_back(self) -> None:
+        """Have the modules hold the parameters as they were before data axes sharded them."""
+        self.leave()
+        make_whole(self.parameters)
+        self._reset([])
+
+    def _reset(self, parameters: list[ShardedParameter]) -> None:
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
-        self.current, self.used, self._coming, self.trained = None, None, None, self._trained()
+        self.current, self.used, self._coming, self.parameters = None, None, None, parameters
+        self.trained = self.find_trained()
         self.show()
 
-    def _trained(self) -> list[int]:
+    def find_trained(self) -> list[int]:
+        """The parameters that require gradients now, or have kept ones."""
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 
     # --- gathering ----------------------------------------------------------------------------------------------------
@@ -179,41 +255,7 @@ class Unit(Group):
                 "values are lost. Write to the parameters outside of the module's forward and of unshard()"
             )
 
-    # --- what modules see ---------------------------------------------------------------------------------------------
-
-    def enter(self) -> Forward:
-        """Gather, and have the modules see the gathered parameters."""
-        if not self.shows_gathered:
-            for parameter in self.parameters:
-                parameter.adopt()
-        gathered = self.gather()
-        views = [p.view(tensor) for p, tensor in zip(self.parameters, gathered.tensors, strict=True)]
-        self.trained = self._trained()
-        forward = Forward(self, gathered, self.trained, units=[self])
-        if torch.is_grad_enabled() and self.trained:
-            recorded = _GatheredUnit.apply(
-                forward, [views[i] for i in self.trained], *[self.parameters[i].leaf for i in self.trained]
-            )  # type: ignore[no-untyped-call]  # torch
-            forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
-            for i, view in zip(self.trained, recorded, strict=True):
-                views[i] = view
-        if self.used is not None and self.used.gathered is not gathered:
-            self.used.gathered.views.clear()  # their graph holds the forward, and so them: nobody would collect it
-        gathered.views, self.used = views, forward
-        self.show(views)
-        return forward
-
-    def enter_again(self) -> Forward:
-        """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
-        used = self.used
-        if used is None or not used.gathered.filled or used.gathered.versions != self.versions:
-            return self.enter()
-        views = used.gathered.views
-        recorded = used.trained == self._trained() and all(views[i].requires_grad for i in used.trained)
-        if torch.is_grad_enabled() and not recorded:
-            return self.enter()
-        self.show(views)
-        return used
+    # --- what modules see -----------------------------------------------------------------------------------------
 
     def show(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Have the modules see these tensors; the leaves when left out."""
@@ -240,15 +282,7 @@ class Unit(Group):
         self.show(self.gather().views)
 
 
-class _GatheredUnit(Function):
-    """Sharded leaves -> what modules see of them; backward: hands the gradients to the unit's receiver."""
-
-    @staticmethod
-    def forward(ctx: Any, used: Forward, views: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.used = used
-        ctx.set_materialize_grads(False)
-        return tuple(views)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.used.unit.receive(ctx.used, grads))
+def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """The units in a module, each once, those of outer modules first."""
+    owners = module.modules() if recurse else [module]
+    return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))

@@ -1,208 +1,214 @@
 """The forward of a unit: its parameters are gathered before it and freed after it, and backward is prepared.
 
-Hooks of autograd's nodes do the same in backward.
+Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters arrive when the last of
+them has been computed.  Hooks of autograd's nodes gather again in backward.
 
-May import: _torch, policies, unit, unit_backward.
+May import: _torch, unit, unit_backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_of, pytree, unwatched
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
-from .policies import MixedPrecisionPolicy
-from .unit import Forward, Unit
+from .unit import STATE, Forward, Unit
 from .unit_backward import running_backward
 
-STATE = "_shoal_fully_sharded"
-"""The attribute of a module that is a unit, or one of a unit's modules."""
 
-
-class Schedule:
-    """The units below one outermost module, and the order in which their forwards run.
-
-    Attributes:
-        states: of all of them, the outermost first.
-        order: in which units began in the forward that is running, or was last; `ended` in which they ended.
-        running: whether the outermost module's forward is running.
-    """
-
-    def __init__(self, outermost: UnitState) -> None:
-        self.states: list[UnitState] = [outermost]
-        self.order: list[Unit] = []
-        self.ended: list[Unit] = []
-        self._previous: list[Unit] = []
-        self.running: bool = False
-
-    @property
-    def units(self) -> list[Unit]:
-        """Those of all states, in one order on all ranks."""
-        return [state.unit for state in self.states]
-
-    def enter(self, unit: Unit) -> Forward:
-        """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
-        recomputes, is_outermost = in_backward(), unit is self.states[0].unit
-        if not recomputes and (is_outermost or not self.running):
-            self._previous, self.order, self.ended, self.running = self.order, [], [], is_outermost
-        at = len(self.order)
-        forward = unit.enter()
-        forward.units = self.units
-        if recomputes:
-            return forward
-        if forward.nodes and unit.kept:
-            _show_arriving(forward)
-        self.order.append(unit)
-        follows = self._previous[at + 1 : at + 2] if self._previous[at : at + 1] == [unit] else ()
-        for ahead in follows if unit.next_forward is None else unit.next_forward:
-            ahead.start()
-        return forward
-
-    def leave(self, forward: Forward) -> None:
-        """A unit's forward ends: units begin their backward in the opposite order, the outermost first."""
-        unit, recomputes = forward.unit, in_backward()
-        at = len(self.ended) if not recomputes else self.ended.index(unit) if unit in self.ended else 0
-        forward.before = self.ended[max(at - 1, 0) : at]
-        if not recomputes:
-            self.ended.append(unit)
-
-
-class UnitState:
-    """What the modules of a unit know: how it runs, and the schedule that it shares with the units around it.
-
-    Attributes:
-        unit: its parameters.
-        modules: those that were passed together; gathered from the forward of the first to that of the last.
-        precision: its dtypes.
-        schedule: of the outermost module.
-        source: where its parameters are from.
-    """
-
-    source: Any  # it stands above, and is kept here
-
-    def __init__(
-        self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, frees: bool | None
-    ) -> None:
-        self.unit = unit
-        self.modules: list[nn.Module] = list(modules)
-        self.precision = precision
-        self._frees = frees
-        self.schedule: Schedule = Schedule(self)
-        self._forward: Forward | None = None
-        self._waiting: set[nn.Module] = set()  # the modules whose forward is still to come in this forward of the unit
-        self._guards: list[AbstractContextManager[Any]] = []
-        self._called: nn.Module | None = None  # one of the unit's, outside of the unit's forward
-        self._handles: list[Any] = []
-        unit.receive = _receive
-
-    def lead(self, inner: Sequence[UnitState]) -> None:
-        """Become the outermost of these units."""
-        self.unit.frees = bool(self._frees)
-        for state in inner:
-            state.schedule = self.schedule
-            state.unit.frees = state._frees is not False
-        self.schedule.states += inner
-        for handle in (handle for state in inner for handle in state._handles):
+def lead(unit: Unit, inner: Sequence[Unit]) -> None:
+    """Have a unit become the outermost of these."""
+    unit.frees = bool(unit.reshards)
+    for each in inner:
+        each.schedule, each.frees = unit.schedule, each.reshards is not False
+        for handle in each.handles:
             handle.remove()
-        for module in {module for parameter in self.unit.parameters for module, _ in parameter.sites}:
-            self._handles += [
-                module.register_forward_pre_hook(self.before_call, prepend=True),
-                module.register_forward_hook(self.after_call, always_call=True),
-            ]
+    unit.schedule.units += inner
+    for module in {module for parameter in unit.parameters for module, _ in parameter.sites}:
+        unit.handles += [
+            module.register_forward_pre_hook(partial(_before_call, unit), prepend=True),
+            module.register_forward_hook(partial(_after_call, unit), always_call=True),
+        ]
 
-    def before_call(self, module: nn.Module, args: Any) -> None:
-        """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
-        if is_compiling() or self.unit.shows_gathered or self.unit.frees:
-            return
-        forward, self._called = self.unit.enter_again(), module
-        forward.units = self.schedule.units
-        self._guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
-        self._guards[-1].__enter__()
 
-    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook, also of a call that raised."""
-        if is_compiling() or self._called is not module:
-            return
-        self._called = None
-        self._guards.pop().__exit__(None, None, None)
-        self.unit.show()
-        if self._frees is None and not torch.is_grad_enabled():
-            self.unit.free()
+def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
+    """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
+    if is_compiling() or unit.shows_gathered or unit.frees:
+        return
+    forward, unit.called = _enter_again(unit), module
+    forward.units = unit.schedule.units
+    unit.guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
+    unit.guards[-1].__enter__()
 
-    def free_after_forward(self, frees: bool) -> None:
-        """Free what was gathered after a forward, or keep it, from now on."""
-        self._frees = self.unit.frees = frees
 
-    @eager_only
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather before the forward."""
-        continues = self._forward is not None and self.unit.shows_gathered and module in self._waiting
-        self._guards.append(nullcontext())
-        if not continues:
-            self._forward, self._waiting = None, set(self.modules)
-            with unwatched():  # what was gathered ahead the first time is gathered here when the forward runs again
-                self._forward = self.schedule.enter(self.unit)
-        if torch.is_grad_enabled() and self._forward is not None:
-            self._guards[-1] = _guard(self._forward)
-            self._guards[-1].__enter__()
-        dtype = self.precision.param_dtype
-        if dtype is None or not self.precision.cast_forward_inputs:
-            return args, kwargs
-        cast: tuple[Any, Any] = pytree.tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        return cast
-
-    @eager_only
-    def after(self, module: nn.Module, output: Any) -> Any:
-        """Free after the forward, also after one that raised; prepare the backward."""
-        if self._guards:
-            self._guards.pop().__exit__(None, None, None)
-        forward = self._forward
-        if self.precision.output_dtype is not None:
-            output = pytree.tree_map_only(Tensor, lambda t: _cast(t, self.precision.output_dtype), output)
-        if forward is not None:
-            _prepare_backward(output, forward)
-        self._waiting.discard(module)
-        if not self._waiting and not self._guards:
-            if forward is not None:
-                self.schedule.leave(forward)
-            self.leave()
-        if not in_backward() and self.schedule.states[0] is self and not self._guards:
-            self.schedule.running = False
-            for state in self.schedule.states:
-                if state._forward is not None:
-                    state.leave()  # not all of its modules have run
-        return output
-
-    def leave(self) -> None:
-        """The forward of the unit's modules is over."""
-        self._forward = None
-        if self.unit.open:
-            return  # recomputed in a backward that needs the parameters
-        if in_backward() and torch.is_grad_enabled():
-            running_backward().borrow(self.unit)  # a backward of what was recomputed follows
-            return
-        self.unit.show()
-        if self.unit.frees or (self._frees is None and not torch.is_grad_enabled()):
-            self.unit.free()
+def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    """Hook, also of a call that raised."""
+    if is_compiling() or unit.called is not module:
+        return
+    unit.called = None
+    unit.guards.pop().__exit__(None, None, None)
+    unit.show()
+    if unit.reshards is None and not torch.is_grad_enabled():
+        unit.free()
 
 
 def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What a method of a unit's module returns; it counts as the unit's forward."""
-    state, output = state_of(module), None
+    unit, output = unit_of(module), None
     try:
-        args, kwargs = state.before(module, args, kwargs)
+        args, kwargs = _before(unit, module, args, kwargs)
         output = method(*args, **kwargs)
     finally:
-        output = state.after(module, output)
+        output = _after(unit, module, output)
     return output
+
+
+@eager_only
+def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gather before the forward."""
+    continues = unit.running is not None and unit.shows_gathered and module in unit.waiting
+    unit.guards.append(nullcontext())
+    if not continues:
+        unit.running, unit.waiting = None, set(unit.modules)
+        with unwatched():  # what was gathered ahead the first time is gathered here when the forward runs again
+            unit.running = _begin(unit)
+    if torch.is_grad_enabled() and unit.running is not None:
+        unit.guards[-1] = _guard(unit.running)
+        unit.guards[-1].__enter__()
+    precision = unit.policies[0]
+    if precision.param_dtype is None or not precision.cast_forward_inputs:
+        return args, kwargs
+    cast: tuple[Any, Any] = _cast((args, kwargs), precision.param_dtype)
+    return cast
+
+
+@eager_only
+def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Free after the forward, also after one that raised; prepare the backward."""
+    if unit.guards:
+        unit.guards.pop().__exit__(None, None, None)
+    forward, schedule = unit.running, unit.schedule
+    output = _cast(output, unit.policies[0].output_dtype)
+    if forward is not None:
+        _prepare_backward(output, forward)
+    unit.waiting.discard(module)
+    if not unit.waiting and not unit.guards:
+        if forward is not None:
+            _end(forward)
+        _leave(unit)
+    if not in_backward() and schedule.units[0] is unit and not unit.guards:
+        schedule.running = False
+        for each in schedule.units:
+            if each.running is not None:
+                _leave(each)  # not all of its modules have run
+    return output
+
+
+def _leave(unit: Unit) -> None:
+    """The forward of the unit's modules is over."""
+    unit.running = None
+    if unit.open:
+        return  # recomputed in a backward that needs the parameters
+    if in_backward() and torch.is_grad_enabled():
+        running_backward().borrow(unit)  # a backward of what was recomputed follows
+        return
+    unit.show()
+    if unit.frees or (unit.reshards is None and not torch.is_grad_enabled()):
+        unit.free()
+
+
+# --- the order of units -----------------------------------------------------------------------------------------------
+
+
+def _begin(unit: Unit) -> Forward:
+    """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
+    schedule, recomputes, is_outermost = unit.schedule, in_backward(), unit is unit.schedule.units[0]
+    if not recomputes and (is_outermost or not schedule.running):
+        schedule.previous, schedule.order, schedule.ended = schedule.order, [], []
+        schedule.running = is_outermost
+    at, previous = len(schedule.order), schedule.previous
+    forward = enter(unit)
+    forward.units = schedule.units
+    if recomputes:
+        return forward
+    if forward.nodes and unit.kept:
+        _show_arriving(forward)
+    schedule.order.append(unit)
+    follows = previous[at + 1 : at + 2] if previous[at : at + 1] == [unit] else ()
+    for ahead in follows if unit.next_forward is None else unit.next_forward:
+        ahead.start()
+    return forward
+
+
+def _end(forward: Forward) -> None:
+    """A unit's forward ends: units begin their backward in the opposite order, the outermost first."""
+    ended, unit, recomputes = forward.unit.schedule.ended, forward.unit, in_backward()
+    at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
+    forward.before = ended[max(at - 1, 0) : at]
+    if not recomputes:
+        ended.append(unit)
+
+
+# --- what modules see -------------------------------------------------------------------------------------------------
+
+
+def enter(unit: Unit) -> Forward:
+    """Gather, and have the modules see the gathered parameters."""
+    if not unit.shows_gathered:
+        for parameter in unit.parameters:
+            parameter.adopt()
+    gathered = unit.gather()
+    views = [p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True)]
+    unit.trained = unit.find_trained()
+    forward = Forward(unit, gathered, unit.trained, units=[unit])
+    if torch.is_grad_enabled() and unit.trained:
+        leaves = [unit.parameters[i].leaf for i in unit.trained]
+        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
+        forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
+        for i, view in zip(unit.trained, recorded, strict=True):
+            views[i] = view
+    if unit.used is not None and unit.used.gathered is not gathered:
+        unit.used.gathered.views.clear()  # their graph holds the forward, and so them: nobody would collect it
+    gathered.views, unit.used = views, forward
+    unit.show(views)
+    return forward
+
+
+def _enter_again(unit: Unit) -> Forward:
+    """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
+    used = unit.used
+    if used is None or not used.gathered.filled or used.gathered.versions != unit.versions:
+        return enter(unit)
+    views = used.gathered.views
+    recorded = used.trained == unit.find_trained() and all(views[i].requires_grad for i in used.trained)
+    if torch.is_grad_enabled() and not recorded:
+        return enter(unit)
+    unit.show(views)
+    return used
+
+
+class _GatheredUnit(Function):
+    """Sharded leaves -> what modules see of them; backward: hands the gradients to the pass."""
+
+    @staticmethod
+    def forward(ctx: Any, used: Forward, views: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.used = used
+        ctx.set_materialize_grads(False)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, *running_backward().receive(ctx.used, grads))
 
 
 def _prepare_backward(output: Any, forward: Forward) -> None:
@@ -222,10 +228,6 @@ def _show_arriving(forward: Forward) -> None:
         run_when_ready(node)
         node.register_hook(lambda grads, _, i=i: (None,) if running_backward().arrive(forward, i, *grads) else None)
     forward.unit.show(views)
-
-
-def _receive(forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
-    return running_backward().receive(forward, grads)
 
 
 @dataclass(slots=True, eq=False)
@@ -262,17 +264,14 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors, in whatever holds them, in a dtype; None leaves them."""
+    if dtype is None:
+        return tensors
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
 
 
-def state_of(module: Any) -> UnitState:
-    """The state of a module that is a unit, or one of a unit's."""
-    state: UnitState = vars(module)[STATE]
-    return state
-
-
-def states_of(module: nn.Module, recurse: bool = True) -> list[UnitState]:
-    """The states of the units in a module, each once, those of outer modules first."""
-    owners = module.modules() if recurse else [module]
-    return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))
+def unit_of(module: Any) -> Unit:
+    """The unit of a module that is one, or one of a unit's."""
+    unit: Unit = vars(module)[STATE]
+    return unit

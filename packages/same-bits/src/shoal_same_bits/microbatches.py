@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal_data_parallel.internal import states_of
+from shoal_data_parallel.internal import units_of
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import owners_of, submodule_of, takes
 
@@ -41,7 +41,7 @@ class _GradientTree:
                 f"{count} microbatches are no node of the tree over samples; take a power of two, of equal sizes"
             )
         refuse_tied(model)
-        units = (parameter for state in states_of(model) for parameter in state.unit.parameters)
+        units = (parameter for unit in units_of(model) for parameter in unit.parameters)
         other = next((p for p in units if p.reduced.dtype != p.leaf.dtype), None)
         if other is not None:
             raise StyleError(
