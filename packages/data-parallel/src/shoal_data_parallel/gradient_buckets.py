@@ -5,102 +5,25 @@ bucket's gradients away when the last of them has arrived, and puts the means in
 
 `torch.autograd.grad` accumulates nothing: what it is to return is a tensor that gets the mean when the pass is over.
 
-May import: optimizer_shards, reduction, sharded_parameters.
+May import: reduction, replicas, sharded_parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal_dtensor import DTensor, Partial, Replicate, Spec
-from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import backward_number, first_order_only, leaf_route, local_of, running_pass
 from shoal_mesh import all_gather
 
-from .optimizer_shards import ShardedReplica
 from .reduction import Group, GroupReduction, Reducer, deliver
-from .sharded_parameters import DataAxes, ShardedParameter, local_gradient
-
-
-@dataclass(slots=True, eq=False)
-class ReplicatedParameter:
-    """A parameter that every data-parallel rank updates in the same way."""
-
-    leaf: nn.Parameter  # the parameter; plain, or a DTensor on the axes of a style
-    partial: Spec  # the layout of a local gradient over the data axes, in the dtype of the reduction
-    reduced: Spec  # the layout of the mean
-
-    @classmethod
-    def of(cls, leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ReplicatedParameter:
-        """A parameter, reduced over data axes in a dtype, by default its own."""
-        mesh, shape = axes.mesh, leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
-        partial, reduced = ([placement] * mesh.ndim for placement in (Partial(), Replicate()))
-        dtype = dtype or leaf.grad_dtype or leaf.dtype
-        return cls(leaf, Spec(mesh, partial, shape, None, dtype), Spec(mesh, reduced, shape, None, dtype))
-
-    @property
-    def held(self) -> nn.Parameter:
-        """What optimizers see, and what a backward pass may be asked for: the parameter."""
-        return self.leaf
-
-    def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
-        """Have the gradient of a pass that does not accumulate in the leaf taken; handles that undo it.
-
-        Args:
-            take: gets the gradient of this rank's rows, and returns what is to be that of `held`.
-        """
-        leaf: Any = self.leaf
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-
-        def hook(grad: Tensor | None) -> Tensor | None:
-            if grad is None or leaf_route(node) != "return":
-                return None
-            if [*leaf._backward_hooks][-1] != handle.id:
-                raise StyleError(
-                    "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
-                    "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
-                    "register it before, or call backward()"
-                )
-            return take(grad)
-
-        handle = leaf.register_hook(hook)
-        return [handle]
-
-    def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient, and its layout and dtype before the reduction; None counts as zeros."""
-        return local_gradient(grad, self.partial, self.leaf.device), self.partial
-
-    def check_hooks(self) -> None:
-        """Raise StyleError if users' hooks would not see the reduced gradient."""
-        if len(self.leaf._post_accumulate_grad_hooks or ()) > 1:  # one is that of the buckets
-            raise StyleError(
-                "replicate: a parameter has a post-accumulate-grad hook, which would see the gradient of this rank's "
-                "rows; call what it does after backward(), when gradients are reduced"
-            )
-
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced local gradient to the leaf's."""
-        grad: Any = reduced.to(self.leaf.grad_dtype or self.leaf.dtype)
-        if isinstance(self.leaf, DTensor):
-            grad = DTensor(grad, self.leaf.spec.with_(dtype=grad.dtype))
-        if self.leaf.grad is None:
-            self.leaf.grad = grad
-        else:
-            self.leaf.grad += grad
-
-
-Replica = ReplicatedParameter | ShardedReplica
-
-
-def reduced_of(replica: Replica) -> ReplicatedParameter | ShardedParameter:
-    """What the gradient of a replica is reduced to: the parameter, or the optimizer's shard."""
-    return replica.sharded if isinstance(replica, ShardedReplica) else replica
+from .replicas import Replica
+from .sharded_parameters import DataAxes
 
 
 class Bucket(Group):
@@ -111,7 +34,7 @@ class Bucket(Group):
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
         self.replicas = replicas
-        self.parameters = [reduced_of(replica) for replica in replicas]
+        self.parameters = [replica.target for replica in replicas]
         self.trained = list(range(len(replicas)))
 
     def take(self, i: int) -> Tensor | None:
@@ -131,24 +54,18 @@ class Bucket(Group):
 
 
 class GradientBuckets:
-    """The buckets of a module's trained parameters: the part of each backward pass that fills them.
-
-    Attributes:
-        buckets: in the order in which they are reduced.
-        owner: says whether passes reduce gradients.
-        around: called when a pass begins (True) and when it is over, also by an error (False).
-        held: the nodes of the parameters that optimizers see.
-        running: whether a pass is.
-    """
+    """The buckets of a module's trained parameters: the part of each backward pass that fills them."""
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer, around: Callable[[bool], None]) -> None:
-        self.buckets = buckets
-        self.owner, self.around = owner, around
+        self.buckets = buckets  # in the order in which they are reduced
+        self.owner = owner  # says whether passes reduce gradients
+        self.around = around  # called when a pass begins (True) and when it is over, also by an error (False)
         self.parameters: list[Replica] = [replica for bucket in buckets for replica in bucket.replicas]
         self._place = {id(p.leaf): (at, i) for at, bucket in enumerate(buckets) for i, p in enumerate(bucket.replicas)}
         self.running: bool = False
         with torch.inference_mode(False), torch.enable_grad():  # a leaf's node lives no longer than somebody holds it
             self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters]
+            # Those of the parameters that optimizers see.
             self.held: list[Any] = [torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters]
             self._handles = [
                 handle for at, p in enumerate(self.parameters) for handle in p.ask(partial(self._take, at))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +18,10 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, given_away, redistribute_shards, takes
 from shoal_mesh import purpose
 
-from .sharded_parameters import DataAxes
+from .sharded_parameters import DataAxes, ShardedParameter
 
 Grads = dict[int, Tensor | None]  # by parameter
 Kept = dict[int, tuple[Tensor, Spec]]  # likewise, with the layouts that they have
-
-
-class ReducedParameter(Protocol):
-    """A parameter whose gradients are reduced.
-
-    Attributes:
-        leaf: where the sum goes.
-        partial: the layout and dtype in which gradients are summed over the data axes: the same on all ranks.
-        reduced: those in which the sum arrives.
-    """
-
-    leaf: nn.Parameter
-
-    @property
-    def partial(self) -> Spec: ...
-    @property
-    def reduced(self) -> Spec: ...
-
-    def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient, and its layout and dtype before the reduction; None counts as zeros."""
-
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced local gradient to the leaf's."""
 
 
 class Reducer:
@@ -71,7 +47,7 @@ class Group(Reducer):
     """
 
     owner: str
-    parameters: Sequence[ReducedParameter]
+    parameters: Sequence[ShardedParameter]
     trained: list[int]
 
     def __init__(self, name: str, axes: DataAxes) -> None:

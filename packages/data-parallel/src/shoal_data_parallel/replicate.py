@@ -5,13 +5,13 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, optimizer_shards, reduction, sharded_parameters.
+May import: gradient_buckets, reduction, replicas, sharded_parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    ShardsInFlight,
     check_plain_tensors,
     complete_forms,
     extended,
@@ -31,16 +32,17 @@ from shoal_dtensor.internal import (
     local_of,
     owners_of,
     pytree,
+    redistribute_shards,
     register_owner,
     takes,
     watch_draws,
 )
-from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
+from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh, purpose
 
-from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter, reduced_of
-from .optimizer_shards import OptimizerShards, ShardedReplica
+from .gradient_buckets import Bucket, GradientBuckets
 from .reduction import Reducer, ReducingModule
-from .sharded_parameters import DataAxes, Site, make_whole
+from .replicas import Replica
+from .sharded_parameters import DataAxes, Site, make_whole, replicated_parameter, shards_of
 
 _STATE = "_shoal_replicated"
 
@@ -97,25 +99,20 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     if bucket_bytes <= 0:
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
     state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
-    state.check(module)
+    state.check()
     _agree(module, state.axes)
     if src_data_rank is not None:
         _broadcast([*state.held(), *module.buffers()], state.axes, src_data_rank)
-    if shard_optimizer:
-        state.shard(module)
-    _install(state, module)
-    watch_draws(module, state.axes.mesh)
-    return module
-
-
-def _install(state: Replicas, module: Any) -> None:
+    state.take()
     complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
-    state.attach(module)
+    state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)
+    state.module.__class__ = extended(ReplicateModule, state.module.__class__)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
+    watch_draws(module, state.axes.mesh)
+    return module
 
 
 def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
@@ -150,20 +147,9 @@ def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
 
 
 class Replicas(Reducer):
-    """What a replicated module knows.
-
-    Attributes:
-        owner: the function that made it, for messages.
-        module: the module.
-        axes: the data axes.
-        ignored: the parameters that it leaves alone.
-        gradients: the buckets of its trained parameters.
-        dtype: in which gradients are reduced; None for their own.
-        shards: what the optimizer updates instead of the parameters; None if it updates them.
-    """
+    """What a replicated module knows: its parameters, and the buckets of their gradients."""
 
     owner = "replicate"
-    shards: OptimizerShards | None = None
 
     def __init__(
         self,
@@ -177,16 +163,20 @@ class Replicas(Reducer):
         self.axes = axes
         self.divisor = float(axes.mesh.size())
         self._bucket_bytes = bucket_bytes
-        self.dtype = dtype
-        self.ignored: list[nn.Parameter] = list(ignored)
+        self.dtype = dtype  # in which gradients are reduced; None for their own
+        self.ignored: list[nn.Parameter] = list(ignored)  # parameters that it leaves alone
         self.gradients: GradientBuckets = GradientBuckets([], self, self.around)
+        # Of shards, which the optimizer updates, the replicas; and whether modules see these.
+        self.replicas: list[Replica] = []
+        self._shows_replicas = False
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the module, whose own parameters are attached at its first forward."""
+        """Of a copy of the module, whose own parameters are attached, and replicas filled, at its first forward."""
         state = {name: value for name, value in vars(self).items() if name != "gradients"}
-        return {**state, "_attached": [], "_depth": 0}
+        replicas = [replace(replica, version=None, seen=None) for replica in self.replicas]
+        return {**state, "replicas": replicas, "_shows_replicas": False, "_attached": [], "_depth": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradients=GradientBuckets([], self, self.around))
@@ -206,35 +196,39 @@ class Replicas(Reducer):
         for bucket in self.gradients.buckets:
             bucket.drop_kept()
 
-    def held(self) -> Iterable[Tensor]:
+    def held(self) -> list[nn.Parameter]:
         """The parameters that it replicates, or their shards."""
-        return [*self._parameters(self.module)]
+        others = set(map(id, self.ignored))
+        for child in self.module.modules():
+            if child is not self.module and _STATE in vars(child):
+                others.update(map(id, child.parameters()))
+        return [param for param in self.module.parameters() if id(param) not in others]
 
     def give_back(self) -> None:
         """Have the module hold whole parameters without hooks."""
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets([], self, self.around), []
-        if self.shards:
-            make_whole([replica.sharded for replica in self.shards.replicas])
+        make_whole([replica.target for replica in self.replicas])
 
     def take(self) -> None:
-        """Replicate the parameters that the module holds now."""
-        if self.shards:
-            self.shard(self.module)
+        """Replicate the parameters that the module holds now; give it shards of them if optimizers update shards."""
+        if not self.axes.sharded:
+            return
+        own = {id(param): param for param in self.held()}
+        sites: dict[int, list[Site]] = {key: [] for key in own}
+        for owner in self.module.modules():
+            for name, param in owner._parameters.items():
+                if id(param) in own:
+                    sites[id(param)].append((owner, name))
+        self.replicas = [Replica.with_shard(param, sites[key], self.axes, self.dtype) for key, param in own.items()]
+        self._shows_replicas = False
 
-    def _parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        others = set(map(id, self.ignored))
-        for child in module.modules():
-            if child is not module and _STATE in vars(child):
-                others.update(map(id, child.parameters()))
-        return (param for param in module.parameters() if id(param) not in others)
-
-    def check(self, module: nn.Module) -> None:
+    def check(self) -> None:
         """Raise StyleError if a parameter is placed on a data axis, sharded by `fully_shard`, or quantized."""
-        data = set(self.axes.mesh.axis_names)
-        of_units = {id(param) for owner in owners_of(module) if owner.owner == "fully_shard" for param in owner.held()}
-        check_plain_tensors("replicate", self._parameters(module))
-        for param in self._parameters(module):
+        data, owners = set(self.axes.mesh.axis_names), owners_of(self.module)
+        of_units = {id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()}
+        check_plain_tensors("replicate", self.held())
+        for param in self.held():
             if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
                 raise LayoutError(
                     f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "
@@ -242,27 +236,15 @@ class Replicas(Reducer):
                     "axes to replicate too); others can be passed in ignored_params"
                 )
 
-    def shard(self, module: nn.Module) -> None:
-        """Give the module shards of its parameters, for the optimizer."""
-        own = {id(param): param for param in self._parameters(module)}
-        sites: dict[int, list[Site]] = {key: [] for key in own}
-        for owner in module.modules():
-            for name, param in owner._parameters.items():
-                if id(param) in own:
-                    sites[id(param)].append((owner, name))
-        replicas = [ShardedReplica.of(param, sites[key], self.axes, self.dtype) for key, param in own.items()]
-        self.shards = OptimizerShards(replicas, self._bucket_bytes)
-
-    def attach(self, module: nn.Module) -> None:
+    def attach(self) -> None:
         """Have the gradients of the module's trained parameters as they are now averaged.
 
         Raises:
             LayoutError: if one is placed on a data axis.
             StyleError: if they have changed while gradients were kept, or cannot be sharded.
         """
-        held = self._parameters(module)
-        trained: list[Any] = self.shards.trained(held) if self.shards else [p for p in held if p.requires_grad]
-        pairs = [(one.leaf, one.held) if self.shards else (one, one) for one in trained]
+        trained: list[Any] = self._with_shards() if self.axes.sharded else [p for p in self.held() if p.requires_grad]
+        pairs = [(one.leaf, one.held) if self.axes.sharded else (one, one) for one in trained]
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both
         if attached == self._attached:
             return
@@ -273,11 +255,22 @@ class Replicas(Reducer):
                 "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
                 "for the next one that reduces; run that one first"
             )
-        if self.shards is None:
-            self.check(module)
-            trained = [ReplicatedParameter.of(leaf, self.axes, self.dtype) for leaf, _ in pairs]
+        if not self.axes.sharded:
+            self.check()
+            trained = [Replica(param, replicated_parameter(param, self.axes, self.dtype)) for param in trained]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self, self.around), attached
+
+    def _with_shards(self) -> list[Replica]:
+        """Those whose shards require gradients now; a StyleError if the module has a parameter without a shard."""
+        trained = [replica for replica in self.replicas if replica.adopt()]
+        known = {id(replica.held) for replica in self.replicas}
+        if any(id(param) not in known for param in self.held()):
+            raise StyleError(
+                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
+                "the optimizer's state cannot be sharded; add parameters before"
+            )
+        return trained
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
@@ -285,7 +278,7 @@ class Replicas(Reducer):
         def size_of(one: Replica) -> int:  # of uneven shards the mean: the ranks of a style make the same groups
             leaf = one.leaf
             axes = zip(leaf.placements, leaf.device_mesh.shape, strict=True) if isinstance(leaf, DTensor) else ()
-            return leaf.numel() * reduced_of(one).partial.dtype.itemsize // prod(n for p, n in axes if p.is_shard())
+            return leaf.numel() * one.target.reduced.dtype.itemsize // prod(n for p, n in axes if p.is_shard())
 
         groups = in_groups(reversed(trained), size_of, self._bucket_bytes)
         return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
@@ -298,9 +291,8 @@ class Replicas(Reducer):
         if self._depth > 1 or self.gradients.running:
             return
         for state in reversed(self.module._reducers()):
-            if state.shards:
-                state.shards.gather()
-            state.attach(state.module)
+            state.gather()
+            state.attach()
         self.around(False)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -318,12 +310,36 @@ class Replicas(Reducer):
 
         A pass begins in the replicated modules inside first, whether it reaches them or not: in one order on all ranks.
         """
-        if self.shards:
-            self.shards.show(running or self._depth > 0)
+        shows = running or self._depth > 0
+        if shows is not self._shows_replicas:
+            self._shows_replicas = shows
+            for replica in self.replicas:
+                seen = replica.seen if replica.leaf.requires_grad and replica.seen is not None else replica.leaf
+                replica.target.put(seen if shows else replica.held)
         inside = self.module._reducers()[1:] if running else []
         if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):  # torch.autograd.grad
             for state in reversed(inside):
                 state.gradients.begin()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Fill the replicas of shards that were written to; one group is on its way while another is copied."""
+        for replica in self.replicas:
+            replica.adopt()
+        stale = (replica for replica in self.replicas if replica.version != replica.target.version())
+        groups = in_groups(stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes)
+        in_flight = [_start(group) for group in groups[:1]]
+        for at, group in enumerate(groups):
+            in_flight += [_start(following) for following in groups[at + 1 : at + 2]]
+            for replica, gathered in zip(group, in_flight.pop(0).wait(), strict=True):
+                replica.fill(gathered)
+
+
+def _start(group: Sequence[Replica]) -> ShardsInFlight:
+    """Start to gather the shards of some replicas."""
+    with purpose("replicate gathers updated parameters"):
+        moves = [(replica.target.resting, replica.target.gathered) for replica in group]
+        return redistribute_shards(shards_of([replica.target for replica in group]), moves)
 
 
 class ReplicateModule(ReducingModule):

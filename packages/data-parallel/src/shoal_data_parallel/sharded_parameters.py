@@ -69,7 +69,7 @@ class DataAxes:
 class ShardedParameter:
     """A parameter of a unit."""
 
-    sites: tuple[Site, ...]  # the modules that hold it, and under which name
+    sites: tuple[Site, ...]  # the modules that hold it, and under which name; none of one that stays what it is
     leaf: nn.Parameter  # the sharded parameter: what optimizers and checkpoints see
     resting: Spec  # the leaf's layout, in the dtype of the computation: from where it is gathered
     gathered: Spec  # the layout in which it is used
@@ -142,20 +142,27 @@ class ShardedParameter:
             self.reduced = self.reduced.with_(dtype=reduced)
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient of what modules saw, and its layout on all axes, in the dtype of the reduction.
-
-        Args:
-            grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
-        """
-        spec = _partial_over_data(self.reduced, grad.placements) if isinstance(grad, DTensor) else self.partial
-        return local_gradient(grad, spec, self.gathered.mesh.device_type), spec
+        """The local gradient of what modules saw, dense, with layout and dtype before the reduction; None is zeros."""
+        spec = self.partial
+        if self.inner is not None and isinstance(grad, DTensor):  # it may be placed differently on the styles' axes
+            spec = _partial_over_data(self.reduced, grad.placements)
+        if grad is None:
+            return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.gathered.mesh.device_type), spec
+        if grad.is_sparse:
+            raise LayoutError(
+                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: "
+                "make the embedding with sparse=False, or pass its weight in ignored_params"
+            )
+        return local_of(grad), spec
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
         leaf: Any = self.leaf
         dtype = leaf.grad_dtype or leaf.dtype
-        grad = DTensor(reduced.to(local_shard(leaf).device, dtype), leaf.spec.with_(dtype=dtype))
-        if grad_hooked(leaf):
+        grad = reduced.to(local_of(leaf).device, dtype)
+        if isinstance(leaf, DTensor):
+            grad = DTensor(grad, leaf.spec.with_(dtype=dtype))
+        if self.sites and grad_hooked(leaf):  # those of a replica have seen the gradient of this rank's rows
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
             leaf.grad = grad
@@ -163,16 +170,12 @@ class ShardedParameter:
             leaf.grad += grad
 
 
-def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) -> Tensor:
-    """A gradient's local tensor, which is dense; None counts as zeros."""
-    if grad is None:
-        return torch.zeros(spec.local_shape, dtype=spec.dtype, device=device)
-    if grad.is_sparse:
-        raise LayoutError(
-            f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: make "
-            "the embedding with sparse=False, or pass its weight in ignored_params"
-        )
-    return local_of(grad)
+def replicated_parameter(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ShardedParameter:
+    """A parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction, or None."""
+    shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
+    dtype = dtype or leaf.grad_dtype or leaf.dtype
+    spec = Spec(axes.mesh, [Replicate()] * axes.mesh.ndim, shape, None, dtype)
+    return ShardedParameter((), leaf, spec, spec, None, spec)
 
 
 def shard_parameter(
@@ -184,18 +187,10 @@ def shard_parameter(
     *,
     view: bool = False,
 ) -> ShardedParameter:
-    """The parameter, sharded over the data axes too; every rank keeps its shard of what it holds.
+    """The parameter, plain or on other axes, sharded over the data axes too: each rank keeps its shard of what it has.
 
-    Args:
-        param: plain, or a DTensor on axes that are no data axes.
-        sites: where it is held.
-        axes: the data axes.
-        placement: which dim to shard; the first by default.
-        policies: dtypes, and where the shards are kept.
-        view: whether the shard may share the parameter's memory; by default it is a tensor of its own.
-
-    Raises:
-        LayoutError: if the parameter is on the data axes already, or partial.
+    `placement` says which dim to shard, by default the first. With `view` the shard may share the parameter's memory.
+    A parameter that is on the data axes already, or partial, is a LayoutError.
     """
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None
