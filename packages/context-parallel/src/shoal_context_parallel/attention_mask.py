@@ -108,11 +108,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which keys a query reads, by global positions.
-
-    Raises:
-        LayoutError: if a window has a negative side.
-    """
+    """Which keys a query reads, by global positions."""
 
     causal: bool = False  # keys up to the query's own position
     # (left, right): so many keys before and behind the query's own position; None: no bound

@@ -26,13 +26,8 @@ _SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block to what was computed before, in place: the online softmax.
 
-    `softmax` over both key sets is a mean of the two outputs, weighted by the sums of their exponentials.
-
-    Args:
-        out: (..., queries, width), so far.
-        lse: (..., queries), log-sums so far; -inf where nothing was read yet.
-        block_out: of the block.
-        block_lse: of the block.
+    `softmax` over both key sets is a mean of the two outputs (..., queries, width), weighted by the sums of their
+    exponentials, whose logarithms are (..., queries); -inf where nothing was read yet.
     """
     total = torch.logaddexp(lse, block_lse)  # sums of exponentials 1 before, 3 here: log 4
     finite = total.masked_fill(total == -torch.inf, 0)  # of queries that read nothing
@@ -120,13 +115,7 @@ _KERNELS = {
 
 
 def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
-    """The kernel for queries and values, the same on all ranks: it follows from device, dtype and widths.
-
-    Args:
-        q: (..., width).
-        v: (..., width).
-        masked: whether something is added to the scores.
-    """
+    """The kernel for queries and values, the same on all ranks: it follows from device, dtype and widths."""
     kernels: list[AttentionKernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
     return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
 

@@ -24,14 +24,7 @@ from .sequence_layout import Range, SequenceLayout
 
 
 class HeadExchange:
-    """Who gets which heads of which tensor.
-
-    Args:
-        heads: query heads.
-        shared: heads of keys, a divisor of them.
-        layout: positions of each rank.
-        comm: the axis.
-    """
+    """Who gets which heads of queries and of keys, of which there are a divisor as many."""
 
     def __init__(self, heads: int, shared: int, layout: SequenceLayout, comm: Comm) -> None:
         self.layout = layout

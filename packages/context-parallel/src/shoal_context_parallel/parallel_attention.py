@@ -54,11 +54,7 @@ class ContextOptions:
         AttentionMask(window=self.window)
 
     def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
-        """The layout of a sequence of which this rank holds so many positions.
-
-        Raises:
-            LayoutError: if the layout has others for this rank, another number of ranks, or other documents.
-        """
+        """The layout of a sequence of which this rank holds so many positions."""
         layout = self.layout
         if isinstance(layout, str):
             layout = getattr(SequenceLayout, layout)(local_length * comm.size, comm.size)
@@ -131,11 +127,7 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
 
 
 def axis_of(mesh: DeviceMesh) -> Comm:
-    """The communicator of a mesh with one axis.
-
-    Raises:
-        LayoutError: if it has several.
-    """
+    """The communicator of a mesh with one axis; a LayoutError if it has several."""
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
         raise LayoutError(
@@ -162,13 +154,14 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     added = None if attn_mask is None else _folded_mask(attn_mask, query, key.shape[-3], layout.length)
     kernel = BlockKernel(scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
     if options.method == "ulysses":
-        whole = Task(SequenceLayout.contiguous(layout.length, 1), None, mask, kernel, "ring", q.shape[0])
+        whole = Task(SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0])
         exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
         q, k, v = exchange.to_heads(q, k, v)
         # Without heads the product is empty, and takes part in the exchanges of backward.
         out = exchange.to_positions(rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
     else:
-        out = rotated_attention(q, k, v, Task(layout, comm, mask, kernel, options.method, q.shape[0]))
+        rotation = options.method if comm.size > 1 else "ring"
+        out = rotated_attention(q, k, v, Task(layout, comm, mask, kernel, rotation, q.shape[0]))
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 

@@ -33,16 +33,16 @@ class Task:
     """What all blocks of one attention share."""
 
     layout: SequenceLayout  # positions of each rank
-    comm: Comm | None  # the axis; None where this rank holds the whole sequence, alone in the layout
+    comm: Comm  # the axis; where the layout has one rank, this one holds the whole sequence
     mask: AttentionMask  # which keys a query reads
     kernel: BlockKernel  # attention inside a tile
-    rotation: str  # "ring" or "allgather"
+    rotation: str  # "ring", also of one rank, or "allgather"
     batch: int  # number of batch rows; the first dim of folded tensors is `batch * heads of keys`
 
     @property
     def rank(self) -> int:
         """This rank's place in the layout."""
-        return self.comm.rank if self.comm is not None else 0
+        return self.comm.rank if self.layout.ranks > 1 else 0
 
     def tiles(self, owner: int) -> tuple[Tile, ...]:
         """What this rank's queries have to do with a rank's keys."""
@@ -61,16 +61,10 @@ Gradient = Callable[[int, Tensor], Tensor]  # of whose block: the summand of thi
 
 
 def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
-    """Each rank's block in turn, from the rank before in the ring; two blocks are in memory at a time.
-
-    Args:
-        block: this rank's, flat.
-        sizes: elements of each rank's block.
-        comm: the axis.
-    """
-    owner = comm.rank  # of three ranks, rank 1 yields the blocks of 1 0 2
-    for step in range(comm.size):
-        last = step == comm.size - 1
+    """Each rank's block in turn, from this rank's on; two, of `sizes` elements, are in memory at a time."""
+    owner = comm.rank % len(sizes)  # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the one of 0
+    for step in range(len(sizes)):
+        last = step == len(sizes) - 1
         pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
         yield owner, block
         if pending is not None:
@@ -82,6 +76,8 @@ def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: C
     arriving: Pending | None = None
     for owner, block in blocks:
         summed = gradient(owner, block)
+        if len(sizes) == 1:
+            return summed
         if arriving is not None:
             summed += arriving.wait()
         arriving = _to_next(summed, sizes, owner, comm, "gradients of keys and values")
@@ -139,12 +135,6 @@ class _Sizes:
         return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
 
 
-def _blocks(task: Task, block: Tensor, sizes: _Sizes) -> Blocks:
-    if task.comm is None or task.comm.size == 1:
-        return iter([(task.rank, block)])
-    return ROTATIONS[task.rotation][0](block, sizes.flat, task.comm)
-
-
 class _RotatedAttention(Function):
     """q, k, v: S -> S."""
 
@@ -155,7 +145,7 @@ class _RotatedAttention(Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
-        for owner, block in _blocks(task, own_block, sizes):
+        for owner, block in ROTATIONS[task.rotation][0](own_block, sizes.flat, task.comm):
             keys, values = sizes.keys_and_values(block, owner)
             for tile in task.tiles(owner):
                 rows, block_k, block_v = (task.rows(tile, x) for x in (q, keys, values))
@@ -192,24 +182,14 @@ class _RotatedAttention(Function):
                     task.rows(tile, target)[..., tile.keys, :] += part
             return flat
 
-        blocks = _blocks(task, own_block, sizes)
-        if task.comm is None or task.comm.size == 1:
-            own = gradient(*next(blocks))
-        else:
-            own = ROTATIONS[task.rotation][1](gradient, blocks, sizes.flat, task.comm)
+        blocks, gradients = ROTATIONS[task.rotation]
+        own = gradients(gradient, blocks(own_block, sizes.flat, task.comm), sizes.flat, task.comm)
         dk, dv = sizes.keys_and_values(own, task.rank)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    """The rank's rows of the attention, (batch, heads, local length, width of values).
-
-    Args:
-        q: (batch, heads, local length, width).
-        k: (batch, heads of keys, local length, width).
-        v: (batch, heads of keys, local length, width of values).
-        task: everything else.
-    """
+    """The rank's rows of the attention: (batch, heads, local length, width) to that of values."""
     # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that read each in the next.
     folded = k.shape[0] * k.shape[1]  # batch 3, 2 heads of keys: 6
     keys, values = (x.reshape(folded, 1, *x.shape[2:]) for x in (k, v))

@@ -95,12 +95,7 @@ class RoutedAttention(ReplacedAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention of the global sequence, at this rank's positions.
-
-        Raises:
-            UnsupportedAttentionError: with dropout.
-            LayoutError: if shapes or layouts of the arguments do not fit.
-        """
+        """Attention of the global sequence, at this rank's positions."""
         if dropout_p:
             raise UnsupportedAttentionError(
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
@@ -128,11 +123,7 @@ class RoutedAttention(ReplacedAttention):
         return out
 
     def _options_of(self, tensors: Sequence[Any], attn_mask: object) -> ContextOptions:
-        """The options for DTensors: sharded along the sequence on the axis of the sequence, if their mesh has it.
-
-        Raises:
-            LayoutError: for other layouts.
-        """
+        """The options for DTensors: sharded along the sequence on the axis of the sequence, if their mesh has it."""
         specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
         first = specs[0]
         if (
