@@ -35,26 +35,17 @@ class Reducer:
 
 
 class Group(Reducer):
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients travel together."""
 
-    Attributes:
-        owner: the function that made it, for messages and profiles.
-        name: of the group, likewise.
-        parameters: the parameters; `trained` the indices of those that require gradients.
-        axes: the data axes.
-        kept: by parameter the local gradient of earlier passes, and its layout.
-        spoiled: whether a pass that added to the kept gradients was not finished.
-    """
-
-    owner: str
+    owner: str  # the function that made it, for messages and profiles
     parameters: Sequence[ShardedParameter]
-    trained: list[int]
+    trained: list[int]  # the indices of those that require gradients
 
     def __init__(self, name: str, axes: DataAxes) -> None:
-        self.name = name
+        self.name = name  # for messages and profiles
         self.axes = axes
-        self.kept: Kept = {}
-        self.spoiled = False
+        self.kept: Kept = {}  # by parameter the local gradient of earlier passes, and its layout
+        self.spoiled = False  # whether a pass that added to the kept gradients was not finished
         self.divisor = float(axes.mesh.size())
 
     def add_to_kept(self, i: int, grad: Tensor) -> None:
@@ -71,11 +62,7 @@ class Group(Reducer):
             self.kept[i] = local.to(spec.dtype, copy=True).contiguous(), spec
 
     def check_kept(self) -> None:
-        """Refuse to use kept gradients to which a backward that raised has added.
-
-        Raises:
-            StyleError: if there may be some.
-        """
+        """Raise StyleError if a backward that raised may have added to kept gradients."""
         if self.spoiled:
             raise StyleError(
                 f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
@@ -116,15 +103,10 @@ class ReducingModule(nn.Module):
 
 
 class GroupReduction:
-    """The gradients of a group of parameters on their way to the layout of its leaves.
+    """The gradients of a group of parameters on their way to the layout of its leaves, by default with kept ones.
 
-    Args:
-        grads: of this pass; taken out one by one, so that none is held beside its sum with a kept one.
-        with_kept: whether what the group keeps is reduced too.
-
-    Attributes:
-        group: the parameters.
-        returned: those whose gradients go to autograd, and not to the leaves.
+    `grads` are taken out one by one, so that none is held beside its sum with a kept one. Those of `returned` go to
+    autograd, and not to the leaves.
     """
 
     __slots__ = ("_flags", "_gradients", "_in_flight", "_kept", "_own", "group", "returned")

@@ -10,7 +10,6 @@ May import: gradient_buckets, reduction, replicas, sharded_parameters.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -131,8 +130,7 @@ def _agree(module: nn.Module, axes: DataAxes) -> None:
     if "fake" in comm.backend:
         return
     rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(axes.mesh.device_type)
+    own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(axes.mesh.device_type)
     check_replicas(own, comm, "names, shapes and dtypes of parameters")
 
 
@@ -237,12 +235,7 @@ class Replicas(Reducer):
                 )
 
     def attach(self) -> None:
-        """Have the gradients of the module's trained parameters as they are now averaged.
-
-        Raises:
-            LayoutError: if one is placed on a data axis.
-            StyleError: if they have changed while gradients were kept, or cannot be sharded.
-        """
+        """Have the gradients of the module's trained parameters as they are now averaged."""
         trained: list[Any] = self._with_shards() if self.axes.sharded else [p for p in self.held() if p.requires_grad]
         pairs = [(one.leaf, one.held) if self.axes.sharded else (one, one) for one in trained]
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both

@@ -114,10 +114,8 @@ class ShardedParameter:
     def adopt(self) -> None:
         """Take the parameter that the first module holds now, should somebody have put another into its place.
 
-        `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype.
-
-        Raises:
-            LayoutError: if it is not sharded as this one, or no leaf.
+        `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype. One that is not
+        sharded as this one, or no leaf, is a LayoutError.
         """
         module, name = self.sites[0]
         held: Any = module._parameters.get(name)

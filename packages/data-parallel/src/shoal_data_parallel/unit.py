@@ -164,11 +164,7 @@ class Unit(Group):
         return [parameter.leaf for parameter in self.parameters]
 
     def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
-        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it.
-
-        Raises:
-            TiedWeightError: if one is shared with a module that is part of another unit.
-        """
+        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it."""
         owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
         inner = {unit for module in self.modules for unit in units_of(module)} - {self}
         others = {module for unit in inner for root in unit.modules for module in root.modules()}
@@ -240,11 +236,7 @@ class Unit(Group):
         return self.current
 
     def free(self) -> None:
-        """Give the memory of the gathered parameters back.
-
-        Raises:
-            StyleError: if something was written to them.
-        """
+        """Give the memory of the gathered parameters back; a StyleError if something was written to them."""
         if self.current is None:
             return
         lost = self.current.written
@@ -269,11 +261,7 @@ class Unit(Group):
         self.free()
 
     def refill(self, gathered: Gathered) -> None:
-        """Gather the values that a forward used again, for its backward.
-
-        Raises:
-            StyleError: if a parameter was written to since.
-        """
+        """Gather the values that a forward used again, for its backward; a StyleError if there are others by now."""
         if self.current is not gathered or gathered.versions != self.versions:
             raise StyleError(
                 f"fully_shard: parameters of {self.name!r} were written to between a forward and its backward, so the "
