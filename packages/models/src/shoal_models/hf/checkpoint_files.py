@@ -30,13 +30,9 @@ _EXPECTED = (
 
 
 def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
-    """The directory with the configuration, and the files with tensors.
+    """The directory with the configuration, and the files with tensors: those of a directory, an index, or one file.
 
-    Args:
-        path: a directory as `save_pretrained` and `save_sharded` write it, an index, or one file with tensors.
-
-    Raises:
-        CheckpointError: if there is no such path, no file in it, or files of the index are missing.
+    A CheckpointError if there is no such path, no file in it, or files of the index are missing.
     """
     given = Path(path)
     if not given.exists():
@@ -92,12 +88,7 @@ class _Made:
 
 
 def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a checkpoint by the names of a model.
-
-    Args:
-        model: of transformers, not parallel; on the meta device.
-        stored: of the files.
-    """
+    """The tensors of a checkpoint by the names of a model of transformers, which is on the meta device."""
     found, groups = _by_names_of(model, stored)
     last: dict[str, dict[str, Tensor]] = {}  # those that were made last, by the first name
 

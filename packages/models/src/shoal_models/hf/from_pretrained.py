@@ -103,14 +103,9 @@ def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
 
 
 def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
-    """The plan that comes with a model of transformers, else an automatic one that is proven for the mesh.
+    """The plan that comes with a model of transformers, else an automatic one that is proven for a mesh of one axis.
 
-    Args:
-        model: not parallel; it may be on the meta device.
-        mesh: with one axis.
-
-    Raises:
-        PlanError: if no entry of the automatic plan is right.
+    The model may be on the meta device. A PlanError if no entry of the automatic plan is right.
     """
     if model.tp_plan:
         return dict(model.tp_plan)
@@ -209,8 +204,7 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
 def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     """Values for buffers, which no file has, and for missing parameters, by the rules of the model and of its modules.
 
-    Raises:
-        PlanError: on all ranks alike, if there is no rule for one of them.
+    If there is no rule for one of them, all ranks raise PlanError.
     """
     rest: dict[str, tuple[nn.Module, str]] = {}
     places: dict[int, list[tuple[torch.Tensor, dict[str, Any], str]]] = {}
@@ -317,10 +311,7 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
     """The manager of `generate_batch`, whose caches have this rank's heads.
 
-    transformers takes their number from the mesh and from the entries of its own plan.
-
-    Raises:
-        UnsupportedModuleError: if that is not the number that this rank has.
+    transformers takes their number from the mesh and from the entries of its own plan: another number is refused.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads

@@ -202,9 +202,7 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
     """Bytes that the rank which keeps most holds of activations when a forward is over.
 
     The model is not parallel, in the mode and with the checkpoints in which it will train; inputs are of global shape.
-
-    Raises:
-        Exception: what the model raises where it reads values, which tensors on the meta device have not.
+    It may raise anything where it reads values, which tensors on the meta device have not.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
