@@ -86,10 +86,7 @@ class InvariantArithmetic(BlockArithmetic):
     ) -> None:
         """Give the modules with parameters that no style has made parallel their forms; others follow by their inputs.
 
-        Raises:
-            UnsupportedModuleError: if there is none for one of them, by its path.
-            VariantArithmeticError: if the self-check of the device finds operators that are not invariant.
-            StyleError: if gradients over data ranks would be added in another dtype, or in another order.
+        Gradients that would be added over data ranks in another dtype, or in another order, are refused.
         """
         for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
             if device != "meta":

@@ -25,13 +25,7 @@ Microbatch = TypeVar("Microbatch")
 
 
 class _GradientTree:
-    """The gradients of some passes over one model.
-
-    Attributes:
-        count: of passes.
-        nodes: pairs (how many passes, their gradients): the binary digits of the passes so far, largest first.
-        passes: so far.
-    """
+    """The gradients of some passes over one model."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         if current_arithmetic() is None:
@@ -48,7 +42,8 @@ class _GradientTree:
                 f"one pass adds gradients of samples in {other.reduced.dtype}, those of passes would be added in "
                 f"{other.leaf.dtype}; have parameters in the dtype of the computation, without param_dtype"
             )
-        self.model, self.count, self.passes = model, count, 0
+        self.model, self.count, self.passes = model, count, 0  # passes: so far
+        # (How many passes, their gradients): the binary digits of the passes so far, largest first.
         self.nodes: list[tuple[int, list[Tensor | None]]] = []
 
     def begin(self) -> None:

@@ -42,17 +42,13 @@ from .products import bias_gradient, spread, summed, weight_gradient
 
 
 class _Readers:
-    """The layers that read one activation: what each adds to its gradient in a backward pass, by its place.
-
-    Attributes:
-        comm: over which the gradient is summed; None where the input's port does it.
-        count: of readers so far.
-    """
+    """The layers that read one activation: what each adds to its gradient in a backward pass, by its place."""
 
     __slots__ = ("_terms", "comm", "count")
 
     def __init__(self, comm: Comm | None) -> None:
-        self.comm, self.count = comm, 0
+        self.comm = comm  # over which the gradient is summed; None where the input's port does it
+        self.count = 0  # of readers so far
         self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
 
     def add(self, place: int, grad: Tensor, weight: Tensor) -> None:

@@ -77,10 +77,7 @@ def contiguous_block(tensor: Tensor) -> Tensor:
 def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     """The `tree_sum` of `term(0)` to `term(count - 1)`, of which about log2(count) are alive at a time.
 
-    Args:
-        count: of terms, at least one.
-        term: makes one of them, in memory that nothing else refers to.
-        add: adds a term in place, without making it first; None makes it.
+    A term is in memory that nothing else refers to. `add` adds one in place, without making it first.
 
     Example:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
