@@ -260,11 +260,7 @@ def _dispatch_custom_op(
     kwargs: dict[str, Any],
     process_group: ProcessGroup,
 ) -> Any:
-    """Result of the override of ``op`` for the class of this spec.
-
-    Raises:
-        UnsupportedOpError: None is registered.
-    """
+    """Result of the override of ``op`` for the class of this spec; an UnsupportedOpError if there is none."""
     if not _has_custom_op(sharding_spec, op):
         raise UnsupportedOpError(f"{op} is not overridden for {type(sharding_spec).__name__}")
     return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)
@@ -273,12 +269,7 @@ def _dispatch_custom_op(
 def run(
     cls: Any, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Result of ``func``, some of whose arguments are ShardedTensors; all ranks call it.
-
-    Raises:
-        UnsupportedOpError: The function is not defined on a ShardedTensor, or its arguments are on several groups.
-        NotExpressibleError: A layout has no placements, and the function is not pointwise.
-    """
+    """Result of ``func``, some of whose arguments are ShardedTensors; all ranks call it."""
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
     if tensors:
         override = _OVERRIDES.get((None, func)) or _OVERRIDES.get((type(tensors[0].sharding_spec()), func))

@@ -40,10 +40,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     """The grid with this layout that has every member of the process group in its mesh.
 
     Ranks without elements hold empty shards at the end of one axis, if they fill whole rows of the mesh: 2 x 2 shards
-    on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have none.
-
-    Raises:
-        NotExpressibleError: There is none; says why.
+    on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have none: a NotExpressibleError.
 
     Example:
         >>> from shoal_shard_api.ops.dtensor_conversion import grid_of
@@ -140,11 +137,7 @@ def layout_of(spec: Spec) -> Layout:
 
 
 def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
-    """The ShardedTensor of a DTensor's shards, with the process group and devices of ``like``, on the same ranks.
-
-    Raises:
-        NotExpressibleError: The DTensor is replicated or partial along some axis, or has no dims.
-    """
+    """The ShardedTensor of a DTensor's shards, with the process group and devices of ``like``, on the same ranks."""
     spec = dtensor.spec
     unsharded = [
         f"{placement!r} on axis {name!r}"

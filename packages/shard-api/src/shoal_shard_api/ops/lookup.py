@@ -61,13 +61,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: the result of a look-up; plain for plain indices; all ranks call it, and all raise its errors.
-
-    Raises:
-        ArgumentTypeError: Indices, offsets or per-sample weights have a wrong type or shape.
-        IndexRangeError: An index is out of range (checked on CPU).
-        RankMismatchError: Ranks have indices of different dtypes, bags of different widths, or weights on some only.
-    """
+    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors."""
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments

@@ -45,20 +45,15 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
 
 
 class DTensorCall:
-    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to.
-
-    Attributes:
-        grids: By the id of each tensor, its grid; None where its layout has no placements.
-        problem: Why one of them has none; empty if all have.
-    """
+    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
 
     def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
         self.cls, self.func, self.tensors = cls, func, tensors
         self.name: str = str(getattr(func, "__name__", func))
         self.initializer: bool = getattr(func, "__module__", "") == "torch.nn.init"
         self.in_place: bool = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
-        self.grids: dict[int, Any] = dict.fromkeys(map(id, tensors))
-        self.problem = ""
+        self.grids: dict[int, Any] = dict.fromkeys(map(id, tensors))  # by id; None where a layout has no placements
+        self.problem = ""  # why one of them has none
         for each in tensors:
             try:
                 self.grids[id(each)] = dtensor_conversion.grid_for(each)

@@ -51,15 +51,9 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
 def agree_on(group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The arguments of every rank, in group order; all ranks return, or all raise the same error.
 
-    Args:
-        group: The ranks that make the call.
-        check: Raises what is wrong with this rank's arguments, else returns values by name that are equal on all ranks.
-            A value whose name begins with "~" is exchanged, not compared.
-
-    Raises:
-        RankMismatchError: A value differs; names both values and both ranks (ranks in the group).
-        ArgumentTypeError: A value of some rank cannot be sent.
-        Exception: What ``check`` raised, of the class on the lowest rank on which it did.
+    ``check`` raises what is wrong with this rank's arguments, else returns values by name that are equal on all ranks.
+    A value whose name begins with "~" is exchanged, not compared.  Others that differ are a RankMismatchError with both
+    values and both ranks (in the group), one that cannot be sent is an ArgumentTypeError.
     """
 
     def sendable() -> dict[str, Any]:

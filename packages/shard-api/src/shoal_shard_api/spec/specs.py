@@ -312,15 +312,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
-    """The ChunkShardingSpec with these shards, in any order, if there is one; else an EnumerableShardingSpec.
-
-    Args:
-        shards_metadata: All shards of a tensor.
-
-    Raises:
-        ArgumentTypeError: They are no sequence of ShardMetadata.
-        ShardingSpecError: The shards overlap.
-    """
+    """The ChunkShardingSpec with these shards, in any order, if there is one; else an EnumerableShardingSpec."""
     expect_all("_infer_sharding_spec_from_shards_metadata", "shards_metadata", shards_metadata, ShardMetadata)
     shards = list(shards_metadata)
     dims = range(len(shards[0].shard_sizes)) if shards else range(0)

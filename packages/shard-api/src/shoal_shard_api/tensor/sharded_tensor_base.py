@@ -154,16 +154,9 @@ class ShardedTensorBase(torch.Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """The tensor of these shards and metadata; no communication.
+        """The tensor of these shards and metadata, which are not compared between ranks; no communication.
 
-        Args:
-            local_shards: This rank's shards.
-            sharded_tensor_metadata: Metadata of all shards, the same on every rank (this is not checked).
-            sharding_spec: The spec of the result; None infers it from the metadata.
-
-        Raises:
-            ArgumentTypeError: The metadata are no ShardedTensorMetadata of this package.
-            LocalShardError: A local shard is not in the metadata.
+        The spec is inferred from the metadata where it is None; a local shard that they lack is a LocalShardError.
         """
         expect(cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata)
         expect_all(cls.__name__, "local_shards", local_shards, Shard)
@@ -259,16 +252,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Local tensor -> sharded: the tensor whose shard on this rank is ``local_tensor``; no communication, no copy.
 
-        Args:
-            local_tensor: This rank's shard, contiguous; ignored on a rank without a shard.
-            sharding_spec: The spec of the tensor, with at most one shard per rank.
-            global_size, process_group, init_rrefs: As for ``init_from_local_shards``.
-
-        Raises:
-            ArgumentTypeError: An argument has a wrong type.
-            LocalShardError: The local tensor has another size than the spec gives this rank's shard, or is not
-                contiguous; or this rank has several shards.
-            ShardingSpecError: The spec does not fit the size or the group.
+        It is ignored on a rank without a shard.  A LocalShardError if it has another size than the spec gives this
+        rank's only shard, or is not contiguous.
         """
         group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
@@ -294,14 +279,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Local shards -> sharded: the tensor of these shards and metadata; no communication, no copy.
 
-        Args:
-            local_shards, sharded_tensor_metadata, sharding_spec: As for the base class.
-            process_group, init_rrefs: As for ``init_from_local_shards``.
-
-        Raises:
-            ArgumentTypeError: An argument has a wrong type.
-            LocalShardError: The local shards are not those that the metadata place on this rank.
-            ShardingSpecError: The metadata overlap, leave a gap, or place shards outside the group.
+        A LocalShardError if the shards are not those that the metadata place on this rank.
         """
         group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
