@@ -1,14 +1,15 @@
 """`check_arithmetic`: whether operators have the same bits on this device however many ranks share them, one by one.
 
-Every check computes something as one rank does, and as 2, 4 and 8 ranks would: on their samples, features or tokens,
-joined as collectives join them. The first module that is made parallel in the mode runs those of its device and dtype;
+Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features or tokens, joined as
+collectives join them. The first module that is made parallel in the mode runs those of its device and dtype;
 where the mode has a number of rows, also those of a sequence in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,93 +29,97 @@ from .products import bias_gradient, spread, summed, weight_gradient
 BLOCKS, SAMPLES, ROWS, FEATURES = 8, 8, 16, 128
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
-Check = Callable[[Draw, int], Iterator[tuple[str, Tensor, Tensor]]]
-"""Of numbers and a degree: the names of operators, what one rank computes, and what ranks compute."""
-_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+Form = Callable[..., Tensor]
+_NORMS: dict[str, Form] = {
     "layer_norm": lambda part: functional.layer_norm(part, (FEATURES,)),
     "rms_norm": lambda part: functional.rms_norm(part, (FEATURES,), eps=1e-6),
 }
 
 
-def _over(
-    name: str, function: Callable[..., Tensor], *operands: tuple[Tensor, Sequence[Tensor]], dim: int | None = None
-) -> tuple[str, Tensor, Tensor]:
-    """What a function of a number of blocks has for whole operands, and for the ranks' parts of them.
+def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
+    """What ranks share: a name, a function of a number of blocks and of tensors, these, and the dim of its result.
 
-    The ranks' results are joined along `dim`, or added in the tree.
+    Tensors are those of `_tensors`; the digit behind one is the dim of which each rank has its part, and its blocks.
+    Results of ranks are joined along their dim, or added in the tree where that is None.
     """
-    parts = [*zip(*(parts for _, parts in operands), strict=True)]
-    results = [function(BLOCKS // len(parts), *own) for own in parts]  # 8 blocks on 4 ranks: 2 each
-    want = function(BLOCKS, *(whole for whole, _ in operands))
-    return name, want, tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim)
+    yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, b), "x0 w b", 0
+    of_input = "gradient of the input of a linear"
+    yield f"{of_input}, over samples", lambda _, g, w: summed([(g, w)], 0, BLOCKS), "g0 w", 0
+    yield "gradient of a weight, over samples", lambda _, g, x: weight_gradient(g, x, 0, BLOCKS), "g0 x0", None
+    yield "gradient of a bias, over samples", lambda _, g: bias_gradient(g, BLOCKS), "g0", None
+    yield "gradient of a norm, over samples", lambda _, g: sum_of_cells(g, None, 1, BLOCKS), "g0", None
+    name = "gradient of an embedding, over samples"
+    yield name, lambda _, g, t: embedding_gradient(g, t, FEATURES, -1), "g0 t0", None
+    yield "sum of losses, over samples", lambda _, g: tree_sum(g.flatten()), "g0", None
 
-
-def _samples(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x, grad = ((each, each.chunk(ranks)) for each in (draw(ROWS, FEATURES), draw(ROWS, FEATURES)))
-    weight, bias = draw(FEATURES, FEATURES, samples=0), draw(FEATURES, samples=0)
-    numbers = (x[0][..., 0] * 64).long().remainder(FEATURES)  # tokens: -1.5 is -96, so 32 of 128
-    tokens = numbers, numbers.chunk(ranks)
-    yield _over("linear, over samples", lambda _, s: spread(s, weight, 0, BLOCKS, bias), x, dim=0)
-    yield _over(
-        "gradient of the input of a linear, over samples", lambda _, g: summed([(g, weight)], 0, BLOCKS), grad, dim=0
-    )
-    yield _over("gradient of a weight, over samples", lambda _, g, s: weight_gradient(g, s, 0, BLOCKS), grad, x)
-    yield _over("gradient of a bias, over samples", lambda _, g: bias_gradient(g, BLOCKS), grad)
-    yield _over("gradient of a norm, over samples", lambda _, g: sum_of_cells(g, None, 1, BLOCKS), grad)
-    yield _over(
-        "gradient of an embedding, over samples", lambda _, g, t: embedding_gradient(g, t, FEATURES, -1), grad, tokens
-    )
-    yield _over("sum of losses, over samples", lambda _, g: tree_sum(g.flatten()), grad)
-
-
-def _features(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    s, g, w = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
-    x, grad, columns, rows = ((t, t.chunk(ranks, dim)) for t, dim in ((s, -1), (g, -1), (w, 0), (w, 1)))
-    yield _over("linear, over its output features", lambda n, w: spread(s, w, 0, n), columns, dim=-1)
-    yield _over(
-        "gradient of the input of a linear, over its input features", lambda n, w: spread(g, w, 1, n), rows, dim=-1
-    )
-    yield _over("linear, over its input features", lambda n, s, w: summed([(s, w)], 1, n), x, rows)
-    yield _over(
-        "gradient of the input of a linear, over its output features",
-        lambda n, g, w: summed([(g, w)], 0, n),
-        grad,
-        columns,
-    )
-    yield _over(
-        "gradient of what several layers read", lambda n, g, s, w: summed([(g, w), (s, w)], 0, n), grad, x, columns
-    )
-    yield _over("gradient of a weight, over its dim 0", lambda n, g: weight_gradient(g, s, 0, n), grad, dim=0)
-    yield _over("gradient of a weight, over its dim 1", lambda n, s: weight_gradient(g, s, 1, n), x, dim=1)
-    yield _over("gradient of a bias, over features", lambda n, g: bias_gradient(g, n), grad, dim=0)
-    contiguous = s, [part.contiguous() for part in x[1]]
+    yield "linear, over its output features", lambda n, x, w: spread(x, w, 0, n), "x w0", -1
+    yield "linear, over its input features", lambda n, x, w: summed([(x, w)], 1, n), "x2 w1", None
+    yield f"{of_input}, over its input features", lambda n, g, w: spread(g, w, 1, n), "g w1", -1
+    yield f"{of_input}, over its output features", lambda n, g, w: summed([(g, w)], 0, n), "g2 w0", None
+    name = "gradient of what several layers read"
+    yield name, lambda n, g, x, w: summed([(g, w), (x, w)], 0, n), "g2 x2 w0", None
+    yield "gradient of a weight, over its dim 0", lambda n, g, x: weight_gradient(g, x, 0, n), "g2 x", 0
+    yield "gradient of a weight, over its dim 1", lambda n, g, x: weight_gradient(g, x, 1, n), "g x2", 1
+    yield "gradient of a bias, over features", lambda n, g: bias_gradient(g, n), "g2", 0
     for function in (functional.silu, functional.gelu, torch.exp, torch.tanh):
-        yield _over(function.__name__, partial(_plain, function), contiguous, dim=-1)
-    yield _over("sum over classes", lambda _, part: tree_sum(part.movedim(-1, 0)), x)
+        yield function.__name__, lambda _, x, function=function: function(x), "x2", -1
+    yield "sum over classes", lambda _, x: tree_sum(x.movedim(-1, 0)), "x2", None
 
+    for kind, norm in _NORMS.items():
+        yield kind, partial(_with_gradient, norm), "g1 x1", 2
+    name = "gradient of a norm, over tokens"
+    yield name, lambda n, g: torch.stack([sum_of_cells(x, None, 1, n) for x in g.split(1)]), "g1", None
 
-def _tokens(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x, grad = ((each, each.chunk(ranks, 1)) for each in (draw(ROWS, FEATURES), draw(ROWS, FEATURES)))
-    for name, norm in _NORMS.items():
-        yield _over(name, partial(_with_gradient, norm), grad, x, dim=2)
-
-    def of_samples(blocks: int, grad: Tensor) -> Tensor:
-        return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in grad.chunk(len(grad))])
-
-    yield _over("gradient of a norm, over tokens", of_samples, grad)
-
-
-def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    q, k, v, grad = (draw(BLOCKS, ROWS, FEATURES // BLOCKS) for _ in range(4))  # (8, 8, 16, 16) each
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
+    attend = partial(functional.scaled_dot_product_attention, is_causal=True)
     for what, dim in (("samples", 0), ("heads", 1)):
-        operands = ((t, [part.contiguous() for part in t.chunk(ranks, dim)]) for t in (grad, q, k, v))
-        yield _over(
-            f"scaled_dot_product_attention, over {what}", partial(_with_gradient, attend), *operands, dim=dim + 1
-        )
+        name = f"scaled_dot_product_attention, over {what}"
+        yield name, partial(_with_gradient, attend), f"h{dim} q{dim} k{dim} v{dim}", dim + 1
+
+
+def _tensors(draw: Draw) -> dict[str, Tensor]:
+    """Random inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their gradient."""
+    x, g, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
+    tokens = (x[..., 0] * 64).long().remainder(FEATURES)  # -1.5 is -96, so 32 of 128
+    heads = {name: draw(BLOCKS, ROWS, FEATURES // BLOCKS) for name in "qkvh"}  # (8, 8, 16, 16) each
+    return {"x": x, "g": g, "w": weight, "b": draw(FEATURES, samples=0), "t": tokens, **heads}
+
+
+def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names of operators, what one rank computes, and what ranks compute of it together."""
+    tensors = _tensors(draw)
+    for name, form, operands, dim in _forms():
+        want = form(BLOCKS, *(tensors[each[0]] for each in operands.split()))
+        for ranks in DEGREES:
+            parts = [
+                [part.contiguous() for part in tensors[each[0]].chunk(ranks, int(each[1]))]
+                if each[1:]
+                else [tensors[each]] * ranks
+                for each in operands.split()
+            ]
+            results = [form(BLOCKS // ranks, *own) for own in zip(*parts, strict=True)]  # 8 blocks on 4 ranks: 2 each
+            yield name, want, tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim)
+
+
+def _with_gradient(function: Form, _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
+    """The result and the gradients of the inputs, stacked."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+
+
+def _clipped(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    grad = draw(ROWS, FEATURES)
+
+    def norm(parts: Iterable[Tensor]) -> Tensor:
+        params = [torch.zeros_like(part, requires_grad=True) for part in parts]
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.clone()
+        return clip_grad_norm_(params, 1.0)
+
+    with sums_in_tree():
+        for ranks in DEGREES:
+            yield "clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks))
 
 
 def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -141,48 +146,15 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "attention, over chunks of a sequence", attention_in_rows(rows, q, k, v, is_causal=True), got
 
 
-def _plain(function: Callable[[Tensor], Tensor], _: int, part: Tensor) -> Tensor:
-    return function(part)
-
-
-def _with_gradient(function: Callable[..., Tensor], _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
-    """The result and the gradients of the inputs, stacked."""
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = function(*leaves)
-        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-
-
-def _norm(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    grad = draw(ROWS, FEATURES)
-
-    def norm(parts: Iterable[Tensor]) -> Tensor:
-        params = [torch.zeros_like(part, requires_grad=True) for part in parts]
-        for param, part in zip(params, parts, strict=True):
-            param.grad = part.clone()
-        return clip_grad_norm_(params, 1.0)
-
-    with sums_in_tree():
-        yield "clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks))
-
-
-_CHECKS: tuple[Check, ...] = (_samples, _features, _tokens, _attention, _norm)
-
-
 def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, samples: int = SAMPLES) -> Tensor:
         return torch.randn((samples, *shape) if samples else shape, generator=generator).to(device, dtype)
 
-    found: dict[str, None] = {}
     with torch.no_grad(), unwatched_functions(), unwatched():
-        for check in _CHECKS:
-            for ranks in DEGREES:
-                found |= {name: None for name, want, got in check(draw, ranks) if not torch.equal(want, got)}
-        if rows is not None:
-            found |= {name: None for name, want, got in _chunks(draw, rows) if not torch.equal(want, got)}
-    return list(found)
+        compared = chain(_shared(draw), _clipped(draw), () if rows is None else _chunks(draw, rows))
+        return list(dict.fromkeys(name for name, want, got in compared if not torch.equal(want, got)))
 
 
 @lru_cache
