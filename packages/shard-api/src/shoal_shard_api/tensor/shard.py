@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal_dtensor.internal import format_box, slices_of
 
 from ..arguments import expect, expect_all, expect_plain
-from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
+from ..errors import ArgumentTypeError, LocalShardError, ShardingSpecError, UnsupportedOpError
 from ..ranks.process_groups import agree_on, members, resolve
 from ..spec.metadata import (
     ShardedTensorMetadata,
@@ -188,15 +188,16 @@ def describe(
     def facts() -> dict[str, Any]:
         size = flatten_size(global_size)
         _check_local(shards, size, rank)
-        return {
-            "global size": size,
-            "~properties": TensorProperties.create_from_tensor(shards[0].tensor) if shards else None,
-            "~shards": [shard.metadata for shard in shards],
-        }
+        own = TensorProperties.create_from_tensor(shards[0].tensor) if shards else None
+        shared = {name: getattr(own, name) for name in _COMPARED if own is not None}
+        return {"global size": size, **shared, "~shards": [shard.metadata for shard in shards]}
 
     reports = agree_on(group, facts)
     size, holders = flatten_size(global_size), members(group)
-    properties = _common_properties([report["~properties"] for report in reports], holders)
+    shared = next((report for report in reports if report["~shards"]), None)
+    if shared is None:
+        raise ShardingSpecError("no rank has a local shard")
+    properties = TensorProperties(**{name: shared[name] for name in _COMPARED})
     per_rank = [list(report["~shards"]) for report in reports]
     local = list(shards)
     if None in size:
@@ -218,21 +219,6 @@ def _check_local(shards: Any, size: tuple[int | None, ...], rank: int) -> None:
         if shard.metadata.rank != rank:
             raise LocalShardError(f"a local shard is placed on {shard.metadata.placement}, but this is rank {rank}")
         check_properties(shard, TensorProperties.create_from_tensor(shards[0].tensor))
-
-
-def _common_properties(per_rank: Sequence[TensorProperties | None], ranks: Sequence[int]) -> TensorProperties:
-    of_holders = [(rank, each) for rank, each in zip(ranks, per_rank, strict=True) if each is not None]
-    if not of_holders:
-        raise ShardingSpecError("no rank has a local shard")
-    first_rank, first = of_holders[0]
-    for rank, each in of_holders:
-        for name in _COMPARED:
-            if getattr(first, name) != getattr(each, name):
-                raise RankMismatchError(
-                    f"{name}={getattr(first, name)} of the shards on rank: {first_rank} does not match with "
-                    f"{name}={getattr(each, name)} of the shards on rank: {rank}"
-                )
-    return first
 
 
 def _concatenated(
