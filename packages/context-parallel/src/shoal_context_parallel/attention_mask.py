@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import spans
 
 from .sequence_layout import Range, SequenceLayout
 
@@ -73,8 +75,8 @@ class Documents:
         bounds = [int(bound) for bound in cu_seqlens]
         if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
             raise LayoutError(f"cumulative lengths of documents start with 0 and do not go down, got {bounds}")
-        spans = [span for span in pairwise(bounds) if span[0] < span[1]]
-        return cls((tuple(_Segment(*span, number) for number, span in enumerate(spans)),))
+        filled = [span for span in pairwise(bounds) if span[0] < span[1]]
+        return cls((tuple(_Segment(*span, number) for number, span in enumerate(filled)),))
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
@@ -83,21 +85,15 @@ class Documents:
         Raises:
             LayoutError: if it has other dims.
         """
-        if isinstance(ids, Tensor):
-            if ids.ndim not in (1, 2):
-                raise LayoutError(f"ids of documents are (length,) or (batch, length), got {tuple(ids.shape)}")
-            lists = ids.tolist() if ids.ndim == 2 else [ids.tolist()]
-        else:
-            lists = [list(ids)]
+        table = torch.as_tensor(ids)
+        if table.ndim not in (1, 2):
+            raise LayoutError(f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}")
         rows = []
-        for row in lists:
-            numbers: dict[int, int] = {}
-            segments, at = [], 0
-            for document, run in groupby(row):
-                count = sum(1 for _ in run)
-                segments.append(_Segment(at, at + count, numbers.setdefault(document, len(numbers))))
-                at += count
-            rows.append(tuple(segments))
+        for row in table if table.ndim == 2 else [table]:
+            documents, counts = (each.tolist() for each in row.unique_consecutive(return_counts=True))
+            numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+            runs = zip(spans(counts), documents, strict=True)  # 7 7 9: 0:2 of document 0, 2:3 of document 1
+            rows.append(tuple(_Segment(*span, numbers[document]) for span, document in runs))
         return cls(tuple(rows))
 
     @property
