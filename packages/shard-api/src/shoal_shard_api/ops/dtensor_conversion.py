@@ -95,21 +95,18 @@ def _only_dim(layout: Layout, shape: tuple[int, ...]) -> int:
     return next(empty, 0)
 
 
-def grid_for(tensor: Any) -> Grid:
-    """The grid of a ShardedTensor's layout; NotExpressibleError if it is none."""
-    return grid_of(tensor._layout, tuple(tensor.size()), members(tensor.process_group))
-
-
-def mesh_for(tensor: Any, grid: Grid) -> DeviceMesh:
-    """The mesh of a grid over a ShardedTensor's process group; all ranks call it."""
-    return mesh_of(tensor.process_group, tensor._local_tensors[0].device.type, grid.mesh_shape, grid.ranks)
+def spec_for(tensor: Any) -> Spec:
+    """The spec of the DTensor of the same shards; NotExpressibleError if there is none."""
+    group, device_type = tensor.process_group, tensor._local_tensors[0].device.type
+    grid = grid_of(tensor._layout, tuple(tensor.size()), members(group))
+    mesh = mesh_of(group, device_type, grid.mesh_shape, grid.ranks)
+    return Spec(mesh, grid.placements, *_meta(tensor))
 
 
 def to_dtensor(tensor: Any) -> DTensor:
     """The DTensor of the same shards."""
-    grid = grid_for(tensor)
     local = next((each for each in tensor._local_tensors if each.numel() > 0), tensor._local_tensors[0])
-    return _from_local(local, Spec(mesh_for(tensor, grid), grid.placements, *_meta(tensor)))
+    return _from_local(local, spec_for(tensor))
 
 
 def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:

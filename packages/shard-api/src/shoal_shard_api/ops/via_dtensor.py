@@ -52,22 +52,20 @@ class DTensorCall:
         self.name: str = str(getattr(func, "__name__", func))
         self.initializer: bool = getattr(func, "__module__", "") == "torch.nn.init"
         self.in_place: bool = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
-        self.grids: dict[int, Any] = dict.fromkeys(map(id, tensors))  # by id; None where a layout has no placements
+        self.specs: dict[int, Any] = dict.fromkeys(map(id, tensors))  # by id; None where a layout has no placements
         self.problem = ""  # why one of them has none
         for each in tensors:
             try:
-                self.grids[id(each)] = dtensor_conversion.grid_for(each)
+                self.specs[id(each)] = dtensor_conversion.spec_for(each)
             except NotExpressibleError as error:
                 self.problem = self.problem or str(error)
 
     @cached_property
     def home(self) -> DeviceMesh:
         """The mesh of the first tensor that has placements, else the 1-D mesh of all ranks."""
-        for each in self.tensors:
-            if self.grids[id(each)] is not None:
-                return dtensor_conversion.mesh_for(each, self.grids[id(each)])
         first = self.tensors[0]
-        return one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
+        meshes = (spec.mesh for spec in self.specs.values() if spec is not None)
+        return next(meshes, None) or one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plain: Callable[[DTensor], Any] | None = None
@@ -139,8 +137,8 @@ class DTensorCall:
             )
 
     def _at_home(self, tensor: Any) -> bool:
-        grid = self.grids[id(tensor)]
-        return grid is not None and dtensor_conversion.mesh_for(tensor, grid) == self.home
+        spec = self.specs[id(tensor)]
+        return spec is not None and spec.mesh == self.home
 
     def _on_mesh(self, tensor: Any) -> DTensor:
         """The DTensor on the home mesh; a tensor of another layout takes the placements of one of its shape there."""
@@ -148,15 +146,14 @@ class DTensorCall:
             return dtensor_conversion.to_dtensor(tensor)
         placements = self._placements_at_home(tensor.shape)
         if placements is None:
-            grid = self.grids[id(tensor)]
-            dim = grid.placements[0].dim if grid is not None else 0
-            placements = (Shard(dim),) * self.home.ndim
+            spec = self.specs[id(tensor)]
+            placements = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
         return dtensor_conversion.to_dtensor_on(tensor, self.home, placements)
 
     def _placements_at_home(self, shape: torch.Size) -> tuple[Shard, ...] | None:
         """The placements of an argument of this shape on the home mesh, None if there is none."""
         fits = (each for each in self.tensors if each.shape == shape and self._at_home(each))
-        return next((self.grids[id(each)].placements for each in fits), None)
+        return next((self.specs[id(each)].placements for each in fits), None)
 
     def _write_back(self, tensor: Any, dtensor: DTensor, before: Any) -> None:
         """Give the tensor what the op wrote to its DTensor: the values if it was moved, else the autograd history."""
