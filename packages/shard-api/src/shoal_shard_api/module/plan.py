@@ -88,7 +88,7 @@ class CheckedPlan:
 
 
 def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> CheckedPlan:
-    """The entries of the plan by kind, after every check that one rank can make."""
+    """The entries of the plan by kind, after every check that one rank can make; one entry for each parameter."""
     expect("shard_module", "module", module, nn.Module)
     expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or ()
@@ -96,22 +96,37 @@ def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> Checke
     _check_table("output_plan", outputs, ShardingSpec)
     expect_all("shard_module", "return_local_tensor", local, str, error=PlanTypeError)
     checked = CheckedPlan(outputs=dict(outputs), locals_=list(local))
+    owned: dict[int, tuple[str, str]] = {}  # by the id of a parameter in the sub-tree of a Sharder, its name and that
     for path, entry in plan.plan.items():
-        if isinstance(entry, ShardingSpec):
-            checked.parameters[path] = entry
+        if not isinstance(entry, Sharder):
             continue
         if not path:
             raise SharderPathError("a Sharder needs the path of a sub-module; '' has no parent to replace it in")
-        submodule(module, path, "plan")
+        sub_tree = submodule(module, path, "plan").named_parameters(path)
         checked.sharders[path] = entry
-    _check_ownership(module, checked)
-    for path, spec in checked.parameters.items():
+        owned.update({id(parameter): (name, path) for name, parameter in sub_tree})
+        for other in plan.plan:
+            if other.startswith(f"{path}."):
+                raise PlanConflictError(f"{other!r} is in the sub-tree of the Sharder of {path!r}")
+    first: dict[int, str] = {}
+    for path, spec in plan.plan.items():
+        if path in checked.sharders:
+            continue
         parent, _, name = path.rpartition(".")
         owner = submodule(module, parent, "plan")
-        check_shardable(attribute_of(owner, name, path), spec, path, group)
+        tensor = attribute_of(owner, name, path)
+        if id(tensor) in owned:
+            inside, sharder = owned[id(tensor)]
+            raise PlanConflictError(f"{path!r} is tied to {inside!r}, which belongs to the Sharder of {sharder!r}")
+        check_shardable(tensor, spec, path, group)
         if name not in owner._parameters:
             raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
-    _merge_tied(module, checked)
+        other = first.setdefault(id(tensor), path)
+        if checked.parameters.setdefault(other, spec) != spec:
+            raise PlanConflictError(
+                f"{other!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
+                f"{checked.parameters[other]} and {spec}"
+            )
     for path in (*checked.outputs, *checked.locals_):
         if not any(path.startswith(f"{sharder}.") for sharder in checked.sharders):
             submodule(module, path, "output_plan or return_local_tensor")
@@ -132,38 +147,6 @@ def submodule(module: nn.Module, path: str, where: str) -> nn.Module:
         return module.get_submodule(path)
     except AttributeError as error:
         raise MissingParameterError(f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})") from None
-
-
-def _check_ownership(module: nn.Module, checked: CheckedPlan) -> None:
-    """Refuse other entries for the sub-tree of a Sharder, and for parameters tied to one in it."""
-    for sharder in checked.sharders:
-        owned = {id(p): name for name, p in module.get_submodule(sharder).named_parameters(sharder)}
-        for path in (*checked.parameters, *checked.sharders):
-            if path.startswith(f"{sharder}."):
-                raise PlanConflictError(f"{path!r} is in the sub-tree of the Sharder of {sharder!r}")
-        for path in checked.parameters:
-            try:
-                parameter = module.get_parameter(path)
-            except AttributeError:
-                continue  # reported by _check_parameter
-            if id(parameter) in owned:
-                raise PlanConflictError(
-                    f"{path!r} is tied to {owned[id(parameter)]!r}, which belongs to the Sharder of {sharder!r}"
-                )
-
-
-def _merge_tied(module: nn.Module, checked: CheckedPlan) -> None:
-    """Keep one entry for each parameter."""
-    first: dict[int, str] = {}
-    for path, spec in list(checked.parameters.items()):
-        other = first.setdefault(id(module.get_parameter(path)), path)
-        if other != path:
-            if checked.parameters[other] != spec:
-                raise PlanConflictError(
-                    f"{other!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
-                    f"{checked.parameters[other]} and {spec}"
-                )
-            del checked.parameters[path]
 
 
 def attribute_of(module: nn.Module, name: str, where: str) -> Any:
