@@ -71,7 +71,7 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(storages[0]._cdata == storages[1]._cdata)
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[object, int]:
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements are, to compare with where they are later; an empty tensor has a place of its own too.
 
     An address would not do: it is zero for all empty tensors, and that of freed memory is given to others.
