@@ -30,7 +30,7 @@ from ..transport import Handle, Pending, Receive, Sizes, Transport
 from .across_hosts import AcrossHosts
 from .c10d_transport import C10dTransport
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
-from .reductions import materialized
+from .reductions import in_memory
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
@@ -235,7 +235,7 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
     if is_traced(tensor):
         pending = _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
     else:
-        tensor = materialized(tensor)
+        tensor = in_memory(tensor)
         if out is None:
             shape = list(tensor.shape)
             shape[0] *= comm.size  # (3, 5) on 4 ranks: (12, 5)
@@ -251,7 +251,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
-    tensor = materialized(tensor)
+    tensor = in_memory(tensor)
     shape = list(tensor.shape)
     shape[0] //= comm.size  # (12, 5) on 4 ranks: (3, 5)
     out = in_huge_pages(tensor.new_empty(shape))
@@ -266,7 +266,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
         sizes = [tensor.shape[0] // comm.size] * comm.size  # (12, 5) on 4 ranks: [3, 3, 3, 3]
         pending = _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
     else:
-        tensor = materialized(tensor)
+        tensor = in_memory(tensor)
         out = in_huge_pages(torch.empty_like(tensor))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_to_all(tensor, out))
     order = comm.order

@@ -92,7 +92,12 @@ def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:
 
 def materialized(tensor: Tensor) -> Tensor:
     """The tensor with its values in contiguous memory, as backends read them: `conj()` and `imag` may be lazy views."""
-    if not is_compiling() and (tensor.is_conj() or tensor.is_neg()):  # which a compiler resolves itself
+    return tensor.contiguous() if is_compiling() else in_memory(tensor)  # a compiler resolves lazy views itself
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """`materialized` for callers that know that nothing is compiled: a compiler cannot trace the questions."""
+    if tensor.is_conj() or tensor.is_neg():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
 

@@ -87,11 +87,6 @@ def fit_axis(offsets: Sequence[int]) -> Axis | None:
 class Layout:
     """A grid of ranks; equal grids of equal shape are equal values, if strides give their ranks.
 
-    Args:
-        axes: per axis its modes (size, stride), outermost first; () is an axis of size 1.
-        offset: the integer at coordinate (0, ..., 0).
-        listed: the rank at each integer, where no strides give them; None: the integers are the ranks.
-
     Example:
         >>> Layout.dense((2, 4)).select((1,), {0: 1}).members()
         (4, 5, 6, 7)
@@ -99,9 +94,9 @@ class Layout:
         (0, 2)
     """
 
-    axes: tuple[Axis, ...]
-    offset: int = 0
-    listed: tuple[int, ...] | None = None
+    axes: tuple[Axis, ...]  # per axis its modes (size, stride), outermost first; () is an axis of size 1
+    offset: int = 0  # the integer at coordinate (0, ..., 0)
+    listed: tuple[int, ...] | None = None  # the rank at each integer, where no strides give them; None: it is the rank
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(map(coalesce, self.axes)))

@@ -25,8 +25,6 @@ _ONE_ROUND_SUM_BYTES = 1 << 16
 _PACKED_ONE_ROUND_SUM_BYTES = 1 << 20
 # Of a packed reduction in one round: 12 MiB take no longer in two than in one, and 4 MiB less memory.
 _PACKED_WINDOW_BYTES = 1 << 23
-# Writes to this rank's slot what it has room for of each row of a message, from an element on.
-Fill = Callable[[Tensor, int], object]
 # Takes elements a to b, (size, b - a), from all ranks: of their only row, or of the row with this rank's number.
 Read = Callable[[Tensor, int, int], object]
 
@@ -124,29 +122,6 @@ def is_carried(tensor: Tensor, op: str) -> bool:
     return plain and (not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES))
 
 
-def _rounds(  # noqa: PLR0913  # a message, and what is done with it
-    stream: Stream,
-    what: int,
-    dtype: torch.dtype,
-    length: int,
-    fill: Fill,
-    read: Read,
-    *,
-    ways: int = 1,
-    most_bytes: int = 1 << 62,
-) -> Steps:
-    """Rounds that each show a window of a message: as many elements of each of its `ways` rows of some length."""
-    window = min(stream.slot_bytes, most_bytes) // dtype.itemsize // ways  # slots of 1 MiB, float32, 2 rows: 131072
-    for a in range(0, max(length, 1), window):
-        if a and stream.depth == 1:
-            yield FREE
-        b = min(a + window, length)
-        slots, own = stream.slots(dtype, ways * (b - a), ways)
-        fill(own, a)
-        yield what
-        read(slots, a, b)
-
-
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 
@@ -160,18 +135,20 @@ def _in_windows(  # noqa: PLR0913  # a request, and what is shown
     root: int = 0,
     shows: bool = True,
 ) -> Steps:
+    """Rounds that each show a window of the tensor's `ways` equal rows, and read it of all ranks."""
     shown = _movable(tensor)
-
-    def fill(own: Tensor, a: int) -> None:
-        if shows and own.numel() == shown.numel():
-            own.copy_(_flat(shown))
-        elif shows:
-            rows = own.view(ways, -1)
-            rows.copy_(shown.view(ways, -1)[:, a : a + rows.shape[1]])  # rows of 5, window 2:4
-
     what = request(kind, shown.dtype, shown.numel(), op, root)
     length = shown.numel() // ways  # 10 elements, of an all-to-all of 2: rows of 5
-    yield from _rounds(stream, what, shown.dtype, length, fill, read, ways=ways)
+    window = stream.slot_bytes // shown.element_size() // ways  # slots of 1 MiB, float32, 2 rows: 131072
+    for a in range(0, max(length, 1), window):
+        b = min(a + window, length)
+        slots, own = stream.slots(shown.dtype, ways * (b - a), ways)
+        if shows and b - a == length:
+            own.copy_(_flat(shown))
+        elif shows:
+            own.view(ways, b - a).copy_(shown.view(ways, length)[:, a:b])  # rows of 5, window 2:4
+        yield what
+        read(slots, a, b)
 
 
 def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Steps:
@@ -236,6 +213,19 @@ def _window(flat: Tensor, a: int, b: int) -> Tensor:
 # --- many tensors in one message --------------------------------------------------------------------------------------
 
 
+def _rounds(stream: Stream, what: int, length: int, own: Packer, read: Read, most_bytes: int) -> Steps:
+    """Rounds that each show a window of a message, and read it of all ranks."""
+    window = min(stream.slot_bytes, most_bytes) // own.dtype.itemsize
+    for a in range(0, max(length, 1), window):
+        if a and stream.depth == 1:
+            yield FREE
+        b = min(a + window, length)
+        slots, slot = stream.slots(own.dtype, b - a)
+        own.pack(slot, a)
+        yield what
+        read(slots, a, b)
+
+
 def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sizes, receive: Receive) -> Steps:
     """`receive` gets each rank's message, `counts[i]` elements from rank i, to be read while it is called."""
     own, dtype, most = Packer(tensors), tensors[0].dtype, max(counts)
@@ -254,7 +244,8 @@ def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sizes,
         for into, row in zip(whole, rows, strict=True):
             into[a : a + row.numel()].copy_(row)
 
-    yield from _rounds(stream, request("all_gather", dtype, sum(counts)), dtype, most, own.pack, read)
+    what = request("all_gather", dtype, sum(counts))
+    yield from _rounds(stream, what, most, own, read, stream.slot_bytes)
     if whole:
         receive(whole)
 
@@ -276,7 +267,7 @@ def _packed_reduce_scatter(
             reduce_rows(slots[:, low - a : high - a], op, out[0][low - start : high - start])
 
     what = request("reduce_scatter", dtype, own.length, op)
-    yield from _rounds(stream, what, dtype, own.length, own.pack, read, most_bytes=_PACKED_WINDOW_BYTES)
+    yield from _rounds(stream, what, own.length, own, read, _PACKED_WINDOW_BYTES)
     receive(out)
 
 
@@ -354,7 +345,7 @@ class Packer:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors, self.dtype = list(tensors), tensors[0].dtype
         self._ends = [*accumulate([tensor.numel() for tensor in tensors])]
         self.length: int = self._ends[-1]
 
