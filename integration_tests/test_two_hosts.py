@@ -21,7 +21,7 @@ from torch import nn
 
 from shoal_data_parallel import fully_shard
 from shoal_mesh import PeerError, all_gather, all_reduce, broadcast, comm_over, init_device_mesh, reduce_scatter
-from shoal_mesh.collectives import across_hosts
+from shoal_mesh.collectives import c10d_transport
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 JOB = "integration_tests.test_two_hosts"
@@ -81,8 +81,8 @@ def _values(what: str, folder: Path) -> list[float]:
         return [all_reduce(x, comm), reduce_scatter(x, comm), all_gather(quarter, comm), broadcast(x, comm, 3)]
 
     combined = all_values()
-    assert type(comm.transport) is across_hosts.AcrossHosts and comm.transport._parts
-    across_hosts.LEAST_BYTES = 1 << 62
+    assert type(comm.transport) is c10d_transport.AcrossHosts and comm.transport._parts
+    c10d_transport.LEAST_BYTES = 1 << 62
     return [(a - b).abs().max().item() for a, b in zip(combined, all_values(), strict=True)]
 
 

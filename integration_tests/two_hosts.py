@@ -125,7 +125,7 @@ def run(*sizes: str) -> None:
     import torch.distributed as dist
 
     from shoal_mesh import all_gather, all_reduce, broadcast, comm_over, reduce_scatter
-    from shoal_mesh.collectives import across_hosts
+    from shoal_mesh.collectives import c10d_transport
 
     rank, least = begin(60), (0, 1 << 62)
     comm = comm_over(tuple(range(dist.get_world_size())))
@@ -140,7 +140,7 @@ def run(*sizes: str) -> None:
         for name, collective in runs.items():
             best = [float("inf"), float("inf")]
             for i in range(40 if kib < 4096 else 16):
-                across_hosts.LEAST_BYTES = least[i % 2]
+                c10d_transport.LEAST_BYTES = least[i % 2]
                 dist.barrier()
                 start = time.perf_counter()
                 collective(x)

@@ -1,4 +1,4 @@
-"""Covers: across_hosts.py: what it combines has gloo's values. Hosts are pretended; real ones are in test_two_hosts."""
+"""Covers: c10d_transport.py: what it combines has gloo's values. Hosts are pretended; test_two_hosts has real ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from shoal_mesh import (
     reduce_scatter,
     restart_world,
 )
-from shoal_mesh.collectives import across_hosts
-from shoal_mesh.collectives.across_hosts import AcrossHosts
-from shoal_mesh.collectives.c10d_transport import C10dTransport
+from shoal_mesh.collectives import c10d_transport
+from shoal_mesh.collectives.c10d_transport import AcrossHosts, C10dTransport
 from shoal_mesh.errors import RankError
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.testing import rank_pool
@@ -52,7 +51,7 @@ def on_hosts(hosts: tuple[int, ...], timeout: float | None = None) -> Comm:
         restart_world(timeout=timeout)
         comm = comm_over(tuple(range(len(hosts))))
         all_reduce(torch.ones(1), comm)
-        with patch.object(across_hosts, "LEAST_BYTES", 0):
+        with patch.object(c10d_transport, "LEAST_BYTES", 0):
             all_reduce(torch.ones(1), comm)  # connects
     return comm
 
@@ -83,7 +82,7 @@ def _compare(dtype: torch.dtype) -> None:
         for comm in orders:
             for name, run in COLLECTIVES.items():
                 plain = run(x, comm)
-                with patch.object(across_hosts, "LEAST_BYTES", 0):
+                with patch.object(c10d_transport, "LEAST_BYTES", 0):
                     torch.testing.assert_close(run(x, comm), plain, rtol=0, atol=0, msg=f"{name} {shape} {comm}")
 
 

@@ -27,8 +27,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..transport import Handle, Pending, Receive, Sizes, Transport
-from .across_hosts import AcrossHosts
-from .c10d_transport import C10dTransport
+from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
 from .reductions import in_memory
 
