@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from .. import _torch
@@ -132,11 +132,7 @@ class Comm:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...
-    else:
-        __hash__ = object.__hash__  # in C
+    __hash__ = object.__hash__  # in C
 
     @classmethod
     def run_at_first(cls) -> None:

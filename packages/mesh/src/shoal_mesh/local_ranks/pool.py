@@ -26,7 +26,6 @@ from itertools import count
 from math import inf
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from .._torch import TCPStore
@@ -136,9 +135,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, timeout: float = 120.0) -> None:

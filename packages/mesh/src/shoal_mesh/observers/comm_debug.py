@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,14 +143,12 @@ class CommDebugMode(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch has no types here
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
         unobserve(self)
         self._hook.remove()
         if self._tracker is not None:
-            self._tracker.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch has no types here
+            self._tracker.__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
             self._tracker = None
         self._names = {}  # keep no module alive
 

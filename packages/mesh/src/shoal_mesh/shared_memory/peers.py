@@ -129,7 +129,7 @@ class Peers:
             if rank != self.rank and self.words[LINE * (1 + rank)] == BROKEN:
                 raise self.heard(rank)
             # A rank that has started the collective may return before it is complete.
-            late = self._announced and self.words[self._announced[rank]] < self._calls
+            late = self.words[self._announced[rank]] < self._calls
             if late and state_of(self._pids[rank]) == "returned":
                 raise self.fail(
                     f"{self._name(rank)} has returned, and others wait for it in a collective", [self.ranks[rank]]
