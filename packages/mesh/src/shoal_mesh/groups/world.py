@@ -163,10 +163,7 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def agree(
-    step: Callable[[], R],
-    group: ProcessGroup | None = None,
-    error_type: type[Exception] | None = None,
-    what: str = "",
+    step: Callable[[], R], group: ProcessGroup | None = None, error_type: type[Exception] | None = None, what: str = ""
 ) -> list[R]:
     """What a step returns on every rank, by rank in the group; if it raises on some ranks, all of them raise.
 

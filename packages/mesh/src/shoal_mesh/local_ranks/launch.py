@@ -82,8 +82,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    keeps = nullcontext(kept_pool(nprocs, backend, True)) if _Kept.on else None
-    with keeps or RankPool(nprocs, backend=backend, show_output=True, once=True) as pool:
+    kept = nullcontext(kept_pool(nprocs, backend, True)) if _Kept.on else None
+    with kept or RankPool(nprocs, backend=backend, show_output=True, once=True) as pool:
         try:
             return pool._run(fn, args, kwargs, None, timeout)
         except RankError as error:

@@ -68,10 +68,7 @@ def _note_words(size: int) -> int:
 def _head_words(size: int, streams: int) -> list[int]:
     """Words in front of the slots: of the token, flags, notes, announcements and reasons."""
     notes = 2 * _note_words(size)  # 4 ranks, 3 streams: 8, 4 * 24, 4 * 48, 4 * 24, 4 * 512 words
-    return [
-        LINE,
-        *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, REASON_BYTES // 8)),
-    ]
+    return [LINE, *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, REASON_BYTES // 8))]
 
 
 # Declared mutable state: an entry goes with its group. None: the group keeps its backend.

@@ -126,14 +126,7 @@ def is_carried(tensor: Tensor, op: str) -> bool:
 
 
 def _in_windows(  # noqa: PLR0913  # a request, and what is shown
-    stream: Stream,
-    kind: str,
-    tensor: Tensor,
-    ways: int,
-    read: Read,
-    op: str = "",
-    root: int = 0,
-    shows: bool = True,
+    stream: Stream, kind: str, tensor: Tensor, ways: int, read: Read, op: str = "", root: int = 0, shows: bool = True
 ) -> Steps:
     """Rounds that each show a window of the tensor's `ways` equal rows, and read it of all ranks."""
     shown = _movable(tensor)
