@@ -70,8 +70,9 @@ def serve_forks(preload: list[str]) -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _run_rank(**json.loads(line))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)  # of the session that it was started in; Linux kills them when it ends
+    if sys.platform != "linux":  # which ends them with the process that has forked them
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)  # of the session that this one was started in
 
 
 def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -> None:

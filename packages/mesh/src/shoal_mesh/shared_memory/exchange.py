@@ -62,34 +62,31 @@ class SharedMemoryTransport(Transport):
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
         stream = self._stream
         if background or stream.size == 2 or tensor.nbytes <= _ONE_ROUND_SUM_BYTES:
-            return self._reduce("all_reduce", tensor, tensor, op)
+            return self._start("all_reduce", tensor, tensor, op)
         return stream.start(_all_reduce(stream, [tensor], op, None))
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Underway:
-        return self._reduce("reduce_scatter", tensor, out, op)
-
-    def _reduce(self, kind: str, tensor: Tensor, out: Tensor, op: str) -> Underway:
-        def read(slots: Tensor, a: int, b: int) -> None:
-            reduce_rows(slots, op, _window(_flat(out), a, b))
-
-        ways = self._stream.size if kind == "reduce_scatter" else 1
-        return self._stream.start(_in_windows(self._stream, kind, tensor, ways, read, op))
-
     def all_gather(self, tensor: Tensor, out: Tensor) -> Underway:
-        return self._move("all_gather", tensor, out, 1)
+        return self._start("all_gather", tensor, out)
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Underway:
+        return self._start("reduce_scatter", tensor, out, op)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Underway:
-        return self._move("all_to_all", tensor, out, self._stream.size)
+        return self._start("all_to_all", tensor, out)
 
-    def _move(self, kind: str, tensor: Tensor, out: Tensor, ways: int) -> Underway:
+    def _start(self, kind: str, tensor: Tensor, out: Tensor, op: str = "") -> Underway:
         stream = self._stream
 
         def read(slots: Tensor, a: int, b: int) -> None:
+            if op:
+                reduce_rows(slots, op, _window(_flat(out), a, b))
+                return
             into = _movable(out)
             rows = into.view(stream.size, into.numel() // stream.size)
             (rows if b - a == rows.shape[1] else rows[:, a:b]).copy_(slots)
 
-        return stream.start(_in_windows(stream, kind, tensor, ways, read))
+        ways = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
+        return stream.start(_in_windows(stream, kind, tensor, ways, read, op))
 
     def broadcast_(self, tensor: Tensor, root: int) -> Underway:
         stream = self._stream
