@@ -150,7 +150,7 @@ def reduced_uneven_blocks(rows: Tensor, comm: Comm, sizes: Sizes, how: WireReduc
         return reduced_blocks(rows, comm, how, background)
     if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
         first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
-        return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own).contiguous())
+        return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own))
     # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
     zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
     blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
