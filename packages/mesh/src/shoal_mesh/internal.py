@@ -28,4 +28,4 @@ from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version
-from .transport import Flat as Flat, Pending as Pending
+from .transport import Flat as Flat, Pending as Pending, Sizes as Sizes
