@@ -11,9 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -346,19 +345,9 @@ def in_huge_pages(new: Tensor) -> Tensor:
         >>> in_huge_pages(torch.empty(1 << 23)).shape
         torch.Size([8388608])
     """
-    madvise = _madvise() if new.nbytes >= LARGE_BYTES and new.is_cpu else None
-    if madvise is not None:
+    if new.nbytes >= LARGE_BYTES and new.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # address 5000, pages of 4096: 8192
         length = (new.data_ptr() + new.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise(first, length, mmap.MADV_HUGEPAGE)  # a wish: whether it is granted changes nothing but the time
+        # A wish: whether it is granted changes nothing but the time.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return new
-
-
-@cache
-def _madvise() -> Any:
-    """The system's; None where it has no huge pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function

@@ -230,7 +230,8 @@ def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sizes,
         if b - a == most:
             receive(rows)
             return
-        whole.extend([] if whole else [torch.empty(n, dtype=dtype) for n in counts])
+        if not whole:
+            whole.extend(torch.empty(n, dtype=dtype) for n in counts)
         for into, row in zip(whole, rows, strict=True):
             into[a : a + row.numel()].copy_(row)
 
@@ -250,7 +251,8 @@ def _packed_reduce_scatter(
     out: list[Tensor] = []
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        out.extend([] if out else [torch.empty(count, dtype=dtype)])
+        if not out:
+            out.append(torch.empty(count, dtype=dtype))
         # counts (2, 5), block 1: elements 2 to 7, of which a window from 4 to 8 brings 4 to 7.
         low, high = max(a, start), min(b, start + count)
         if low < high:
