@@ -1,4 +1,4 @@
-"""Covers: layout/spec_names.py and text in api/explain.py: text, colours and HTML of the same table."""
+"""Covers: layout/spec_text.py and text in api/explain.py: text, colours and HTML of the same table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec, distribute_tensor, draw_sharding, visualize_sharding
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.layout.spec_names import rank_table
+from shoal_dtensor.layout.spec_text import rank_table
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.testing import fake_world

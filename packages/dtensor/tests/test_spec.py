@@ -1,4 +1,4 @@
-"""Covers: layout/{spec,spec_names,tensor_meta}.py, on abstract meshes."""
+"""Covers: layout/{spec,spec_text,tensor_meta}.py, on abstract meshes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from ..layout.spec_names import COLORS, holders, rank_table
+from ..layout.spec_text import COLORS, holders, rank_table
 from ..redistribute.plan import alternatives
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from .boxes import Box, spans
 from .dim_sharding import DimSharding, ShardOrder
 from .partition_spec import canonical_placements, normalize_placements, order_of
 from .placements import Interned, Partial, Placement, Replicate, Shard, StridedShard
-from .spec_names import SpecNames, spec_html
+from .spec_text import describe, spec_html
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .tensor_meta import (
     ShardOrderEntry,
@@ -38,7 +39,7 @@ from .tensor_meta import (
 
 
 @constant_when_compiled
-class Spec(SpecNames, Interned):
+class Spec(Interned):
     """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
 
     Args:
@@ -257,19 +258,11 @@ class Spec(SpecNames, Interned):
         )
 
     def sizes(self, dim: int) -> tuple[int, ...]:
-        """Elements of every shard of a tensor dim of which every rank holds one interval.
-
-        Raises:
-            PlacementError: if the dim is strided.
-        """
+        """Elements of every shard of a tensor dim of which every rank holds one interval; see `dim_sharding`."""
         return self.dim_sharding(dim).sizes
 
     def offset(self, dim: int) -> int:
-        """Global index along a tensor dim of the first element that this rank holds.
-
-        Raises:
-            PlacementError: if the dim is strided.
-        """
+        """Global index along a tensor dim of the first element that this rank holds; see `dim_sharding`."""
         return 0 if self.coordinate is None else self.dim_sharding(dim).interval(self.coordinate)[0]
 
     @property
@@ -346,5 +339,53 @@ class Spec(SpecNames, Interned):
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
         return Spec, (self.mesh, self.placements, *plain)
 
+    def __repr__(self) -> str:
+        return describe(self)
+
     def _repr_html_(self) -> str:
         return spec_html(self)
+
+    # What downstream code reads of torch's `DTensorSpec`.
+
+    @property
+    def dim_map(self) -> list[int]:
+        """For each tensor dim the mesh axis that shards it first, -1 where none does."""
+        return [sharding.axes[0] if sharding.axes else -1 for sharding in self.dim_shardings]
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """For each tensor dim into how many parts it is divided."""
+        return [prod(self.mesh.shape[axis] for axis in sharding.axes) for sharding in self.dim_shardings]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of different parts of the tensor."""
+        return prod(self.num_shards_map)
+
+    @property
+    def sums(self) -> list[int]:
+        """Mesh axes over which the values are still to be reduced."""
+        return [axis for axis, _ in self.partials]
+
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds all of the tensor."""
+        return self.replicated
+
+    def is_sharded(self) -> bool:
+        """Whether some mesh axis shards the tensor."""
+        return any(sharding.axes for sharding in self.dim_shardings)
+
+    def shallow_copy_with_tensor_meta(self, tensor_meta: Any) -> Spec:
+        """The same layout of a tensor of another shape, stride and dtype."""
+        shape, stride, dtype = tensor_meta
+        return self.with_(shape=shape, stride=stride, dtype=dtype)
+
+    @classmethod
+    def from_dim_map(cls, mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: Any) -> Spec:
+        """The spec whose tensor dims are sharded by these mesh axes (-1: by none), partial sums over `sums`."""
+        placements: list[Placement] = [Partial() if axis in sums else Replicate() for axis in range(mesh.ndim)]
+        for dim, axis in enumerate(dim_map):
+            if axis >= 0 and axis not in sums:
+                placements[axis] = Shard(dim)
+        shape, stride, dtype = tensor_meta
+        return cls(mesh, placements, shape, stride, dtype)
