@@ -1,6 +1,9 @@
 """The edges of the search: one function per kind, the only place where its time, bytes and memory are said.
 
-`plan` makes a step of each.  Boxes are the largest, ranks the busiest.
+Time is latency + received bytes / bandwidth.  `plan` makes a step of each.  Boxes are the largest, ranks the busiest.
+A collective over several axes runs at the pace of its slowest axis.  Copies on the device (packing blocks, gathering
+along an inner dim) are counted too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan that copies
+less wins.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from .costs import axes_of, mask_of, sent_among
+from .space import axes_of, mask_of
 
 if TYPE_CHECKING:
     from .space import Dims, Space, State
@@ -68,6 +71,15 @@ def _exchange(space: Space, before: State, after: State, changed: list[int], inv
         kind, dims, axes = "AllToAll", ends, _inner(after.dims, before.dims, ends[:1])
     copied = 0 if changed == [0] else min(received, held) + wanted  # rows of dim 0 are in memory as they travel
     return Edge(kind, axes, dims, after, seconds + links.copy(copied), received, 2 * (held + wanted))
+
+
+def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
+    """Bytes of the busiest rank if an exchange stays among the `ranks` that hold different parts.
+
+    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it:
+    `before` bytes, to as many `copies` as ranks want the same part.  A rank lacks `received` bytes.
+    """
+    return max(received, min(before * copies, (ranks - 1) * received))  # 4 ranks, 2 * 16 asked for, 8 lacked: 24
 
 
 def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:

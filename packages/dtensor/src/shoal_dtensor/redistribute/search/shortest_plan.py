@@ -17,15 +17,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
-from .costs import axes_of, mask_of
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .space import Candidates, Space, State
+from .space import Candidates, Space, State, axes_of, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...layout.spec import Spec
-    from .costs import Links
+    from .space import Links
 
 
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at
