@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.dim_sharding import DimSharding
-from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.placements import Partial, Replicate, Shard
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from .blocks import boxes_of_rank, flows
 from .steps import Plan, Step
@@ -136,7 +136,11 @@ def plan_across(
     """
     best: Plan | None = None
     leanest = 0
-    for sent, received in product(_without_partials(src), _spread(dst)):
+    of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
+    copies = [axis for axis, p in enumerate(dst.placements) if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1]
+    # Replicas of the destination are made there, or sent ready.
+    targets = dict.fromkeys([*_reduced(dst, of_dst), *_reduced(dst, copies)])
+    for sent, received in product(_reduced(src, of_src), targets):
         first, transfer, last = within(src, sent), _transfer(sent, received, links), within(received, dst)
         leanest = min(leanest or transfer.peak_bytes, transfer.peak_bytes)
         if memory_limit is not None and transfer.peak_bytes > memory_limit:
@@ -152,40 +156,17 @@ def plan_across(
     return best
 
 
-def _without_partials(spec: Spec) -> Iterator[Spec]:
-    """The spec with its partial axes reduced: everywhere, or scattered."""
-    axes = [axis for axis, _ in spec.partials]
-    yield _replaced(spec, axes, None)
-    if axes:
-        yield from _scattered(spec, axes)
-
-
-def _spread(spec: Spec) -> Iterator[Spec]:
-    """Specs that lead to `spec` on its own mesh: replicas made there, or sent ready."""
-    yield from _without_partials(spec)
-    copies = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Shard) and spec.mesh.shape[axis] > 1]
-    if copies and copies != [axis for axis, _ in spec.partials]:
-        yield from _scattered(spec, copies)
-
-
-def _scattered(spec: Spec, axes: list[int]) -> Iterator[Spec]:
-    """The spec with `axes` sharding the first dim that they shard evenly."""
-    ways = prod(spec.mesh.shape[axis] for axis in axes)
-    for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim))):
+def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
+    """The spec with `axes` and partials replicated, then with `axes` sharding the first dim that they shard evenly."""
+    placements = [Replicate() if a in axes or isinstance(p, Partial) else p for a, p in enumerate(spec.placements)]
+    yield spec.with_(placements=placements)
+    ways, order = prod(spec.mesh.shape[axis] for axis in axes), dict(spec.shard_order)
+    for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim if axes else 0))):
         if sharding.even and sharding.step and sharding.step % ways == 0:  # steps of 4 over 2 ranks more: 4 % 2 = 0
-            yield _replaced(spec, axes, dim)
+            order[dim] = (*sharding.axes, *axes)  # rows over axis 0, then 1: {0: (0, 1)}
+            inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(placements)]
+            yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
             return
-
-
-def _replaced(spec: Spec, axes: list[int], dim: int | None) -> Spec:
-    """The spec with `axes` replicated, or sharding `dim` innermost; other partials replicated."""
-    placements: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
-    order = dict(spec.shard_order)
-    for axis in axes:
-        placements[axis] = Replicate() if dim is None else Shard(dim)
-    if dim is not None:
-        order[dim] = (*order.get(dim, ()), *axes)  # rows over axis 0, then 1: {0: (0, 1)}
-    return spec.with_(placements=placements, shard_order=tuple(sorted(order.items())))
 
 
 def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Plan:
