@@ -324,17 +324,6 @@ class Spec(Interned):
             shape, stride = self.shape, self.stride if stride is None else stride
         return Spec(self.mesh, placements, shape, stride, dtype or self.dtype, order)
 
-    def with_dim_shardings(
-        self, dim_shardings: Sequence[AnyDimSharding | None], shape: Sequence[int], stride: Sequence[int]
-    ) -> Spec:
-        """The spec of another shape, its dims sharded so (None: replicated), partial over the same mesh axes."""
-        placements: list[Placement] = [p if isinstance(p, Partial) else Replicate() for p in self.placements]
-        sharded = [(dim, each) for dim, each in enumerate(dim_shardings) if each is not None and each.axes]
-        for dim, sharding in sharded:
-            for axis, placement in sharding.placements(dim).items():
-                placements[axis] = placement
-        return Spec(self.mesh, placements, shape, stride, self.dtype, tuple((dim, each.axes) for dim, each in sharded))
-
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
         return Spec, (self.mesh, self.placements, *plain)

@@ -19,21 +19,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 from math import prod
-from operator import mul
 from typing import TYPE_CHECKING
 
 from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.dim_sharding import DimSharding
-from ..layout.placements import Partial, Replicate, Shard
+from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
+from ..layout.tensor_meta import TensorMeta
 from .blocks import boxes_of_rank, flows
 from .steps import Plan, Step
 
 if TYPE_CHECKING:
-    from ..layout.spec import Spec
     from .search.space import Links
 
 
@@ -90,32 +90,27 @@ def _unfolded_shape(spec: Spec) -> UnfoldedShape:
 
 def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
     """The same placement of the same elements under the view's shape; None if ranks would hold no boxes there."""
-    shardings: list[DimSharding | None] = []
+    by_dim: dict[int, AnyDimSharding] = {}
     stride: list[int] = []
     for sharding, step, sizes in zip(spec.dim_shardings, spec.stride, view, strict=True):
-        unfolded = _unfold_dim(sharding, sizes)
-        if unfolded is None:
-            return None
-        shardings += unfolded
-        stride += [step * prod(sizes[i + 1 :]) for i in range(len(sizes))]  # 24 elements as (4, 6): [6, 1]
+        plain = {1: sharding} if isinstance(sharding, DimSharding) and sharding.axes else {}
+        levels = dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else plain
+        for i in range(len(sizes)):
+            runs, inner = prod(sizes[:i]), prod(sizes[i + 1 :])  # columns of (4, 6) are sharded in 4 runs
+            if runs in levels:
+                divided = levels.pop(runs).divided(inner)
+                if divided is None:
+                    return None
+                by_dim[len(stride)] = divided
+            stride.append(step * inner)  # 24 elements as (4, 6): [6, 1]
+        if levels:
+            return None  # 3 runs are no dim of (4, 6)
+    placements: list[Placement] = [p if isinstance(p, Partial) else Replicate() for p in spec.placements]
+    for dim, sharding in by_dim.items():
+        for axis, placement in sharding.placements(dim).items():
+            placements[axis] = placement
     shape = tuple(n for sizes in view for n in sizes)
-    return spec.with_dim_shardings(shardings, shape, tuple(stride))
-
-
-def _unfold_dim(sharding: AnyDimSharding, sizes: tuple[int, ...]) -> list[DimSharding | None] | None:
-    """How the dims of `sizes`, which fold into one of this sharding, are sharded themselves."""
-    levels = (
-        dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else ({1: sharding} if sharding.axes else {})
-    )
-    unfolded: list[DimSharding | None] = []
-    before = [1, *accumulate(sizes, mul)][:-1]  # (4, 6): [1, 4], so columns are sharded in 4 runs
-    for i, runs in enumerate(before):
-        level = levels.pop(runs, None)
-        sharding_of_dim = level.divided(prod(sizes[i + 1 :])) if level is not None else None
-        if level is not None and sharding_of_dim is None:
-            return None
-        unfolded.append(sharding_of_dim)
-    return None if levels else unfolded  # 3 runs are no dim of (4, 6): None
+    return Spec.sharded(spec.mesh, tuple(placements), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
 
 
 # --- from one mesh to another -----------------------------------------------------------------------------------------

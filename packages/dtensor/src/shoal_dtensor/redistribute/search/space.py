@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import permutations, product
-from math import comb, factorial, inf
+from math import comb, inf, perm
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
@@ -314,8 +314,10 @@ class Candidates:
     def __init__(self, space: Space, start: State) -> None:
         self.space = space
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
-        # Whether all of them are looked at.
-        self.complete = _count(space.moving(start).bit_count(), len(self.ends)) <= MOST_LAYOUTS
+        # By k of n axes, in any order, on d dims: 2 axes on 2 have 1 + 2 * 2 layouts by none or one and 2 * 3 by both.
+        axes, dims = space.moving(start).bit_count(), max(1, len(self.ends))
+        layouts = sum(perm(axes, k) * comb(k + dims - 1, k) for k in range(axes + 1))
+        self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
         """The layouts that shard `outer` further by some of these axes, first that by none of them.
@@ -368,15 +370,6 @@ class Candidates:
         ]
         quiet = [d for d in waiting if not any(end.axes for end in self.ends[d])]
         return tuple(sorted([*own, *(quiet or waiting)[:1]]))  # S(0) -> S(2), 1 to wait on: (0, 1, 2)
-
-
-def _count(axes: int, dims: int) -> int:
-    """Number of layouts of `dims` dims by subsets of `axes` axes in every order.
-
-    2 axes on 2 dims: 1 by none, 2 * 2 by one; by both 2 orders * 3, as 2 + 0, 1 + 1 or 0 + 2 on the dims; so 11.
-    """
-    ways = (comb(axes, k) * factorial(k) * comb(k + dims - 1, k) for k in range(axes + 1))
-    return sum(ways) if dims else 1
 
 
 @lru_cache(maxsize=1024)
