@@ -10,14 +10,13 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from shoal_mesh import Comm, all_to_all_blocks
 
-from ..layout.boxes import Box, intersect, shape_of, slices_of, volume
+from ..layout.boxes import Box, intersect, slices_of, volume
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -103,24 +102,6 @@ def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:
     """What a global rank holds: one box, none if it is not in the mesh."""
     coordinate = spec.mesh.coordinate_of(rank)
     return [] if coordinate is None else [spec.box(coordinate)]
-
-
-def regular(boxes: Sequence[Box]) -> bool:
-    """Whether all boxes have the same shape."""
-    first = shape_of(boxes[0])
-    return all(shape_of(box) == first for box in boxes)
-
-
-def adjacent_rows(boxes: Sequence[Box], local_box: Box) -> tuple[int, int] | None:
-    """The local rows that blocks take up if each is full rows of `local_box` and follows the one before; else None.
-
-    Such blocks are in memory as they travel, so they need not be copied.
-    """
-    if not boxes or not local_box or any(box[1:] != local_box[1:] for box in boxes):
-        return None
-    if any(a[0][1] != b[0][0] for a, b in pairwise(boxes)):  # rows 4:5 and 6:7: None
-        return None
-    return boxes[0][0][0] - local_box[0][0], boxes[-1][0][1] - local_box[0][0]  # rows 4:5, 5:7 of 4:8: (0, 3)
 
 
 def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import has_symbols
-from ..blocks import Blocks, adjacent_rows, boxes_of_rank, exchange_blocks, regular
+from ..blocks import Blocks, boxes_of_rank, exchange_blocks
 from ..reductions import identity_of, powers, root
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     kind, shape = "all_gather" if gathers else "reduce_scatter", shape_of(step.dst.box(coordinate))
     if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    divide, even = _division(step.divisor, step.src.dtype), regular(boxes)
+    divide, even = _division(step.divisor, step.src.dtype), all(shape_of(b) == shape_of(boxes[0]) for b in boxes)
     if step.dims == (0,):
         lengths = () if even else tuple(stop - start for (start, stop), *_ in boxes)  # (3, 2)
         call = CollectiveCall(kind, step.axes, step.op, lengths, shape=(-1, *shape[1:]))
@@ -270,7 +270,9 @@ def _moved(
     where = [slices_of(box, before) for _, box in blocks.sends]
     places = [slices_of(box, after) for box in boxes]
     kept = [(slices_of(box, before), slices_of(box, after)) for box in blocks.kept]
-    arrives_in_order = not kept and (not boxes or adjacent_rows(boxes, after) == (0, shape[0] if shape else 1))
+    # Rows 4:5, then 5:7, are in memory as they travel, so they need not be copied.
+    full_rows = not kept and all(box[1:] == after[1:] for box in boxes)
+    arrives_in_order = full_rows and all(a[0][1] == b[0][0] for a, b in pairwise(boxes))
 
     def prepare(local: Tensor) -> Tensor:
         return pack_blocks([local[w] for w in where], like=local)
