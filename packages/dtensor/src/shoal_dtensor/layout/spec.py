@@ -129,17 +129,11 @@ class Spec(Interned):
         check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")
         if min(shape, default=0) < 0:
             raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
-        asked = key
         normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
         dim_shardings = shard_dims(shape, order, normal, mesh.shape)
         canonical = canonical_placements(normal, dim_shardings)
-        order = tuple((dim, sharding.axes) for dim, sharding in enumerate(dim_shardings) if sharding.axes)
-        key = (mesh, canonical, shape, stride, dtype, order)
-        spec = cls._interned.get(key)
-        if spec is None:
-            spec = cls._make(mesh, canonical, TensorMeta(shape, stride, dtype), order, dim_shardings)
-            cls._interned[key] = spec
-        cls._interned[asked] = spec
+        by_dim = dict(enumerate(dim_shardings))
+        spec = cls._interned[key] = cls.sharded(mesh, canonical, TensorMeta(shape, stride, dtype), by_dim)
         return spec
 
     @classmethod

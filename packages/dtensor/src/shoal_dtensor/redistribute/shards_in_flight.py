@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -76,13 +77,7 @@ class ShardsInFlight:
                 called when what the collectives have received is here. Fresh tensors when left out.
         """
         if self._results is None:
-            wanted: list[Tensor] = []
-
-            def places() -> Sequence[Tensor]:
-                if memory is not None and not wanted:
-                    wanted.extend(memory())
-                return wanted
-
+            places: Places = cache(memory or tuple)
             while self._messages:
                 self._finish_round(places)
             self._results = self._tensors

@@ -15,8 +15,7 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from itertools import permutations, product
 from math import comb, inf, perm
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,16 +34,22 @@ if TYPE_CHECKING:
 COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
 
 
-@dataclass(frozen=True, eq=False)
 class Links:
     """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
 
     A group over several axes is given as a mask with one bit for each: see `mask_of`.
     """
 
-    sizes: tuple[int, ...]  # ranks along each axis
-    latency: tuple[float, ...]  # seconds that one collective over the axis takes at least
-    bandwidth: tuple[float, ...]  # bytes per second that a rank can receive over the axis
+    def __init__(self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]) -> None:
+        self.sizes = sizes  # ranks along each axis
+        self.latency = latency  # seconds that one collective over the axis takes at least
+        self.bandwidth = bandwidth  # bytes per second that a rank can receive over the axis
+        self._copy_bandwidth = COPY_SPEEDUP * max(bandwidth, default=1.0)
+        self._negligible = min(latency, default=0.0) / 100
+        # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2.
+        self._groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
+        for size, late, speed in zip(sizes, latency, bandwidth, strict=True):
+            self._groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in self._groups]
 
     def ranks(self, axes: int) -> int:
         """Number of ranks of a group over `axes`."""
@@ -55,26 +60,13 @@ class Links:
         _, latency, bandwidth = self._groups[axes]
         return latency + received / bandwidth
 
-    @cached_property
-    def _groups(self) -> list[tuple[int, float, float]]:
-        """Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2."""
-        groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
-        for size, late, speed in zip(self.sizes, self.latency, self.bandwidth, strict=True):
-            groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in groups]
-        return groups
-
     def copy(self, copied: float) -> float:
         """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start.
 
         Below that, of two ways with equal collectives the direct one is taken, which moves the fewest bytes.
         """
-        bandwidth, negligible = self._copying
-        seconds = copied / bandwidth
-        return seconds if seconds > negligible else 0.0
-
-    @cached_property
-    def _copying(self) -> tuple[float, float]:
-        return COPY_SPEEDUP * max(self.bandwidth, default=1.0), min(self.latency, default=0.0) / 100
+        seconds = copied / self._copy_bandwidth
+        return seconds if seconds > self._negligible else 0.0
 
 
 def mask_of(axes: Iterable[int]) -> int:
