@@ -1,4 +1,4 @@
-"""Covers: redistribute/shards_in_flight.py, redistribute/execution/{execute,messages}.py."""
+"""Covers: redistribute/shards_in_flight.py, redistribute/execution/execute.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Local shards that move together beside computation equal those moved one by one; on real gloo ranks.
 
-Covers: redistribute/shards_in_flight.py, redistribute/execution/messages.py, tensor/dtensor.py.
+Covers: redistribute/shards_in_flight.py, redistribute/execution/execute.py, tensor/dtensor.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from shoal_mesh.internal import Flat, Pending
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec
-from .execution.messages import Message, Places, rounds_of
+from .execution.execute import Message, Places, rounds_of
 from .plan import plan
 from .steps import Plan
 

@@ -1,15 +1,23 @@
-"""`run(plan, local)`: executes a plan on this rank.  Decides nothing.
+"""Running plans on this rank: `run(plan, local)` one at once, messages many together.  Decides nothing.
 
-The first run of a plan resolves every step to one function of the local tensor, all sizes and
-communicators known; later runs only call them.
+The first run of a plan resolves every step to one function of the local tensor, all sizes and communicators known;
+later runs only call them.
+
+Plans that travel together advance side by side, from one communicating step to the next.  Those that do the same kind
+of step over the same ranks travel as one message, in which the blocks of all tensors for a member of the group follow
+one another.  What travels together follows from the plans alone, never from what this rank holds, so it is the same on
+all ranks.
+
+    all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import chain, zip_longest
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +35,11 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
+from shoal_mesh.internal import Flat, Pending, start_packed
 
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import memory_order, remembered
-from ..steps import Plan
+from ..steps import Plan, Step
 from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
 
 if TYPE_CHECKING:
@@ -155,3 +164,185 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
 def _is_norm(spec: Spec, owner: Any) -> bool:
     """Whether a tensor is a partial norm and counts how often it is written to."""
     return bool(spec.partials) and norm_order(spec.partials[0][1]) is not None and not owner.is_inference()
+
+
+# --- many plans together ----------------------------------------------------------------------------------------------
+
+Places = Callable[[], Sequence[Tensor]]
+"""The tensors that the results of all plans are to be written to; none where they get memory of their own."""
+
+_SENT = torch.empty(0)
+
+
+class Leg(NamedTuple):
+    """A plan's local steps up to a collective, and that."""
+
+    position: int  # of the plan among those that advance together
+    before: tuple[Stage, ...]  # the local steps
+    step: Step  # what communicates; `kernel` and `call` are this rank's part of it
+    kernel: Kernel
+    call: CollectiveCall
+    gives_result: bool  # whether the collective gives the result of the plan as it is
+
+
+def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
+    """What plans send together, and what they do afterwards; all ranks pass the same plans in the same order.
+
+    One plan and device for each tensor; their meshes may differ.  With `packs` a tensor that travels alone is packed
+    too, and so needs no memory before it is unpacked.
+    """
+    symbolic = any(plan.src.example is not None for plan in plans)
+    return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
+
+
+@lru_cache(maxsize=256)  # parameters and gradients, again and again the same ones
+def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
+    planned = [_legs(i, plan) for i, plan in enumerate(plans)]
+    rounds = []
+    for legs in zip_longest(*[legs for legs, _ in planned]):
+        together: dict[object, list[Leg]] = {}
+        for leg in legs:
+            if leg is not None:
+                together.setdefault(_key(leg, devices[leg.position]), []).append(leg)
+        rounds.append(tuple([Message(each, packs) for each in together.values()]))
+    return tuple(filter(None, rounds)), tuple(after for _, after in planned)
+
+
+def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
+    """The legs of a plan, None for a step in which this rank's group has nothing to exchange; and what remains."""
+    legs: list[Leg | None] = []
+    before: list[Stage] = []
+    for step, work in zip(plan.steps, kernels_of(plan), strict=True):
+        if work.collective is not None:
+            gives_result = step is plan.steps[-1] and work.finish is received and not closing(plan)
+            legs.append(Leg(index, tuple(before), step, work, work.collective, gives_result))
+            before = []
+            continue
+        before.append(stage_of(work, step.src.mesh))
+        if step.communicates:
+            legs.append(None)
+    return legs, (*before, *closing(plan))
+
+
+def _key(leg: Leg, device: torch.device) -> object:
+    """What steps that travel together have in common.
+
+    Meshes of other shapes may have the same communicator: a parameter of a data x tensor mesh and one of its data axis
+    travel in one message over that axis.
+    """
+    step = leg.step
+    name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
+    return comm_of(leg.call, step.src.mesh).ranks, name, step.op, step.src.dtype, device
+
+
+class Message:
+    """One collective for a leg of each of several plans: all that is known of it before there are tensors."""
+
+    __slots__ = ("_arrivals", "_blocks", "_comm", "_in_rows", "_is_call", "_kind", "_legs", "_received", "_sent")
+
+    def __init__(self, legs: Sequence[Leg], packs: bool) -> None:
+        calls = [leg.call for leg in legs]
+        self._legs = legs
+        self._comm = comm_of(calls[0], legs[0].step.src.mesh)
+        self._kind: str = calls[0].kind
+        self._in_rows: bool = not any(call.sizes for call in calls)  # equal blocks are the rows of a matrix
+        self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
+        # For each leg the elements for each member (of a gather those of each), and from each; and of all legs in all.
+        self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
+        self._arrivals = [call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)]
+        self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
+        self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
+
+    def send(self, tensors: list[Tensor]) -> Pending[Flat] | Pending:
+        """Start the collective with the local tensors of all plans.
+
+        Those that gather or reduce are taken out: the steps need no more of them, and gradients are as large as what
+        travels of them.
+        """
+        buffers = []
+        for leg in self._legs:
+            local = tensors[leg.position]
+            for stage in leg.before:
+                local = stage(local)
+            tensors[leg.position] = local if self._kind == "all_to_all" else _SENT
+            buffers.append(leg.kernel.prepare(local))
+        return self._start(buffers)
+
+    def _start(self, buffers: list[Tensor]) -> Pending[Flat] | Pending:
+        if self._is_call:
+            leg = self._legs[0]
+            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
+        comm, op = self._comm, self._legs[0].call.op
+        if self._kind in ("all_reduce", "all_gather"):
+            return start_packed(self._kind, [buffer.reshape(-1) for buffer in buffers], comm, self._sent, op)
+        if self._kind == "reduce_scatter" and self._in_rows:
+            rows = [buffer.reshape(comm.size, -1) for buffer in buffers]
+            buffers.clear()
+            return start_packed("reduce_scatter", rows, comm, self._sent, op)
+        sizes = zip(buffers, self._blocks, strict=True)
+        blocks = [buffer.reshape(-1).split_with_sizes(list(of_members)) for buffer, of_members in sizes]
+        pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
+        buffers.clear()
+        if self._kind == "reduce_scatter":
+            return start_packed("reduce_scatter", pieces, comm, self._sent, op)
+        return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
+
+    def receive(self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places) -> None:
+        """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
+        pending.then(lambda arrived: self._unpack(arrived, tensors, places)).wait()
+
+    def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
+        for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
+            tensors[leg.position] = leg.kernel.finish(got, tensors[leg.position])
+
+    def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
+        """What its own collective would have given each leg.
+
+        What has arrived is one flat tensor for each leg of an all-reduce, one in all of a reduce-scatter or an
+        all-to-all, one for each member of an all-gather.
+        """
+        if self._is_call:
+            assert isinstance(arrived, Tensor), "a call gives one tensor"
+            return [arrived]
+        if self._kind in ("all_gather", "all_to_all"):
+            return self._joined(arrived, places())
+        if self._kind == "reduce_scatter":
+            arrived = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
+        return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
+
+    def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The blocks from all members for each leg; where they are its plan's result, in the wanted tensor."""
+        shapes, size = [leg.call.shape for leg in self._legs], self._comm.size
+        fits = [bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous() for leg in self._legs]
+        into = [wanted[leg.position] if fit else None for leg, fit in zip(self._legs, fits, strict=True)]
+        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):  # a row for each member
+            lengths = [sizes[0] for sizes in self._arrivals]
+            results = [
+                arrived.new_empty(size * length).view(shape) if out is None else out
+                for length, shape, out in zip(lengths, shapes, into, strict=True)
+            ]
+            torch._foreach_copy_([each.view(size, -1) for each in results], list(torch.split(arrived, lengths, 1)))
+            return results
+        if self._kind == "all_to_all":
+            assert isinstance(arrived, Tensor), "an all-to-all brings one tensor"
+            arrived = torch.split(arrived, self._received)
+        of_members = zip(*self._arrivals, strict=True)
+        rows = [torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)]
+        results = []
+        for blocks, shape, out in zip(zip(*rows, strict=True), shapes, into, strict=True):
+            flat = torch.cat(blocks, out=None if out is None else out.view(-1))
+            results.append(flat.view(shape) if out is None else out)
+        return results
+
+
+Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
+"""Messages that are under way at the same time, round by round; and for each plan the local steps that remain then."""
+
+
+def _block_sizes(leg: Leg, size: int) -> Sequence[int]:
+    """Elements of each member's block of what a leg sends."""
+    if leg.call.sizes:
+        row = prod(leg.call.shape[1:])
+        return [length * row for length in leg.call.sizes]
+    sent = leg.step.src.local_shape.numel()
+    return [sent if leg.call.kind == "all_gather" else sent // size] * size
