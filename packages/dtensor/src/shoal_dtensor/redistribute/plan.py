@@ -7,7 +7,6 @@ cached, and the cache is bounded.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -54,42 +53,27 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
         >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
         ['AllToAll']
     """
-    if src.example is not None or dst.example is not None:
-        return _with_symbols(
-            src, dst, plan(src.example or src, dst.example or dst, topology=topology, memory_limit=memory_limit)
-        )
-    return _plan(src, dst, topology, memory_limit, topology_version())
-
-
-def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
-    """The plan between specs of symbolic sizes, like that for the sizes which the compiler traces with.
-
-    Blocks that differ between ranks are counted in integers: where a step moves such, sizes become constants.
-    """
-    _check(src, dst)
-    states = [src]
-    for step in example.steps[:-1]:
-        order = step.dst.shard_order
-        states.append(src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=order))
-    states.append(dst)
-    if any(state.example is None for state in states):
-        return plan(constant(src), constant(dst))
-    steps = [replace(step, src=a, dst=b) for step, a, b in zip(example.steps, states, states[1:], strict=False)]
-    if not all(map(_moves_equal_blocks, steps)):
-        return plan(constant(src), constant(dst))
-    return replace(example, src=src, dst=dst, steps=tuple(steps))
+    if src.example is None and dst.example is None:
+        return _plan(src, dst, topology, memory_limit, topology_version())
+    if None not in (src.example, dst.example) and not (src.is_strided or dst.is_strided or src.mesh != dst.mesh):
+        chosen = _choose(src, dst, topology, memory_limit)
+        if all(map(_moves_equal_blocks, chosen.steps)):
+            return chosen
+    return plan(constant(src), constant(dst), topology=topology, memory_limit=memory_limit)
 
 
 def _moves_equal_blocks(step: Step) -> bool:
-    """Whether what a step does on a rank follows from the size of its own shard, or from constants."""
-    if step.name in ("AllGather", "ReduceScatter"):
-        sharded = step.src if step.name == "AllGather" else step.dst
-        return len(step.dims) == 1 or (sharded.example or sharded).even
+    """Whether what a step does on a rank follows from the symbolic size of its own shard, or from constants.
+
+    Blocks that differ between ranks are counted in integers: where a step moves such, sizes become constants.
+    """
+    if step.src.example is None or step.dst.example is None:
+        return False
     if step.name == "Exchange":
         sizes = zip(step.src.shape, step.src.dim_shardings, step.dst.dim_shardings, strict=True)
-        moving = [n for n, a, b in sizes if {*a.axes, *b.axes} & {*step.axes}]
-        return not has_symbols(moving)
-    return step.name not in ("Reshape", "Transfer")
+        return not has_symbols([n for n, a, b in sizes if {*a.axes, *b.axes} & {*step.axes}])
+    sharded = step.src if step.name == "AllGather" else step.dst
+    return step.name not in ("AllGather", "ReduceScatter") or len(step.dims) == 1 or sharded.even
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -116,7 +100,7 @@ def _choose(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int |
     if src.is_strided or dst.is_strided:
         return plan_strided(src, dst, within)
     links = links_of(src.mesh, topology)
-    return _build(src, dst, links, _route(src, dst, links, memory_limit))
+    return _build(src, dst, links, _route(src.example or src, dst.example or dst, links, memory_limit))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -184,7 +168,7 @@ def _check(src: Spec, dst: Spec) -> None:
 def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
     """The steps of a route, each with the specs between which it leads."""
     last = len(route.edges) - 1
-    space = Space(src, dst, links) if last > 0 else None  # of what is between
+    space = Space(src.example or src, dst.example or dst, links) if last > 0 else None  # of what is between
     steps: list[Step] = []
     here = src
     for i, edge in enumerate(route.edges):
