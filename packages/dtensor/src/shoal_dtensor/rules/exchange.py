@@ -306,8 +306,8 @@ class Halos:
 
     def unpadded(self, call: OpCall, count: int) -> dict[str, list[int]]:
         """The paddings of `call` for its `count` last dims: none along these, where the shard is padded."""
-        names = [name for name in ("padding", "output_padding") if self.exchanges and name in call.bound]
-        paddings = {name: per_dim(call, name, count) for name in names}
+        names = [name for name in call.bound if self.exchanges and name in ("padding", "output_padding")]
+        paddings: dict[str, list[int]] = {name: per_dim(call, name, count) for name in names}
         for padding in paddings.values():
             for dim in self.exchanges:
                 padding[dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: padding[1]

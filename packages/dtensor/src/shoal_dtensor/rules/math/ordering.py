@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, all_gather, all_gather_v, all_to_all_blocks
+from shoal_mesh import all_gather, all_gather_v, all_to_all_blocks
 from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
@@ -37,50 +37,6 @@ aten: Any = torch.ops.aten
 # --- whole columns ----------------------------------------------------------------------------------------------------
 
 
-class _Columns:
-    """Whole columns along a sharded dim in place of shards: two all-to-alls instead of a gather.
-
-    A (6, 4) tensor sharded by rows on 2 ranks, and what each rank has after `take`:
-
-        rank 0: rows 0..2 of columns a b c d        rank 0: rows 0..5 of columns a b
-        rank 1: rows 3..5 of columns a b c d        rank 1: rows 0..5 of columns c d
-
-    A rank sends half of its 12 elements, not all of them.
-    """
-
-    def __init__(self, spec: Spec, dim: int) -> None:
-        self.spec, self.dim, self.index = spec, dim, shard_index(spec, dim)
-        self.sizes: tuple[int, ...] = spec.dim_sharding(dim).sizes
-        self.rest: list[int] = [n for d, n in enumerate(spec.local_shape) if d != dim]
-        self.columns: tuple[int, ...] = chunk_sizes(prod(self.rest), len(self.sizes))
-
-    @property
-    def comm(self) -> Comm:
-        """The communicator of the shards; asked for when the function runs, so that a plan needs no process group."""
-        return self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes)
-
-    def take(self, x: Tensor) -> Tensor:
-        """This rank's columns, `(columns, length)`, from its shard."""
-        rows = x.movedim(self.dim, -1).reshape(prod(self.rest), self.sizes[self.index])
-        result = x.new_empty(self.columns[self.index], sum(self.sizes))
-        self._exchange(rows.split_with_sizes(self.columns), result.split_with_sizes(self.sizes, 1))
-        return result
-
-    def shard(self, columns: Tensor) -> Tensor:
-        """This rank's shard of a result that is sharded like the input, from its columns."""
-        size = self.sizes[self.index]
-        result = columns.new_empty(prod(self.rest), size)
-        self._exchange(columns.split_with_sizes(self.sizes, 1), result.split_with_sizes(self.columns))
-        return result.view(*self.rest, size).movedim(-1, self.dim).contiguous()
-
-    def gather(self, values: Tensor) -> Tensor:
-        """One value per column, `(columns,)` here, as all columns' values on every rank."""
-        return all_gather_v(values.contiguous(), self.comm, self.columns).view(self.rest)
-
-    def _exchange(self, blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        all_to_all_blocks([[block] for block in blocks], self.comm, [[part] for part in out])
-
-
 def _exchanged(call: OpCall) -> Traffic:
     """Input and outputs are what all ranks together send when shards become columns and results shards."""
     return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
@@ -96,17 +52,40 @@ def sort(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """Each rank has some complete columns; of what they give it gets its shard or, of a median and its like, all."""
-    call, columns = local_call.call, _Columns(spec, dim)
+    """Each rank has some complete columns; of what they give it gets its shard or, of a median and its like, all.
+
+    A (6, 4) tensor sharded by rows on 2 ranks, before and after the first of two all-to-alls:
+
+        rank 0: rows 0..2 of columns a b c d        rank 0: rows 0..5 of columns a b
+        rank 1: rows 3..5 of columns a b c d        rank 1: rows 0..5 of columns c d
+
+    A rank sends half of its 12 elements, not all of them.
+    """
+    call, sharding, here = local_call.call, spec.dim_sharding(dim), shard_index(spec, dim)
     name, keepdim = call.op.__name__.split(".")[0].removesuffix("_"), bool(call.get("keepdim"))
     named: dict[str, Any] = {argument: call[argument] for argument in ("descending", "k") if argument in call.bound}
     named |= {"stable": True} if name == "sort" else {}
+    sizes, rest = sharding.sizes, [n for d, n in enumerate(spec.local_shape) if d != dim]
+    columns = chunk_sizes(prod(rest), len(sizes))
+
+    def exchange(blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        comm = spec.mesh.comm(sharding.axes)
+        all_to_all_blocks([[block] for block in blocks], comm, [[part] for part in out])
+
+    def shared(result: Tensor) -> Tensor:
+        """This rank's shard of a result, or all of it, from that of its columns."""
+        if name != "sort":
+            values = all_gather_v(result.contiguous(), spec.mesh.comm(sharding.axes), columns).view(rest)
+            return values.unsqueeze(dim) if keepdim else values
+        shard = result.new_empty(prod(rest), sizes[here])
+        exchange(result.split_with_sizes(sizes, 1), shard.split_with_sizes(columns))
+        return shard.view(*rest, sizes[here]).movedim(-1, dim).contiguous()
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        results = getattr(torch, name)(columns.take(x), dim=-1, **named)
-        if name == "sort":
-            return tuple(map(columns.shard, results))
-        return tuple(result.unsqueeze(dim) if keepdim else result for result in map(columns.gather, results))
+        whole = x.new_empty(columns[here], sum(sizes))
+        rows = x.movedim(dim, -1).reshape(prod(rest), sizes[here])
+        exchange(rows.split_with_sizes(columns), whole.split_with_sizes(sizes, 1))
+        return tuple(map(shared, getattr(torch, name)(whole, dim=-1, **named)))
 
     return run
 
@@ -146,7 +125,8 @@ def _extremum(local_call: LocalCall) -> LocalFunction | None:
     if not axes:
         return None
     largest, with_values = "max" in call.op.__name__, len(call.outputs) == 2
-    find, worst = torch.max if largest else torch.min, identity_of("max" if largest else "min", spec.dtype)
+    find: Any = torch.max if largest else torch.min
+    worst = identity_of("max" if largest else "min", spec.dtype)
     behind_all = spec.shape.numel()
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
