@@ -38,17 +38,12 @@ _Sharding = tuple[int, Sequence[int] | None]
 
 
 class Watch(FunctionMode):
-    """Follows the layouts of local tensors on a mesh, and draws as one device.
-
-    Attributes:
-        mesh: the axes on which styles shard, as one mesh.
-        axes: the number of each axis in it.
-    """
+    """Follows the layouts of local tensors on a mesh of all axes on which styles shard, and draws as one device."""
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
         self.mesh: DeviceMesh = mesh
-        self.axes: Mapping[DeviceMesh, int] = axes
+        self.axes: Mapping[DeviceMesh, int] = axes  # the number of each axis in the mesh
         self._entered: list[tuple[bool, object]] = []
 
     @contextmanager

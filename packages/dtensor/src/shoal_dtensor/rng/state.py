@@ -31,11 +31,7 @@ _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakK
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device.
-
-    Raises:
-        RandomStateError: torch's module for the device shows none.
-    """
+    """The default generator of a device; an error if torch's module for it shows none."""
     if device.type == "cpu":
         return torch.default_generator
     if not has_generators(device.type):
@@ -81,11 +77,7 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
     Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a `lockstep()` block, or
     `always`.  A mesh without process groups, or that this rank is not in, is not checked.  In threads other than the
     main one, which may come in any order, the first call of each generator is checked: of the default generator, which
-    they share, the seed, of another its state.
-
-    Raises:
-        RandomStateError: if the states differ; it names the ranks.
-        CommunicationForbiddenError: if the check is due inside `communication("forbid")`.
+    they share, the seed, of another its state.  A check that is due inside `communication("forbid")` is an error.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
@@ -198,11 +190,7 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
 
 
 def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None:
-    """The type of a device that is here and not the CPU, and torch's module for it.
-
-    Raises:
-        RandomStateError: the module of a device that was asked for shows no generator.
-    """
+    """The type of a device beside the CPU that is here, and torch's module for it; if asked for, it has generators."""
     chosen = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
     if chosen is None or chosen.type == "cpu":
         return None

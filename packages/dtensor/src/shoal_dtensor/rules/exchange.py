@@ -272,21 +272,17 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
 
 
 class Halos:
-    """The halos of a shard of an input along all sharded dims along which windows run.
-
-    Attributes:
-        exchanges: by dim; each fetches what this rank's windows read of the input, and returns the gradient of it.
-        shape: of the shard with its halos, and with what is beyond the ends of the input.
-        first: for every dim the input at which that begins, 0 where there are no halos.
-    """
+    """The halos of a shard of an input along all sharded dims along which windows run."""
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
+        # By dim: what fetches what this rank's windows read of the input, and returns the gradient of it.
         self.exchanges: dict[int, Relocation] = {}
         self._margins: dict[int, tuple[int, int]] = {}  # how far windows reach over the start and the end of the input
         # How many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
         # negative where it makes too many.
         self._widths: dict[int, tuple[int, int]] = {}
-        self.first, self.shape = [0] * spec.ndim, [*spec.local_shape]
+        # The sizes of the shard with its halos and with what is beyond the ends of the input, and where it begins.
+        self.shape, self.first = [*spec.local_shape], [0] * spec.ndim
         for dim, along in windows.items():
             if not spec.dim_shardings[dim].axes:
                 continue

@@ -30,16 +30,12 @@ _DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: Tru
 
 
 class Simulation:
-    """What the ranks of a mesh share: their turns, and where each group of them meets.
-
-    Attributes:
-        meetings: by the group's ranks, in its order.
-    """
+    """What the ranks of a mesh share: their turns, and where each group of them meets."""
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.meetings: dict[tuple[int, ...], Meeting] = {}  # by the group's ranks, in its order
         self._turn = threading.Lock()
         self._states: dict[int, Tensor] = {}  # ranks share the process's default generator: each puts its state there
 

@@ -291,11 +291,7 @@ def _meta(value: Any) -> Any:
 def _spec(
     mesh: DeviceMesh, meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
 ) -> Spec:
-    """The spec that entries of some rows mean for a tensor, given the sharding of each axis's factor.
-
-    Raises:
-        NotImplementedError: if two rows shard one dim in ways that do not fit together.
-    """
+    """The spec that entries of some rows mean for a tensor, given the sharding of each axis's factor."""
     fitting: dict[int, tuple[Row, AnyDimSharding]] = {}
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):

@@ -154,11 +154,8 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     """Refuse indices into `length` elements that are out of range.
 
     A rank looks up only the indices that fall into its shard, so no kernel would notice one that falls nowhere.  Ranks
-    with empty shards check too: all ranks with the same indices raise.
-
-    Raises:
-        IndexError: if one is not. On an accelerator the device reports it later, as plain indexing does; compiled code
-            raises RuntimeError when it runs.
+    with empty shards check too: all ranks with the same indices raise.  On an accelerator the device reports it later,
+    as plain indexing does; compiled code raises RuntimeError when it runs.
     """
     message = f"out of bounds for a dim of {length} elements"
     if index.device.type != "cpu" or isinstance(index, TRACED):
@@ -168,10 +165,7 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
 
 
 def from_the_front(index: Tensor, length: int) -> Tensor:
-    """Indices into `length` elements, those that count from the end (-1 is the last) counted from the front.
-
-    Raises:
-        IndexError: see `check_bounds`.
+    """Valid indices into `length` elements, those that count from the end (-1 is the last) counted from the front.
 
     Example:
         >>> from_the_front(torch.tensor([-1, 2]), 5)

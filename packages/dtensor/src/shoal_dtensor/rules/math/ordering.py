@@ -134,11 +134,11 @@ def _extremum(local_call: LocalCall) -> LocalFunction | None:
             value = x.new_full(result.local_shape, worst)
             index = x.new_full(result.local_shape, behind_all, dtype=torch.int64)
         elif dim is None:
-            value, index = find(x.reshape(-1), 0)
-            index, _ = moved_between_boxes(index, spec.local_shape, spec.shape, spec.local_offset)
+            value, flat = find(x.reshape(-1), 0)
+            index = moved_between_boxes(flat, spec.local_shape, spec.shape, spec.local_offset)[0]
         else:
-            value, index = find(x, dim)
-            index = index + spec.offset(dim)
+            value, place = find(x, dim)
+            index = place + spec.offset(dim)
         comm = spec.mesh.comm(axes)
         values, indices = (all_gather(t.reshape(1, *result.local_shape), comm) for t in (value, index))
         best, _ = find(values, 0)

@@ -136,11 +136,7 @@ def norm(call: OpCall) -> Iterator[Row]:
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
-    """The operator itself, but for empty shards in a list, of which there is no extremum.
-
-    Raises:
-        OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
-    """
+    """The operator itself, but for empty shards in a list, of which there is no extremum."""
     order, op, is_list = _order(local_call.call), local_call.call.op, local_call.call.schema.is_list == (True,)
     has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
     neutral = 0.0 if order >= 0 else inf  # what has this norm counts for nothing
