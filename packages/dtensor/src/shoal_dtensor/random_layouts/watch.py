@@ -160,10 +160,8 @@ class Watch(FunctionMode):
                 "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
-        others = (
-            [] if spec is None else [p for axis, p in enumerate(spec.placements) if axis != self.axes[forward.mesh]]
-        )
-        if any(placement.is_shard() for placement in others):
+        placements = enumerate(() if spec is None else spec.placements)
+        if any(placement.is_shard() for axis, placement in placements if axis != self.axes[forward.mesh]):
             raise LayoutError(
                 f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; its input "
                 "is sharded over other axes too. A Dropout needs no style; attention does without dropout. "

@@ -234,9 +234,10 @@ def random_terms(op: str, value: Tensor, n: int, generator: Generator | None = N
         shares = value * (share / share.sum(0)).pow(1 / order)
         alone = [value, *[value.new_tensor(0.0 if order > 0 else inf)] * (n - 1)]
         return [torch.where(value >= 0, part, other) for part, other in zip(shares, alone, strict=True)]
-    if op in _REST:  # any terms, and the one that is missing then
+    if op in ("sum", "product", "bxor"):  # any terms, and the one that is missing then: signs and bits undo themselves
         terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
-        return [*terms, _REST[op](value, reduce(COMBINE[op], terms))]
+        rest = torch.sub if op == "sum" else COMBINE[op]
+        return [*terms, rest(value, reduce(COMBINE[op], terms))]
     # The value on a random one of the coordinates, element by element; elsewhere what loses against it.
     if is_bool or op in ("band", "bor"):
         noise = _noise(value, generator)
@@ -245,14 +246,6 @@ def random_terms(op: str, value: Tensor, n: int, generator: Generator | None = N
         other = value + 1 if op == "min" else torch.zeros_like(value) if value.dtype == torch.uint8 else value - 1
     owner = torch.randint(0, n, value.shape, generator=generator)
     return [torch.where(owner == i, value, other) for i in range(n)]
-
-
-# What is missing of a value, given the reduction of all other terms.
-_REST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.sub,
-    "product": torch.mul,
-    "bxor": torch.bitwise_xor,
-}
 
 
 def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -> Tensor:

@@ -167,7 +167,7 @@ class CallTrial:
         self.call: OpCall = OpCall(op, of_metas[0], of_metas[1], metas, outputs)
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
         # Written inputs have the placement of the result already: the propagator refuses other rows.
-        written = [*zip(self.call.written, self.call.rewritten, strict=False)]
+        written = [(i, o) for i, o in self.call.fixed if o is not None]
         self.rows: list[Row] = [
             row
             for row in with_norms(listed, NORMS)
@@ -208,14 +208,10 @@ class CallTrial:
         inputs = [[row.inputs[i] for row in rows] for i in range(len(self.tensors))]  # along the mesh axes
         outputs = [[row.outputs[i] for row in rows] for i in range(len(self.call.outputs))]
         try:
-            of_ranks = [
-                LocalCall(
-                    self.call,
-                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.tensors, inputs, strict=True)),
-                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.outputs, outputs, strict=True)),
-                )
-                for mesh in meshes
-            ]
+            metas, entries = (*self.call.tensors, *self.call.outputs), (*inputs, *outputs)
+            operands = [*zip(metas, entries, strict=True)]
+            specs = [tuple(_spec(mesh, *each, rows, shardings) for each in operands) for mesh in meshes]
+            of_ranks = [LocalCall(self.call, each[: len(inputs)], each[len(inputs) :]) for each in specs]
             terms = [deal(tensor, entries, shape) for tensor, entries in zip(self.tensors, inputs, strict=True)]
         except NotImplementedError:
             return set()

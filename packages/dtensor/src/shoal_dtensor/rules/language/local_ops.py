@@ -133,14 +133,6 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Callabl
     return decide
 
 
-def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:
-    """`tensor`, reduced over `dims` with `keepdim=True`, without those dims unless `keepdim`."""
-    if keepdim:
-        return tensor
-    gone = set(dims)
-    return tensor.reshape([n for dim, n in enumerate(tensor.shape) if dim not in gone])  # (4, 1, 3), dim 1: (4, 3)
-
-
 # --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------
 
 

@@ -23,7 +23,6 @@ from ..language.local_ops import (
     all_reduced,
     along_dim,
     bytes_of,
-    drop_dims,
     in_every_form,
     mean_of_sums,
     mean_rows,
@@ -98,7 +97,8 @@ def var(call: OpCall) -> Iterator[Row]:
 def _var(local_call: LocalCall) -> LocalFunction | None:
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
     call, spec, count = local_call.call, local_call.inputs[0], _count(local_call)
-    dims, keepdim = list(reduced_dims(call)), bool(call.get("keepdim", False))
+    dims = list(reduced_dims(call))
+    gone = () if call.get("keepdim") else tuple(dims)
     correction = call.get("correction", call.get("unbiased"))  # how many elements fewer to divide by: 1 by default
     axes, divisor = sharding_axes(spec, dims), max(count - (1.0 if correction is None else float(correction)), 0.0)
     if not axes:
@@ -112,8 +112,8 @@ def _var(local_call: LocalCall) -> LocalFunction | None:
         square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
         total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
         variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
-        result = drop_dims(variance.sqrt() if is_deviation else variance, dims, keepdim)
-        return (result, drop_dims(mean, dims, keepdim)) if with_mean else result
+        result = (variance.sqrt() if is_deviation else variance).squeeze(gone)
+        return (result, mean.squeeze(gone)) if with_mean else result
 
     return in_every_form(call, run)
 
@@ -163,7 +163,8 @@ def logsumexp(call: OpCall) -> Iterator[Row]:
 def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
     call, spec, dims = local_call.call, local_call.inputs[0], reduced_dims(local_call.call)
-    axes, dtype, keepdim = sharding_axes(spec, dims), local_call.outputs[0].dtype, bool(call.get("keepdim", False))
+    axes, dtype = sharding_axes(spec, dims), local_call.outputs[0].dtype
+    gone = () if call.get("keepdim") else dims
     if not axes:
         return None
 
@@ -172,7 +173,7 @@ def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
         top = _largest(x, spec, dims)
         top = torch.where(top.isfinite(), top, 0)
         total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
-        return drop_dims(total.log() + top, dims, keepdim)
+        return (total.log() + top).squeeze(gone)
 
     return in_every_form(call, run)
 

@@ -48,12 +48,8 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
 
     Of a gradient the one of the sum / global count.
     """
-    call = local_call.call
-    axes = (
-        sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)})
-        if call["reduction"] == MEAN
-        else []
-    )
+    call, is_mean = local_call.call, local_call.call["reduction"] == MEAN
+    axes = sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}) if is_mean else []
     is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
