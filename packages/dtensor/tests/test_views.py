@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.rules.shape.rearrangement import REARRANGEMENT
-from shoal_dtensor.rules.shape.slicing import SLICING, PadMap, SelectMap, SliceGradMap, SliceMap
+from shoal_dtensor.rules.shape.slicing import SLICING, PadMap, SliceGradMap, SliceMap
 from shoal_dtensor.rules.shape.views import VIEWS, groups, reshape_mappings
 from shoal_dtensor.testing import validate
 
@@ -151,11 +151,11 @@ def test_embedding_is_the_inverse_of_a_window(cut: DimSharding, start: int, step
 @given(CUTS.filter(lambda cut: cut.length > 0), st.integers(1, 4), st.data())
 def test_one_piece_owns_an_element(cut: DimSharding, width: int, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, cut.length - 1))
-    owned = SelectMap(index, width)(cut)
+    owned = SliceMap(index, index + 1, unit=width)(cut)
     assert sorted(owned.sizes) == [0, 0, 0, width]
     piece = owned.sizes.index(width)
     assert cut.offsets[piece] <= index < cut.offsets[piece] + cut.sizes[piece]
-    around = SliceGradMap(cut.length, index)(SelectMap(index, 1)(cut))
+    around = SliceGradMap(cut.length, index)(SliceMap(index, index + 1)(cut))
     assert around.offsets[piece] <= index < around.offsets[piece] + around.sizes[piece]
     assert around.length == cut.length
 

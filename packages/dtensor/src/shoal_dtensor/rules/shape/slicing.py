@@ -31,23 +31,28 @@ from .views import same_dims
 
 @dataclass(frozen=True, slots=True)
 class SliceMap:
-    """Each shard keeps its elements at `start`, `start + step`, ... below `stop`.
+    """Each shard keeps its elements at `start`, `start + step`, ... below `stop`, `unit` elements for each.
+
+    Of a selected index, the shard that has it holds all elements of some dim of the result, the others none.
 
     Example:
-        >>> SliceMap(1, 7)(DimSharding((0,), (2,), (4, 4))).sizes
-        (3, 3)
+        >>> sharding = DimSharding((0,), (2,), (4, 4))
+        >>> SliceMap(1, 7)(sharding).sizes, SliceMap(5, 6, unit=3)(sharding).sizes
+        ((3, 3), (0, 3))
     """
 
     start: int
     stop: int
     step: int = 1
+    unit: int = 1
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
         if sharding.ragged is None and 0 <= self.start < self.step and sharding.step % self.step == 0:
             length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
-            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
+            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(self.unit)
         bounds = [self.before(offset) for offset in (*sharding.offsets, sharding.length)]  # x[1:7] of 4 + 4: [0, 3, 6]
-        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
+        sizes = tuple((b - a) * self.unit for a, b in pairwise(bounds))
+        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
 
     def before(self, position: int) -> int:
         """How many selected elements are before `position`."""
@@ -56,19 +61,6 @@ class SliceMap:
     def count(self, start: int, length: int) -> int:
         """How many selected elements are among `length` from `start` on."""
         return self.before(start + length) - self.before(start)  # x[1:7], 4 elements from 4 on: 6 - 3
-
-
-@dataclass(frozen=True, slots=True)
-class SelectMap:
-    """The shard that has element `index` holds all `length` elements of the result, the others none."""
-
-    index: int
-    length: int
-
-    def __call__(self, sharding: DimSharding) -> DimSharding:
-        owner = sharding.shard_with(self.index)  # x[5] of 4 + 4: shard 1, so 0 + length
-        sizes = tuple(self.length if shard == owner else 0 for shard in range(sharding.shards))
-        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +178,7 @@ def select(call: OpCall) -> Iterator[Row]:
     shape = call.outputs[0].shape if call.outputs else ()
     for d, n in enumerate(shape):
         if n:
-            yield call.row(self=S(dim), out=[S(d, map=SelectMap(index, n)) for index in indices])
+            yield call.row(self=S(dim), out=[S(d, map=SliceMap(index, index + 1, unit=n)) for index in indices])
     if is_one and not shape:  # one element, which no dim is left to be sharded
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
