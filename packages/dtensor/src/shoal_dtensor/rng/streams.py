@@ -17,6 +17,7 @@ Every random operator is in the end an in-place fill of fresh memory, so a `Fill
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -277,11 +278,8 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int
     step = advance(1)
     if step <= 0 or advance(_LARGEST) == step:
         return None
-    low, high = 1, _LARGEST  # a draw of `low` takes one round, a draw of `high` more
-    while high - low > 1:
-        middle = (low + high) // 2  # between 1 and 2**24: 8388608
-        low, high = (middle, high) if advance(middle) == step else (low, middle)
-    rounds = Rounds(low, step)
+    more = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step)  # takes a second round
+    rounds = Rounds(more - 1, step)
     return rounds if _holds(rounds, fill, scratch, generator, residue) else None
 
 

@@ -130,11 +130,9 @@ def linalg_cross(call: OpCall) -> Iterator[Row]:
 
 def trilinear(call: OpCall) -> Iterator[Row]:
     """Each operand lacks the dims that it is expanded by; some dims of the product are summed."""
-    expanded, summed = [call["expand1"], call["expand2"], call["expand3"]], call["sumdim"]
-    for d in range(call["i1"].ndim + len(expanded[0])):  # expanded by dim 1, an operand has S(0), R, S(1)
-        i1, i2, i3 = (R if d in dims else S(d - sum(e < d for e in dims)) for dims in expanded)
-        yield call.row(i1=i1, i2=i2, i3=i3, out=P("sum") if d in summed else S(d - sum(s < d for s in summed)))
-    yield from call.linear("i1", "i2", "i3")
+    dims, gone = range(call["i1"].ndim + len(call["expand1"])), ("expand1", "expand2", "expand3", "sumdim")
+    i1, i2, i3, out = (" ".join(f"d{d}" for d in dims if d not in call[name]) for name in gone)
+    yield from product(f"{i1}, {i2}, {i3} -> {out}", linear=(0, 1, 2)).rows(call)  # by 1, of 3: "d0 d2"
 
 
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)

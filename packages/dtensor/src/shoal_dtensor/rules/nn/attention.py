@@ -62,27 +62,24 @@ def _is_bookkeeping(meta: TensorMeta, call: OpCall) -> bool:
     return meta.ndim < int(call["query"].ndim) - 1
 
 
-def _inputs(call: OpCall, dim: int, group: int) -> dict[str, Any]:
-    return {name: _entry(call, name, dim, group) for name, place in call.places.items() if place}
-
-
 def attention(call: OpCall) -> Iterator[Row]:
-    for d, group in (*_batch_and_heads(call), *_sequence(call)):
-        results = {f"out{i}": R if _is_bookkeeping(m, call) else S(d, group) for i, m in enumerate(call.outputs)}
-        yield call.row(**_inputs(call, d, group) | results)
+    """And its gradients, which are sharded as their inputs; those of replicated inputs are summed.
 
-
-def attention_backward(call: OpCall) -> Iterator[Row]:
-    """Gradients are sharded as their inputs; those of replicated ones are summed; a mask that broadcasts has no row."""
-    present = dict(zip(GRADIENTS, call.results.values(), strict=False))
+    The gradient of a mask that broadcasts has no row.
+    """
+    first, present = next(iter(call.places)), dict(zip(GRADIENTS, call.results.values(), strict=False))
+    is_gradient = first in QUERY_SIDE[1:]
     for d, group in (*_batch_and_heads(call), *_sequence(call)):
-        inputs = _inputs(call, d, group)
-        broadcast = inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
-        if not (present.get("attn_bias") and broadcast):
+        inputs = {name: _entry(call, name, d, group) for name, place in call.places.items() if place}
+        results: list[Entry] = [R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs]
+        if is_gradient:
+            broadcast = inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
+            if present.get("attn_bias") and broadcast:
+                continue
             entries = [inputs.get(name, R) for name in present]
-            yield call.row(**inputs | {f"out{i}": P("sum") if e is R else e for i, e in enumerate(entries)})
-    first = next(iter(call.places))
-    if first in QUERY_SIDE:
+            results = [P("sum") if entry is R else entry for entry in entries]
+        yield call.row(inputs | {f"out{i}": entry for i, entry in enumerate(results)})
+    if is_gradient:
         yield from call.linear(first)
 
 
@@ -115,6 +112,6 @@ _KERNELS = (
 ATTENTION: Table = family(
     {
         _KERNELS: Rule(attention, _attend, skip_empty=True),
-        backward(_KERNELS): Rule(attention_backward, _attend, skip_empty=True),
+        backward(_KERNELS): Rule(attention, _attend, skip_empty=True),
     }
 )

@@ -38,11 +38,9 @@ def spatial_dims(call: OpCall) -> int:
 def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
     """Rows for the leading dims that all operands share, and of the argument in which the operator is linear."""
     operands = (*call.tensors, *call.outputs)
-    for d in range(max(min(t.ndim for t in operands) - spatial_dims(call), 0)):
-        if len({t.shape[d] for t in operands}) == 1:
-            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
-    if linear:
-        yield from call.linear(linear)
+    free = min(t.ndim for t in operands) - spatial_dims(call)
+    differ = [d for d in range(call.outputs[0].ndim) if d >= free or len({t.shape[d] for t in operands}) > 1]
+    return alike(call, *differ, linear=linear)
 
 
 # --- pooling, resampling ----------------------------------------------------------------------------------------------
