@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layout.boxes import Box, intersect, shape_of, slices_of, volume, whole_box
 from ..layout.spec import Spec
-from ..layout.tensor_meta import remembered
+from ..layout.tensor_meta import contiguous_stride, remembered
 
 
 class MemoryOrder(NamedTuple):
@@ -79,14 +79,8 @@ def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ..
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a tensor of that shape and stride is row-major; strides of one-element dims do not count."""
-    if 0 in shape:
-        return True
-    step = 1
-    for n, s in zip(reversed(shape), reversed(stride), strict=True):
-        if n != 1 and s != step:
-            return False
-        step *= n  # (2, 3, 4): strides 1, 4, 12, last dim first
-    return True
+    dense = contiguous_stride(shape)  # (2, 3, 4): 12, 4, 1
+    return 0 in shape or all(n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True))
 
 
 class Stretch(NamedTuple):

@@ -28,7 +28,7 @@ from ..language.local_ops import (
     shard_index,
     sharding_axes,
 )
-from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
 
 aten: Any = torch.ops.aten
@@ -37,17 +37,15 @@ aten: Any = torch.ops.aten
 # --- whole columns ----------------------------------------------------------------------------------------------------
 
 
-def _exchanged(call: OpCall) -> Traffic:
-    """Input and outputs are what all ranks together send when shards become columns and results shards."""
-    return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
-
-
 def sort(call: OpCall) -> Iterator[Row]:
     """And `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
+    nbytes = bytes_of(
+        *call.tensors, *call.outputs
+    )  # what all ranks send when shards become columns, and results shards
     for d in call.dims() if "dim" in call.bound else ():
-        yield call.row(self=S(d), out=result(d), traffic=_exchanged(call), ordered=result is S)
+        yield call.row(self=S(d), out=result(d), traffic=lambda ranks: nbytes / ranks, ordered=result is S)
 
 
 @along_dim

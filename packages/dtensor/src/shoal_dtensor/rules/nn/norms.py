@@ -18,14 +18,9 @@ from torch import Tensor
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, in_every_form, sharding_axes, with_arguments
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 SPATIAL = 2  # the first dim behind the channels
-
-
-def _sums(*statistics: TensorMeta) -> Traffic:
-    """The all-reduce of so many numbers."""
-    return all_reduce_traffic(bytes_of(*statistics))
 
 
 def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
@@ -72,16 +67,17 @@ def norm(call: OpCall) -> Iterator[Row]:
         # Without the batch's statistics there are none to return: what stands for them is empty, see `_with_given`.
         results = {f"out{i}": statistics if training and t.shape != (0,) else R for i, t in enumerate(made, 1)}
         inputs = _vectors(call, parameters, statistics)
-        traffic = _sums(*made) if training and statistics is R else None
+        traffic = all_reduce_traffic(bytes_of(*made)) if training and statistics is R else None
         yield call.row(inputs | results, input=source, out0=source, traffic=traffic)
 
 
 def norm_backward(call: OpCall) -> Iterator[Row]:
     source_meta = call["input"]
     statistic = call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype)
+    two_sums = all_reduce_traffic(bytes_of(statistic, statistic))
     for source, parameters, statistics in _shardings(call):
         inputs = _vectors(call, parameters, statistics)
-        traffic = _sums(statistic, statistic) if _is_training(call) and statistics is R else None
+        traffic = two_sums if _is_training(call) and statistics is R else None
         summed = P("sum") if parameters is R else parameters
         yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
     yield from call.linear("grad_out")
