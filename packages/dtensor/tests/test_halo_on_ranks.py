@@ -11,10 +11,11 @@ from hypothesis import given, strategies as st
 
 from operator_calls import recording
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor.layout.boxes import spans
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE
-from shoal_dtensor.rules.exchange import Windows, intervals
+from shoal_dtensor.rules.exchange import Windows
 from shoal_dtensor.testing import validate
 from shoal_dtensor.testing.validate import CallTrial
 from shoal_mesh import CommDebugMode, init_device_mesh
@@ -221,7 +222,7 @@ def test_shards_make_all_outputs_once_in_order_and_read_what_these_need(
     assert cut.length == made
     assert min(cut.sizes) >= 0
     taps = [dilation * j - padding for j in range(kernel)]
-    for start, stop in intervals(cut):
+    for start, stop in spans(cut.sizes):
         outputs = range(start, stop)
         if transposed:
             needed = [i for i in range(length) for tap in taps if i * stride + tap in outputs]

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh, all_to_all_blocks
 
+from ..layout.boxes import spans
 from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
@@ -59,11 +60,6 @@ class Run:
 
 Block = Run
 """From local positions of the sender to those of the receiver; of one backwards, `source` is the lowest position."""
-
-
-def intervals(sharding: DimSharding) -> list[Interval]:
-    """The range of positions of every shard."""
-    return [sharding.interval_of(shard) for shard in range(sharding.shards)]
 
 
 def _blocks(runs: Sequence[Run], local: Interval, wanted: Interval) -> Iterator[Block]:
@@ -92,7 +88,7 @@ class Relocation:
         self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run], *, moves: bool = True
     ) -> None:
         sharding = spec.dim_sharding(dim)
-        shards = intervals(sharding)
+        shards = spans(sharding.sizes)
         self.mesh: DeviceMesh = spec.mesh
         self.axes: tuple[int, ...] = sharding.axes
         self.dim, self.moves = dim, moves
@@ -260,13 +256,13 @@ def _needs_halo(windows: Windows) -> bool:
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Whether any shard reads what it does not hold."""
-    pairs = zip(intervals(sharding), _wanted(windows, sharding), strict=True)
+    pairs = zip(spans(sharding.sizes), _wanted(windows, sharding), strict=True)
     return any(start < shard[0] or shard[1] < stop for shard, (start, stop) in pairs)
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """What each shard's windows read of the input; an empty range of the shard where they read nothing."""
-    pairs = zip(intervals(sharding), intervals(windows(sharding)), strict=True)
+    pairs = zip(spans(sharding.sizes), spans(windows(sharding).sizes), strict=True)
     reads = [(shard[0], windows.clipped(windows.reads(outputs))) for shard, outputs in pairs]  # 4 + 4: 0:5, 3:8
     return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
 
 from ..._torch.operators import OpOverload, unmarked_writes
 from ...errors import ShoalTensorError
+from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import REDUCE_OPS, Partial, Replicate
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
@@ -236,12 +236,9 @@ class OpCall:
     @cached_property
     def places(self) -> dict[str, range]:
         """For each argument that is read: the indices of its tensors in `tensors`; none for None and numbers."""
-        places, start = {}, 0
-        for name in self.schema.inputs:
-            value = self.bound.get(name)
-            stop = start + (1 if isinstance(value, TensorMeta) else len([*flatten(value)]))
-            places[name], start = range(start, stop), stop
-        return places
+        values = [self.bound.get(name) for name in self.schema.inputs]
+        sizes = [1 if isinstance(value, TensorMeta) else len([*flatten(value)]) for value in values]
+        return {name: range(*span) for name, span in zip(self.schema.inputs, spans(sizes), strict=True)}
 
     @cached_property
     def results(self) -> dict[str, range]:
@@ -264,10 +261,7 @@ class OpCall:
                 mask = self.get("output_mask") or self.get("grad_input_mask")
                 names, mask = (names, mask) if mask else (tuple(f"out{i}" for i in range(count)), [True] * count)
                 sizes = [int(wanted) for wanted in mask]
-        ends = [0]
-        for size in sizes:
-            ends.append(ends[-1] + size)
-        return {name: range(a, b) for name, (a, b) in zip(names, pairwise(ends), strict=True)}
+        return {name: range(*span) for name, span in zip(names, spans(sizes), strict=True)}
 
     @cached_property
     def written(self) -> tuple[int, ...]:

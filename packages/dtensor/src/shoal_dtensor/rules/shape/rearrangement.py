@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
-from ..exchange import Relocation, Run, intervals
+from ..exchange import Relocation, Run
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
@@ -157,7 +158,7 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     sharded = [d for d in runs if source.dim_shardings[d].axes]
     if not sharded:
         return None
-    moves = [Relocation(source, d, intervals(target.dim_sharding(d)), runs[d]) for d in sharded]
+    moves = [Relocation(source, d, spans(target.dim_sharding(d).sizes), runs[d]) for d in sharded]
     local = [i for i, d in enumerate(call["dims"]) if int(d) % source.ndim not in sharded]
     dims = [call["dims"][i] for i in local]
     shifts = None if call.get("shifts") is None else [call["shifts"][i] for i in local]
@@ -208,7 +209,7 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     if not sharded:
         return None
     runs = {d: [Run(0, i * n, n) for i in range(repeats[d + new])] for d, n in enumerate(source.shape)}
-    moves = [Relocation(source, d, intervals(target.dim_sharding(d + new)), runs[d]) for d in sharded]
+    moves = [Relocation(source, d, spans(target.dim_sharding(d + new).sizes), runs[d]) for d in sharded]
     rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
 
     def run(x: Tensor, repeats: Sequence[int]) -> Tensor:

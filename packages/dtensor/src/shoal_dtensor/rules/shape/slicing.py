@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal_mesh import broadcast
 from shoal_mesh.internal import bound
 
+from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
 from ..language.local_ops import along_dim
@@ -142,8 +143,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
     if "start" in call.bound:
         maps = [selection(call, source.shape[dim])]
     else:
-        ends = accumulate(output.shape[dim] for output in call.outputs)
-        maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]  # split into 2 and 3: 0:2, 2:5
+        maps = [SliceMap(*span) for span in spans(t.shape[dim] for t in call.outputs)]  # split into 2 and 3: 0:2, 2:5
     yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
     yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
     yield from call.keeping_partials("self")
