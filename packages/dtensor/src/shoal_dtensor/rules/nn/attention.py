@@ -36,25 +36,21 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
     return S(dim, group) if name in QUERY_SIDE and meta.ndim > dim else R
 
 
-def _batch_and_heads(call: OpCall) -> list[tuple[int, int]]:
-    """Dims of the query that may be sharded, batch and heads, each with the query heads per head of keys."""
+def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
+    """Dims of the query that may be sharded, each with the query heads per head of keys: batch, heads, sequence."""
     query, key, value = call["query"].shape, call["key"].shape, call["value"].shape
+    heads, sequence, masked = len(query) - 3, len(query) - 2, "attn_mask" in call.bound
     if call.get("dropout_p"):
-        return []
-    alike = [d for d in range(len(query) - 2) if key[d] == value[d] and key[d] and query[d] % key[d] == 0]
-    return [(d, query[d] // key[d]) for d in alike if query[d] == key[d] or d == len(query) - 3]
-
-
-def _sequence(call: OpCall) -> list[tuple[int, int]]:
-    """The dim along which queries follow each other, if it may be sharded."""
-    query, masked = call["query"], "attn_mask" in call.bound
-    dim = query.ndim - 2
-    if call.get("dropout_p") or (call["is_causal"] and not masked):
-        return []
+        return
+    for d in range(sequence):
+        alike = key[d] == value[d] and key[d] and query[d] % key[d] == 0
+        if alike and (query[d] == key[d] or d == heads):
+            yield d, query[d] // key[d]
+    follow = all(_is_bookkeeping(m, call) or m.shape[sequence] == query[sequence] for m in call.outputs)
     if "logsumexp" in call.bound:  # other kernels take the longest sequence as a number or pad the log-sum
-        return [(dim, 1)] if masked else []
-    alike = all(_is_bookkeeping(m, call) or m.shape[dim] == query.shape[dim] for m in call.outputs)
-    return [(dim, 1)] if alike else []
+        follow = masked
+    if follow and (masked or not call["is_causal"]):
+        yield sequence, 1
 
 
 def _is_bookkeeping(meta: TensorMeta, call: OpCall) -> bool:
@@ -69,7 +65,7 @@ def attention(call: OpCall) -> Iterator[Row]:
     """
     first, present = next(iter(call.places)), dict(zip(GRADIENTS, call.results.values(), strict=False))
     is_gradient = first in QUERY_SIDE[1:]
-    for d, group in (*_batch_and_heads(call), *_sequence(call)):
+    for d, group in _shardable(call):
         inputs = {name: _entry(call, name, d, group) for name, place in call.places.items() if place}
         results: list[Entry] = [R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs]
         if is_gradient:

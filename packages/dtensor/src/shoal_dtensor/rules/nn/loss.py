@@ -126,7 +126,7 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 
     def run(target: Tensor) -> Tensor:
         check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
-        here, is_here = in_shard(target, spec, classes)
+        here, is_here = in_shard(target.long(), spec, classes)  # targets may be bytes
         return here.masked_fill(~is_here | (target == ignored), _IGNORED)
 
     return run
