@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from shoal_mesh.internal import bound
 from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
 from ...layout.placements import Partial
-from ...layout.spec import Spec
 from ...redistribute.reductions import identity_of
 from ...scopes import current, entered
 from .op_call import (
@@ -59,6 +58,9 @@ from .op_call import (
     Traffic as Traffic,
     flatten as flatten,
 )
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
 
 LocalFunction = Callable[..., Any]
 Kind = Literal["plain", "each", "dynamic", "copy"]
