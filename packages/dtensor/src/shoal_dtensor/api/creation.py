@@ -19,7 +19,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
-from ..modules.owners import carry_hooks
+from ..modules.owners import carry_attached
 from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
 from ..redistribute.scatter import Scatter, shard_of
@@ -217,9 +217,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> N
             if replicated is None:
                 replicated = shared[id(held)] = distribute_tensor(held, mesh)
                 shared[-id(held)] = held
-                attached = {name: value for name, value in vars(held).items() if name not in vars(replicated)}
-                vars(replicated).update(attached)
-                carry_hooks(held._backward_hooks or {}, held._post_accumulate_grad_hooks or {}, replicated)
+                carry_attached(held, replicated)
             table[name] = replicated  # type: ignore[assignment]  # a DTensor parameter is a Parameter
 
 

@@ -198,8 +198,8 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
     """Assign every element of a `foreach` call by itself."""
-    decided: list[Spec | None] = [None] * len(inputs)
-    outputs: list[Spec | None] = [None] * len(call.outputs)
+    decided: dict[int, Spec] = {}
+    outputs: dict[int, Spec] = {}
     communicating: set[int] = set()
     for element, indices, results in elements_of(call):
         fixed = tuple((j, None) for j in element.written)
@@ -207,13 +207,11 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
         sharding = _sharding(rule, element, problem)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
-            if decided[j] not in (None, spec):
+            if decided.setdefault(j, spec) != spec:
                 raise MixedTensorError(f"{call.op}: the shared input {inputs[j]!r} would need two layouts")
-            decided[j] = spec
-        for j, spec in zip(results, sharding.outputs, strict=True):
-            outputs[j] = spec
-    final = tuple(spec or inputs[j] for j, spec in enumerate(decided))
-    return Sharding(final, tuple(spec for spec in outputs if spec is not None), tuple(sorted(communicating)))
+        outputs.update(zip(results, sharding.outputs, strict=True))
+    final = tuple(decided.get(j, spec) for j, spec in enumerate(inputs))
+    return Sharding(final, tuple(outputs[j] for j in sorted(outputs)), tuple(sorted(communicating)))
 
 
 def _decision(  # noqa: PLR0913  # what a decision is made of

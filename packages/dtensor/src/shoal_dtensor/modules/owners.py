@@ -272,6 +272,11 @@ def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
 def carry_over(old: Any, new: Any) -> None:
     """Give a DTensor parameter the attributes and gradient hooks of the plain one that it replaces, or back."""
     note_replaced(old)
+    carry_attached(old, new)
+
+
+def carry_attached(old: Any, new: Any) -> None:
+    """The same, of a parameter or buffer that optimizers may go on to hold."""
     state: _CarriedState | None = getattr(old, _STATE, None)
     if not state and isinstance(old, DTensor):
         return  # it replaced a parameter that had nothing attached
@@ -284,17 +289,12 @@ def carry_over(old: Any, new: Any) -> None:
     for name, value in attributes.items():
         setattr(new, name, value)
     trained = new.requires_grad
-    new.requires_grad_(True)  # hooks are registered on tensors that get gradients
-    carry_hooks(hooks, post_hooks, new)
-    new.requires_grad_(trained)
-
-
-def carry_hooks(hooks: _Hooks, post_hooks: _Hooks, new: Any) -> None:
-    """Have a tensor run the hooks of another one."""
+    new.requires_grad_(trained or bool(hooks or post_hooks))  # hooks are registered on tensors that get gradients
     for key in hooks:
         new.register_hook(_Carried(hooks, key))
     for key in post_hooks:
         new.register_post_accumulate_grad_hook(_Carried(post_hooks, key))
+    new.requires_grad_(trained)
 
 
 def local_of(tensor: Tensor) -> Tensor:
