@@ -23,7 +23,6 @@ from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import (
-    MemoryOrder,
     TensorMeta,
     constant,
     dense_order,
@@ -140,24 +139,19 @@ def by_few_elements(
 
     by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
     by_name = {name: smaller(name, value) for name, value in kwargs.items()}
-    run = run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
+    shown = run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
     size_of = {number: size for size, number in few.items()}
-    if run is None or not all(size_of.keys() >= {*shape} for shape, *_ in run.outputs):
+    if shown is None or not all(size_of.keys() >= {*meta.shape} for meta in shown.metas):
         return None
-    resized = ((tuple([size_of[n] for n in shape]), order, dtype) for shape, order, dtype in run.outputs)
-    metas = tuple([TensorMeta(shape, dense_stride(shape, order), dtype) for shape, order, dtype in resized])
-    return GlobalOutputs(metas, lambda: run.binding)
-
-
-class _Run(NamedTuple):
-    """What a run on few elements shows: shape, order in memory and dtype of its outputs, the cheapest callable."""
-
-    outputs: list[tuple[tuple[int, ...], MemoryOrder, torch.dtype]]
-    binding: LocalFunction
+    metas = []
+    for meta in shown.metas:
+        shape = tuple([size_of[n] for n in meta.shape])
+        metas.append(TensorMeta(shape, dense_stride(shape, dense_order(meta.shape, meta.stride) or ()), meta.dtype))
+    return GlobalOutputs(tuple(metas), shown.binding)
 
 
 @lru_cache(maxsize=4096, typed=True)  # typed: 1, 1.0 and True make different dtypes
-def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> _Run | None:
+def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> GlobalOutputs | None:
     """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
@@ -165,12 +159,14 @@ def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -
     build = _builder(args, kwargs, _ones if device_type == "cpu" else _empty)
     try:
         metas = _metas_of(results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type))
-        orders = [dense_order(meta.shape, meta.stride) for meta in metas]
-        outputs = [(m.shape, order, m.dtype) for m, order in zip(metas, orders, strict=True) if order is not None]
-        resized = schema_of(op).written and any(meta.shape != args[0].shape for meta in metas)
-        return None if resized or None in orders else _Run(outputs, direct(op, build, metas))
+        if any(dense_order(meta.shape, meta.stride) is None for meta in metas):
+            return None
+        if schema_of(op).written and any(meta.shape != args[0].shape for meta in metas):
+            return None  # a written tensor is not resized
+        binding = direct(op, build, metas)
     except (RuntimeError, ValueError, TypeError, LookupError):  # the caller's own run says what is wrong, if anything
         return None
+    return GlobalOutputs(metas, lambda: binding)
 
 
 def _builder(
