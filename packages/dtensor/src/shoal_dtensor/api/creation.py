@@ -19,7 +19,6 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
-from ..modules.owners import carry_attached
 from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
 from ..redistribute.scatter import Scatter, shard_of
@@ -209,6 +208,8 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> None:
     """Replicate what is still plain; one plain tensor becomes one DTensor however many modules hold it."""
+    from ..modules.owners import carry_attached  # here: tensors are made without it
+
     for table in (module._parameters, module._buffers):
         for name, held in table.items():
             if held is None or isinstance(held, DTensor):
