@@ -1,4 +1,4 @@
-"""Covers: tensor/{dtensor,autograd,spec_arguments}.py, api/creation.py, dispatch/dispatch.py, on ranks."""
+"""Covers: tensor/{dtensor,autograd,spec_arguments}.py, api/constructors.py, dispatch/dispatch.py, on ranks."""
 
 from __future__ import annotations
 

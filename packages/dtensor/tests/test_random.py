@@ -1,4 +1,4 @@
-"""Covers: api/random.py, rng/state.py and the random factories of api/creation.py, on four gloo ranks."""
+"""Covers: api/random.py, rng/state.py and the random factories of api/constructors.py, on four gloo ranks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch.interception import register_dispatch
-from .api.creation import (
+from .api.constructors import (
     distribute_module,
     distribute_tensor,
     empty,

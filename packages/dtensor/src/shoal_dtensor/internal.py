@@ -31,7 +31,7 @@ from ._torch.tensors import (
     saving_state as saving_state,
     unwatched_functions as unwatched_functions,
 )
-from .api.creation import distributed_by as distributed_by
+from .api.constructors import distributed_by as distributed_by
 from .argument_types import (
     check_device_mesh as check_device_mesh,
     submodule_of as submodule_of,

@@ -187,17 +187,12 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     decision = decide(op, specs, named_specs, scope, copies)
     if verified:
         decision = replace(decision, slow_path=True, verifies_plain=True)
-    if _LOG.isEnabledFor(logging.DEBUG):
-        _log(op, (*specs, *named_specs.values()), decision)
+    if _LOG.isEnabledFor(logging.DEBUG):  # the operator on its specs, what is redistributed first, what comes out
+        moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
+        outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
+        _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, (*specs, *named_specs.values()))), outputs, moves)
     cache.remember(key, decision)
     return _run(call, decision, first=(cache, key))
-
-
-def _log(op: object, args: Sequence[Any], decision: Decision) -> None:
-    """One line: the operator on its specs, what is redistributed first, and the specs of what comes out."""
-    moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
-    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-    _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, args)), outputs, moves)
 
 
 def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:

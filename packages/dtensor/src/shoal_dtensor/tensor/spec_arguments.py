@@ -317,7 +317,10 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
     dim = 0
     for i, entry in enumerate(entries):
         if _is_number(entry):
-            slices.append(_one(entry, shape, dim))
+            size = shape[dim] if dim < len(shape) else 0
+            if not -size <= entry < size:
+                raise IndexError(f"index {entry} is out of bounds for dimension {dim} with size {size}")
+            slices.append(slice(entry % size, entry % size + 1))
             numbers.append(i - len(entries))
         else:
             slices.append(entry)
@@ -332,11 +335,3 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
-
-
-def _one(index: int, shape: Sequence[int], dim: int) -> slice:
-    """The slice that has only element `index` of dim `dim`."""
-    size = shape[dim] if dim < len(shape) else 0
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
-    return slice(index % size, index % size + 1)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal_dtensor.api.creation import distribute_tensor
+from shoal_dtensor.api.constructors import distribute_tensor
 from shoal_dtensor.errors import ShoalTensorError
 from shoal_dtensor.layout.dim_sharding import ShardOrder
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
