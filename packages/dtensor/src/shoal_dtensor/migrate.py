@@ -44,14 +44,18 @@ _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
 class Migrated(NamedTuple):
     """A source file after the rewriting.
 
+    Attributes:
+        text: its new text.
+        left: (line, what a person has to decide), in order of the lines.
+
     Example:
         >>> text, left = migrate("from torch.distributed.tensor import Shard")
         >>> text, left
         ('from shoal_dtensor import Shard', [])
     """
 
-    text: str  # its new text
-    left: list[tuple[int, str]]  # (line, what a person has to decide), in order of the lines
+    text: str
+    left: list[tuple[int, str]]
 
 
 @cache
