@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,14 +21,13 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
     """The optimizers, of this model."""
     of_model = {id(parameter) for parameter in model.parameters()}
     checked = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    for optimizer in checked:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in of_model:
-                    raise StateDictError(
-                        f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a "
-                        "parameter of the model: construct the optimizer after the model is parallelized"
-                    )
+    stepped = ((each, param) for each in checked for group in each.param_groups for param in group["params"])
+    for optimizer, parameter in stepped:
+        if id(parameter) not in of_model:
+            raise StateDictError(
+                f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a parameter "
+                "of the model: construct the optimizer after the model is parallelized"
+            )
     return checked
 
 
@@ -46,21 +45,14 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
     After it the state is what it was, or what the block has loaded.
     """
-    completed_states: list[tuple[Optimizer, Any, Any]] = []
-    try:
+    with ExitStack() as ends:
         for optimizer in optimizers:
             before = optimizer.state
             complete: Any = _Complete({param: entry for param, entry in before.items() if entry != {}})
             complete.update(_first_states(optimizer))
             optimizer.state = complete
-            completed_states.append((optimizer, before, complete))
+            ends.callback(_end_first_states, optimizer, before, complete)
         yield
-    finally:
-        for optimizer, before, complete in completed_states:
-            if optimizer.state is complete:
-                optimizer.state = before
-            else:
-                _drop_unset(optimizer)
 
 
 def _first_states(optimizer: Optimizer) -> State:
@@ -82,9 +74,14 @@ def _first_states(optimizer: Optimizer) -> State:
     return make_state(optimizer, groups)
 
 
-def _drop_unset(optimizer: Optimizer) -> None:
-    """Remove loaded state that says there is none: with dampening, a first step is none from a buffer of zeros."""
-    if steps_as(optimizer, SGD.__module__):
+def _end_first_states(optimizer: Optimizer, before: Any, complete: Any) -> None:
+    """Give the state back, or of loaded state take that away which says there is none.
+
+    With dampening, a first step is none from a buffer of zeros.
+    """
+    if optimizer.state is complete:
+        optimizer.state = before
+    elif steps_as(optimizer, SGD.__module__):
         for group in optimizer.param_groups:
             for param in group["params"] if group["dampening"] else ():
                 buffer = optimizer.state.get(param, {}).get("momentum_buffer")

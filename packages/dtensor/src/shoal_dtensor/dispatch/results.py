@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -277,21 +278,27 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
 class _ViewSource(NamedTuple):
     """Where the values of a redistributed view come from."""
 
-    op: OpOverload  # the call that returned it; `base` is the first tensor among its arguments
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    item: int  # which of the call's outputs it is
     base: Any
-    spec: Spec  # of the base at that time
     version: int  # of the base when the values were taken
+    take: Callable[[], Any]  # takes the view again
 
 
 def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
     """What a view operator has returned by copying; its tensors follow the base from here on."""
     base = next(flatten([*args, *kwargs.values()]))
+    spec: Spec = base._spec
+
+    def take(item: int) -> Any:
+        if base._spec is not spec:
+            raise InPlaceError(
+                f"a view by {op} of {spec!r} is read after its base became {base._spec!r}; take the view again"
+            )
+        with torch.no_grad():
+            return [*flatten(op(*args, **kwargs))][item]
+
     if not (is_tracing() or base.is_inference()):  # there nothing is written, or nobody counts
         for item, view in enumerate(flatten(views)):
-            view._source = _ViewSource(op, args, kwargs, item, base, base._spec, base._version)
+            view._source = _ViewSource(base, base._version, partial(take, item))
     return views
 
 
@@ -307,14 +314,6 @@ def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
     source: _ViewSource | None = view.__dict__.get("_source")
     if source is None or source.base._version == source.version:
         return local
-    base = source.base
-    if base._spec is not source.spec:
-        raise InPlaceError(
-            f"a view by {source.op} of {source.spec!r} is read after its base became {base._spec!r}; "
-            f"take the view again"
-        )
-    with torch.no_grad():
-        again = [*flatten(source.op(*source.args, **source.kwargs))][source.item]
-    view._local_tensor = values = again._local_tensor
-    view._source = source._replace(version=base._version)
+    view._local_tensor = values = source.take()._local_tensor
+    view._source = source._replace(version=source.base._version)
     return values  # type: ignore[no-any-return]  # a tensor

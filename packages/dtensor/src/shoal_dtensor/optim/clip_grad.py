@@ -78,7 +78,7 @@ def clip_grad_norm_(
     own = _looked_up(specs)
     _check_plain(owners if own.plain else ())
     if own.partial:
-        _finish_partial([owner for owner in owners if owner.grad is not None])
+        _finish_partial(owners)
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -216,16 +216,11 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
         }
         coordinate = mesh.get_coordinate()
         axes = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
-        counted = (
-            ()
-            if coordinate is None
-            else tuple(
-                i
-                for i, sharding in sharded.items()
-                if not any(coordinate[axis] for axis in axes if axis not in sharding)
-            )
-        )
-        parts.append(_Part(min(sharded), () if coordinate is None else axes, counted))
+        if coordinate is None:
+            parts.append(_Part(min(sharded), (), ()))
+            continue
+        counted = [i for i, own in sharded.items() if not any(coordinate[axis] for axis in axes if axis not in own)]
+        parts.append(_Part(min(sharded), axes, tuple(counted)))
     plain = tuple(i for i, item in enumerate(gradients) if not isinstance(item, Spec))
     if plain:
         parts.append(_Part(plain[0], (), plain))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -226,12 +227,8 @@ def of_wrapper(
 
 def placed_alike(one: Spec, other: Spec) -> bool:
     """Whether two specs differ in nothing but sizes and strides."""
-    return one is other or (
-        one.mesh == other.mesh
-        and one.placements == other.placements
-        and one.shard_order == other.shard_order
-        and one.dtype == other.dtype
-    )
+    facts = attrgetter("mesh", "placements", "shard_order", "dtype")
+    return one is other or bool(facts(one) == facts(other))
 
 
 def refuse_graph_cache(tensor: Any) -> NoReturn:
