@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import InPlaceError, MixedTensorError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -132,9 +132,12 @@ def test_an_element_of_both_kinds_is_refused() -> None:
 
 def test_a_list_with_a_tensor_and_its_view_has_no_one_history(mesh: DeviceMesh) -> None:
     leaf: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    moved = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
     for pair in (lambda x: [x, x.view(4)], lambda x: [x.view(4), x], lambda x: [x, x]):
         with pytest.raises(InPlaceError, match="twice"):
             torch._foreach_neg_(pair(leaf * 2))
+        with pytest.raises(InPlaceError, match="twice"):  # one after the other, as some are redistributed
+            torch._foreach_mul_(pair(leaf * 2), [moved, moved])
         with torch.no_grad():
             torch._foreach_neg_(pair(leaf * 2))
     torch._foreach_neg_([leaf * 2, leaf * 3])

@@ -198,6 +198,10 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
+    if decision.foreach and decision.moves and len(args[0]) > 1:
+        results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
+        count_writes(decision.unreported_writes, args, kwargs)  # what it refuses of a list, no element shows
+        return results
     if decision.verifies_plain and first is None:
         verify_plain(cls, op, args, kwargs, candidates=True)
     if decision.result_kind is ResultKind.COMPOSITE:
@@ -206,8 +210,6 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
     if decision.notice:
         warn(decision.notice, stacklevel=2)
     if decision.moves:
-        if decision.foreach and len(args[0]) > 1:
-            return run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         local, named = [*local], {**named}
         with purpose(decision.reason) if decision.reason else nullcontext():
             for move in decision.moves:
