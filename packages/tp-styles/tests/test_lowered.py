@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal_dtensor import Replicate
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
@@ -80,6 +81,21 @@ def test_a_parallel_model_is_freed_copied_and_pickled() -> None:
         assert ref() is None, "a reference cycle keeps the model alive"
     finally:
         gc.enable()
+
+
+@on_ranks(2)
+def test_what_a_lowering_reads_of_its_module_is_unpickled_before_it() -> None:
+    x = torch.randn(3, 2, 4)
+    plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "1": RowwiseParallel()}
+    transposed = parallelize_module(nn.Sequential(nn.Identity(), Transposed(4, 6)), all_ranks(), {"1": plan["1"]})
+    for module, input in (
+        (parallelize_module(nn.LSTM(4, 6), all_ranks(), plan["0"]), x),
+        (transposed, x.chunk(2, -1)[torch.distributed.get_rank()]),
+    ):
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        torch.testing.assert_close(torch.load(buffer, weights_only=False)(input), module(input))
 
 
 class Transposed(nn.Module):

@@ -74,9 +74,9 @@ def apply_sharding(
         )
     if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
         inner = None
-    earlier = conflicting_style(module, sharding.style, distributes=sharding.distributes)
-    if earlier is not None:
-        raise PlanError(already_parallel("", module, sharding.style, earlier))
+    conflict = conflicting_style(module, sharding.style, "", distributes=sharding.distributes)
+    if conflict is not None:
+        raise PlanError(conflict)
     check_parameters(module, sharding)
     lowering = _lowering(module, sharding, inner, lower=lower)
     arithmetic = current_arithmetic()
@@ -191,21 +191,17 @@ def _distributed(
     return successor
 
 
-def conflicting_style(module: nn.Module, style: str, *, distributes: bool) -> str | None:
-    """The style that a module already has and that excludes another: the same one, or both shard parameters."""
-    if style in module.__dict__.get(_UNDECLARED, ()):
-        return style
+def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: bool) -> str | None:
+    """What to say where a module already has a style that excludes another: the same one, or both shard parameters."""
+    earlier = [style] if style in module.__dict__.get(_UNDECLARED, ()) else []
     for sharding, _ in shardings_of(module):
         if sharding.style == style or (sharding.distributes and distributes and sharding.style != TIED):
-            return sharding.style
-    return None
-
-
-def already_parallel(path: str, module: nn.Module, style: str, earlier: str) -> str:
-    """The message about a module that is made parallel a second time."""
+            earlier.append(sharding.style)
+    if not earlier:
+        return None
     return (
-        f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier}; a second one would "
-        "shard shards. Call unparallelize_module first"
+        f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier[0]}; a second one "
+        "would shard shards. Call unparallelize_module first"
     )
 
 

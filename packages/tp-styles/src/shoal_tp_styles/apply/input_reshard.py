@@ -38,36 +38,30 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        hook = _Resharding(tp_device_mesh, input_reshard_dim, tensors)
-        hook.start()
-        hooks.append(hook)
+        hooks.append(_Resharding(tp_device_mesh, input_reshard_dim, tensors))
+        hooks[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        hooks.pop().stop()
+        hooks.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
     return module
 
 
-class _Resharding:
-    """Saved-tensor hooks during one forward."""
+class _Resharding(torch.autograd.graph.saved_tensors_hooks):
+    """Saved-tensor hooks during one forward; what was packed stays packed until its backward."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
+        super().__init__(self.pack, _unpack)
         self.mesh, self.dim = mesh, dim
         self.replicated = {
             (x.data_ptr(), x.shape, x.stride()) for x in inputs if not isinstance(x, DTensor) and x.numel()
         }
         self.shards: dict[int, tuple[DTensor]] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
-    def start(self) -> None:
-        """Pack what is saved from now on."""
-        self.hooks.__enter__()
-
-    def stop(self) -> None:
-        """End the hooks; what was packed stays packed until its backward."""
-        self.hooks.__exit__(None, None, None)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         self.replicated.clear()
         self.shards.clear()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -41,15 +42,22 @@ class Lowered(ModuleForward):
     params: dict[str, Any]
 
     def __init__(
-        self, module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, inner: ModuleForward | None = None
+        self,
+        module: nn.Module,
+        sharding: ModuleSharding,
+        mesh: DeviceMesh,
+        inner: ModuleForward | None = None,
+        *,
+        params: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(module, mesh, inner)
-        self.params = module._parameters
+        self.params = module._parameters if params is None else params
         self.sharding: ModuleSharding = sharding
         self.comm: Comm = mesh.comm(0)
         self.port_in: Port = sharding.input_port()
         self.port_out: Port = sharding.output_port()
-        self.resolve()
+        if params is None:
+            self.resolve()
 
     def resolve(self) -> None:
         """Work out everything that calls need from the record; overridden by each lowering."""
@@ -134,7 +142,14 @@ class Lowered(ModuleForward):
         return clone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.module, self.params, self.sharding, self.mesh, self.inner)
+        return partial(type(self), params=self.params), (self.module, self.sharding, self.mesh, self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        # A module that is being unpickled has no state when its forward is built, which is resolved when it is used.
+        if any(name in getattr(kind, "__slots__", ()) for kind in type(self).__mro__):
+            self.resolve()
+            return object.__getattribute__(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
@@ -143,21 +158,6 @@ def lowered_of(module: nn.Module) -> Lowered | None:
     while forward is not None and not isinstance(forward, Lowered):
         forward = forward.inner
     return forward
-
-
-def _rebuild(
-    kind: type[Lowered],
-    module: nn.Module,
-    params: dict[str, Any],
-    sharding: ModuleSharding,
-    mesh: DeviceMesh,
-    inner: ModuleForward | None,
-) -> Lowered:
-    # The module is still being unpickled and has no state yet: build without touching it.
-    module.__dict__.setdefault("_parameters", params)
-    lowered = kind(module, sharding, mesh, inner)
-    lowered.params = params
-    return lowered
 
 
 def spec_of(param: Tensor, name: str) -> Spec:

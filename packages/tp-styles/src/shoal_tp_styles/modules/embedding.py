@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
@@ -30,17 +30,7 @@ from shoal_mesh import all_gather, all_gather_v
 from ..lowering import ports
 from ..lowering.collective_functions import gather_partial
 from ..lowering.lowered import Lowered, declare_input, declare_output, moves, nbytes
-from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
-
-
-def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:
-    """Refuse what a sharded table cannot do."""
-    if getattr(module, "max_norm", None) is not None:
-        raise UnsupportedModuleError(
-            f"{sharding.style}: {module} renormalises rows in place (max_norm); that is not sharded"
-        )
-    if getattr(module, "sparse", False):
-        raise UnsupportedModuleError(f"{sharding.style}: {module} has sparse gradients, which DTensors do not hold")
+from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
 def check_ids(tokens: Tensor, rows: int) -> None:
@@ -52,13 +42,25 @@ def check_ids(tokens: Tensor, rows: int) -> None:
         raise IndexError(f"id {tokens[~valid][0].item()} is out of bounds for a table of {rows} rows")
 
 
-class ColumnEmbedding(Lowered):
-    """An embedding whose features are sharded."""
+class _Table(Lowered):
+    """Base of what looks rows of a table up; it refuses what a sharded one cannot do."""
 
     __slots__ = ()
 
     def resolve(self) -> None:
-        _check_table(self.module, self.sharding)
+        style, module = self.sharding.style, self.module
+        if getattr(module, "max_norm", None) is not None:
+            raise UnsupportedModuleError(
+                f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
+            )
+        if getattr(module, "sparse", False):
+            raise UnsupportedModuleError(f"{style}: {module} has sparse gradients, which DTensors do not hold")
+
+
+class ColumnEmbedding(_Table):
+    """An embedding whose features are sharded."""
+
+    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         return ports.sharded_output(self, self.look_up(ports.replicated_input(self, input)))
@@ -108,13 +110,10 @@ def _own_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None, sc
     return out
 
 
-class RowEmbedding(Lowered):
+class RowEmbedding(_Table):
     """An embedding whose vocabulary is sharded."""
 
     __slots__ = ()
-
-    def resolve(self) -> None:
-        _check_table(self.module, self.sharding)
 
     def __call__(self, input: Tensor) -> Tensor:
         tokens = ports.replicated_input(self, input)
@@ -223,15 +222,15 @@ class ColumnEmbeddingBag(ColumnEmbedding):
         return ports.sharded_output(self, out, port=bags.leaving)
 
 
-class RowEmbeddingBag(Lowered):
+class RowEmbeddingBag(_Table):
     """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
 
     __slots__ = ()
     collectives = _Bags.collectives
 
     def resolve(self) -> None:
+        super().resolve()
         module: Any = self.module
-        _check_table(module, self.sharding)
         if module.mode == "max" or module.scale_grad_by_freq:
             raise UnsupportedModuleError(
                 f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', scale_grad_by_freq); "

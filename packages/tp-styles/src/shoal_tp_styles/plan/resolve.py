@@ -23,7 +23,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
-from ..apply.apply import already_parallel, apply_sharding, check_parameters, conflicting_style, note_undeclared
+from ..apply.apply import apply_sharding, check_parameters, conflicting_style, note_undeclared
 from ..progress import progress
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.linear import style_of_tied
@@ -99,12 +99,9 @@ class Resolved(NamedTuple):
         problems = []
         for use in self.uses:
             style = use.sharding.style if use.sharding is not None else type(use.style).__name__
-            earlier = conflicting_style(
-                use.module, style, distributes=use.sharding is not None and use.sharding.distributes
-            )
-            if earlier is not None:
-                problems.append(already_parallel(use.path, use.module, style, earlier))
-        return problems
+            distributes = use.sharding is not None and use.sharding.distributes
+            problems.append(conflicting_style(use.module, style, use.path, distributes=distributes))
+        return [problem for problem in problems if problem is not None]
 
     def tied_conflicts(self) -> list[str]:
         """Shared parameters with two layouts, or of which one owner has no style."""

@@ -104,7 +104,14 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
 
     Another forward, or a number that is not to be seen, is an UnsupportedModuleError.
     """
-    grouped = _is_grouped(style, module)
+    names = [*inspect.signature(type(module).forward).parameters][1:]
+    grouped = len(names) > 1 and "num_tokens" in names[1]
+    routed = len(names) > 2 and names[1].endswith(_CHOICES) and any(word in names[2] for word in _WEIGHTS)
+    if not grouped and not routed:
+        raise UnsupportedModuleError(
+            f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the style routes tokens "
+            f"by {EXPERTS}. Put the experts into a module with such a forward, and the style on that module"
+        )
     listed = isinstance(module, nn.ModuleList)
     if grouped and (listed or capacity is not None):
         what = "is a ModuleList" if listed else "gets rows that are sorted already, so that no capacity can drop some"
@@ -120,18 +127,6 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
             "nn.ModuleList of experts, or parameters of shape (experts, in, out) or (experts, out, in) of its own"
         )
     return Experts(sizes.pop(), grouped, listed, capacity)
-
-
-def _is_grouped(style: str, module: nn.Module) -> bool:
-    names = [*inspect.signature(type(module).forward).parameters][1:]
-    if len(names) > 1 and "num_tokens" in names[1]:
-        return True
-    if len(names) > 2 and names[1].endswith(_CHOICES) and any(word in names[2] for word in _WEIGHTS):
-        return False
-    raise UnsupportedModuleError(
-        f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the style routes tokens by "
-        f"{EXPERTS}. Put the experts into a module with such a forward, and the style on that module"
-    )
 
 
 def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPlacement]:
