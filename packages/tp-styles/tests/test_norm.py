@@ -1,4 +1,4 @@
-"""Covers: modules/norm.py, modules/channels.py, styles/channel.py, styles/sequence.py."""
+"""Covers: modules/norm.py, modules/channels.py, styles/activation.py."""
 
 from __future__ import annotations
 

@@ -23,13 +23,12 @@ from .plan.parallelize import parallelize_module, unparallelize_module
 from .plan.preview import Preview, preview
 from .plan.verify import Verification, verify
 from .sharding.module_sharding import Collective, Heads, ModuleCall, ModuleSharding, Port
+from .styles.activation import ChannelParallel, ContextParallel, SequenceParallel
 from .styles.attention import HeadParallel, LatentProjection, OwnParameters
-from .styles.channel import ChannelParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from .styles.lora import LoRA, adapter_parameters, merge_adapters
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .styles.sequence import ContextParallel, SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
 
 __all__ = [

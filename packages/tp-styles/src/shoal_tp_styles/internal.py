@@ -14,7 +14,6 @@ from .lowering.parameters import HOW_TO_QUANTIZE as HOW_TO_QUANTIZE
 from .lowering.ports import (
     Boundary as Boundary,
     from_local as from_local,
-    local_input as local_input,
     partial_output as partial_output,
     replicated_input as replicated_input,
     sharded_input as sharded_input,

@@ -23,8 +23,8 @@ from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh.testing import all_ranks
 
 from .plan.parallelize import unparallelize_module
+from .styles.activation import SequenceParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
-from .styles.sequence import SequenceParallel
 from .styles.style import ParallelStyle
 
 __all__ = [

@@ -13,6 +13,7 @@ entry for each of this rank's rows where nothing is reduced.  `load_balance` is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -61,17 +62,21 @@ class _RowStatistics(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only("losses on a sharded vocabulary have first derivatives only")
         x, lse, index, inside, q = ctx.saved_tensors
-        to_lse, to_picked, to_q = grads
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        if to_lse is None:
-            dx = torch.zeros_like(work)
-        else:
-            dx = (work - lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))  # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
-        if to_picked is not None and index is not None and x.shape[-1]:
-            dx.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
-        if to_q is not None and q is not None:
-            dx.addcmul_(to_q.unsqueeze(-1).expand_as(dx).to(dx.dtype), q.to(dx.dtype).expand_as(dx))
-        return dx.to(x.dtype), None, None, None
+        return logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q).to(x.dtype), None, None, None
+
+
+def logit_gradient(
+    shifted: Tensor, grads: Sequence[Tensor | None], index: Tensor | None, inside: Tensor, q: Tensor | None
+) -> Tensor:
+    """The gradient of logits from those of their statistics, in the memory of the logits minus their log-sum-exp."""
+    to_lse, to_picked, to_q = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
+    dz = shifted.zero_() if to_lse is None else shifted.exp_().mul_(to_lse)  # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
+    if to_picked is not None and index is not None and dz.shape[-1]:
+        dz.scatter_add_(-1, index.unsqueeze(-1), to_picked * inside.unsqueeze(-1))
+    if to_q is not None and q is not None:
+        dz.addcmul_(to_q.to(dz.dtype), q.to(dz.dtype))
+    return dz
 
 
 def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from shoal_mesh import all_reduce
 from shoal_mesh.internal import all_reduce_
 
 from .._torch import autocast_dtype, traced_apply
-from .functional import Reduction, of_labels, own_classes, pick, reduced
+from .functional import Reduction, logit_gradient, of_labels, own_classes, pick, reduced
 from .logits import LogitRows, Vocab, plain
 
 BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
@@ -85,15 +85,11 @@ class _LinearStatistics(Function):
             for needed, t in ((needs_w, w), (needs_b, b))
         )
         for rows in ctx.task.blocks(x.shape[0]):
-            to_lse, to_picked, to_total = (None if grad is None else grad[rows].unsqueeze(-1) for grad in grads)
             z = ctx.task.logits(x[rows], w, b)
             slope = None if ctx.task.cap is None else 1 - (z / ctx.task.cap).square_()
             # Of the logits, in their memory; then of what the product gave.
-            dz = z.zero_() if to_lse is None else z.sub_(lse[rows].unsqueeze(-1)).exp_().mul_(to_lse)
-            if to_picked is not None and z.shape[-1]:
-                dz.scatter_add_(-1, index[rows].unsqueeze(-1), to_picked * inside[rows].unsqueeze(-1))
-            if to_total is not None and q is not None:
-                dz.addcmul_(to_total, q.to(dz.dtype))
+            of_rows = [None if grad is None else grad[rows] for grad in grads]
+            dz = logit_gradient(z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q)
             dz = dz if slope is None else dz.mul_(slope)
             if db is not None:
                 db += dz.sum(0)
@@ -161,7 +157,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     _check(input, linear_weight, target)
     if vocab is None or isinstance(linear_weight, DTensor):
         vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
-    (x, w, b), rows = _operands(_with_all_features(input, vocab), linear_weight, linear_bias, vocab)
+    (x, w, b), rows = _operands(input, linear_weight, linear_bias, vocab)
     labels, weights = rows.shard(target), plain(weight)
     q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
     task = _LogitBlocks(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
@@ -183,25 +179,22 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
         )
 
 
-def _with_all_features(input: Tensor, vocab: Vocab) -> Tensor:
-    """The input with whole rows, replicated over the ranks that shard the classes: each of them needs the same rows."""
-    if not isinstance(input, DTensor):
-        return input
-    mesh, rows = input.device_mesh, LogitRows.of(input, -1).placements
-    placements = [
-        Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
-        for axis, p in enumerate(rows or [Replicate()] * mesh.ndim)
-    ]
-    return input.redistribute(placements=placements)
-
-
 def _operands(
     input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
-    """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
+    """The local operands, without padding, in the dtype of the product; and the layout of the rows.
+
+    The ranks that shard the classes all need the same rows, with all features.
+    """
     rows = LogitRows.of(input, -1)
     if isinstance(input, DTensor):
-        input = input.to_local()
+        mesh = input.device_mesh
+        placements = [
+            Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
+            for axis, p in enumerate(rows.placements or [Replicate()] * mesh.ndim)
+        ]
+        input = input.redistribute(placements=placements)
+        rows, input = LogitRows.of(input, -1), input.to_local()
     sharded = {axis for _, axes in rows.order for axis in axes}
     params = [weight, bias]
     for i, param in enumerate(params):

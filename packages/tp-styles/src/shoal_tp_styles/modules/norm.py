@@ -84,7 +84,14 @@ class Tokenwise(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         global_shape = (*input.shape,) if isinstance(input, DTensor) else None
         input = sharded_input(self, input)
-        self.check_dim(input)
+        if not isinstance(input, Tensor):
+            raise LayoutError(f"{self.sharding.style}: expected a tensor as the input, got {type(input).__name__}")
+        dim = getattr(self.port_in.desired, "dim", 0)
+        if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
+            raise LayoutError(
+                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a feature dim of "
+                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
+            )
         out = self.computed(input)
         if self.sharding.local_outputs:
             return out
@@ -95,17 +102,6 @@ class Tokenwise(Lowered):
         """What the module makes of this rank's tokens."""
         names = self.params if self.read is None else self.read
         return self.compute(self.module, local, self.local(*names, comm=self.comm) if names else {})
-
-    def check_dim(self, local: Tensor) -> None:
-        """Raise LayoutError if a dim of features is sharded, or this is no tensor."""
-        if not isinstance(local, Tensor):
-            raise LayoutError(f"{self.sharding.style}: expected a tensor as the input, got {type(local).__name__}")
-        dim = getattr(self.port_in.desired, "dim", 0)
-        if (dim + local.ndim if dim < 0 else dim) >= local.ndim - self.features:
-            raise LayoutError(
-                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(local.shape)} is a feature dim of "
-                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
-            )
 
 
 class SequenceDropout(Boundary):

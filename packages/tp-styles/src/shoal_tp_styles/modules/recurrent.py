@@ -41,16 +41,16 @@ _UNITS = Shard(-1)
 class Recurrent(Lowered):
     """A recurrent module under `SequenceParallel(sequence_dim=<its batch dim>)`."""
 
-    __slots__ = ()
+    __slots__ = ("batch",)
 
     def resolve(self) -> None:
         module: Any = self.module
-        batch = 0 if module.batch_first else 1
+        self.batch: int = 0 if module.batch_first else 1
         dim = getattr(self.port_in.desired, "dim", None)
-        if dim != batch:
+        if dim != self.batch:
             raise UnsupportedModuleError(
                 f"SequenceParallel: {module} reads its sequence step by step, so dim {dim} cannot be sharded; "
-                f"its batch can: SequenceParallel(sequence_dim={batch})"
+                f"its batch can: SequenceParallel(sequence_dim={self.batch})"
             )
 
     @classmethod
@@ -66,21 +66,20 @@ class Recurrent(Lowered):
         if input.ndim < 3:
             raise LayoutError(
                 f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} without a batch dim, which "
-                f"is what is sharded; give it one: x.unsqueeze({0 if module.batch_first else 1})"
+                f"is what is sharded; give it one: x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
         flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
         port = Port(Shard(1), Shard(1))
         initial = tuple(ports.sharded_input(self, each, port=port) for each in _tensors(hx))
         hx = initial if isinstance(hx, tuple | list) else initial[0]
-        forward = partial(_forward, module, ports.sharded_input(self, input), hx)
+        forward = partial(_forward, module, self.batch, ports.sharded_input(self, input), hx)
         out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
         if self.sharding.local_outputs:
             return out, state
-        batch = 0 if module.batch_first else 1
-        rows = input.shape[batch] if isinstance(input, DTensor) else None
+        rows = input.shape[self.batch] if isinstance(input, DTensor) else None
         wrapped = tuple(from_local(each, Shard(1), self.mesh, _with_rows(each, 1, rows)) for each in _tensors(state))
-        full = from_local(out, self.port_out.desired, self.mesh, _with_rows(out, batch, rows))
+        full = from_local(out, self.port_out.desired, self.mesh, _with_rows(out, self.batch, rows))
         return full, wrapped if type(state) is tuple else wrapped[0]
 
 
@@ -89,12 +88,11 @@ def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] |
     return None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
 
 
-def _forward(module: Any, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
+def _forward(module: Any, batch: int, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
     """The module's own forward; an empty shard of the batch passes as one row of zeros, of which nothing is kept.
 
     So a rank without rows takes part in the reduction of gradients, with zeros.
     """
-    batch = 0 if module.batch_first else 1
     forward = type(module).forward
     if x.shape[batch]:
         return forward(module, x, hx)  # type: ignore[no-any-return]  # a module's forward has no type

@@ -9,11 +9,11 @@ from shoal_dtensor import Partial, Replicate
 from shoal_dtensor.errors import PlanError
 
 from ..errors import StyleNameError
+from ..styles.activation import SequenceParallel
 from ..styles.attention import LatentProjection, OwnParameters
 from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from ..styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from ..styles.prepare import PrepareModuleOutput
-from ..styles.sequence import SequenceParallel
 from ..styles.style import ParallelStyle
 
 

@@ -31,7 +31,7 @@ from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.sharded_linear import ColumnLinear, RowLinear
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of, out_features
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, ModuleSharding, Overlap, Port
-from .channel import sharded_groups
+from .activation import sharded_groups
 from .style import DeclaredStyle, LayoutField, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None

@@ -126,8 +126,20 @@ class DeclaredStyle(ParallelStyle):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.endswith("layouts"):
-            _check_layouts(type(self).__name__, name, value)
+        entries: tuple[object, ...] = ()
+        if name.endswith("kwarg_layouts") and isinstance(value, Mapping):
+            entries = tuple(value.values())
+        elif name.endswith("layouts"):
+            entries = tuple(value) if isinstance(value, list | tuple) else (value,)
+        for entry in entries:
+            if entry is not None and not isinstance(entry, Placement):
+                of_torch = (
+                    " (of torch: use those of shoal_dtensor)" if type(entry).__module__.startswith("torch") else ""
+                )
+                raise LayoutTypeError(
+                    f"{type(self).__name__}: {name} takes a placement such as Replicate() or Shard(-1), a tuple of "
+                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} {entry!r:.60}{of_torch}"
+                )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -162,21 +174,6 @@ class DeclaredStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sharding = self.sharding(module)
         return apply_sharding(module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower)
-
-
-def _check_layouts(style: str, name: str, given: object) -> None:
-    entries: tuple[object, ...] = (given,)
-    if name.endswith("kwarg_layouts") and isinstance(given, Mapping):
-        entries = tuple(given.values())
-    elif isinstance(given, list | tuple):
-        entries = tuple(given)
-    wrong = [entry for entry in entries if entry is not None and not isinstance(entry, Placement)]
-    if wrong:
-        of_torch = " (of torch: use those of shoal_dtensor)" if type(wrong[0]).__module__.startswith("torch") else ""
-        raise LayoutTypeError(
-            f"{style}: {name} takes a placement such as Replicate() or Shard(-1), a tuple of them, or for keyword "
-            f"inputs a dict of them, got {type(wrong[0]).__name__} {wrong[0]!r:.60}{of_torch}"
-        )
 
 
 def unsupported(
