@@ -241,8 +241,7 @@ class RoutedExperts(Lowered):
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
         beside = self.beside() if self.beside is not None else None
         self.beside = None
-        arrived = exchange.to_experts(rows) if beside is None else exchange.to_experts_beside(rows, beside)
-        return exchange.back(self.computed(arrived, exchange.own))
+        return exchange.back(self.computed(exchange.to_experts(rows, beside), exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """What this rank's experts make of rows of several senders behind each other, those of each sorted by expert.

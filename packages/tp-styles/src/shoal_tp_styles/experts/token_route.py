@@ -91,77 +91,64 @@ class ExpertExchange(NamedTuple):
         own = [row[held[comm.rank]] for row in counts]
         return cls(comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own)
 
-    def to_experts(self, rows: Tensor) -> Tensor:
-        """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert."""
-        return self._sent(rows, self.sends, self.receives)
+    def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
+        """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert.
 
-    def to_experts_beside(self, rows: Tensor, compute: Callable[[], None]) -> Tensor:
-        """`to_experts`; something else is computed while the rows, and in backward their gradients, are under way."""
-        flight = _Flight(self)
-        token = apply(_Started, rows, flight)
-        compute()
-        arrived: Tensor = apply(_Arrived, token, flight)
+        What is `beside` is computed while the rows, and in backward their gradients, are under way.
+        """
+        if beside is None:
+            return self._sent(rows, back=False)
+        under_way: list[Pending] = []
+        token = apply(_Started, rows, self, under_way)
+        beside()
+        arrived: Tensor = apply(_Arrived, token, self, under_way)
         return arrived
 
     def back(self, rows: Tensor) -> Tensor:
         """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
-        return self._sent(rows, self.receives, self.sends)
+        return self._sent(rows, back=True)
 
-    def _sent(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+    def _sent(self, rows: Tensor, *, back: bool) -> Tensor:
+        flat = differentiable.all_to_all_v(rows.reshape(-1), self.comm, *self._elements(rows.shape[-1], back))
+        return flat.view(sum(self.sends if back else self.receives), rows.shape[-1])
+
+    def start(self, rows: Tensor, *, back: bool) -> Pending:
+        """Rows that are under way to their experts, or back."""
         width = rows.shape[-1]
-        flat = differentiable.all_to_all_v(
-            rows.reshape(-1), self.comm, [size * width for size in sends], [size * width for size in receives]
-        )
-        return flat.view(sum(receives), width)
+        pending = all_to_all_v(rows.reshape(-1), self.comm, *self._elements(width, back), async_op=True)
+        return pending.then(lambda flat: flat.view(-1, width))
 
-
-class _Flight:
-    """Rows that are under way to their experts, or gradients on their way back."""
-
-    __slots__ = ("_exchange", "_pending")
-
-    def __init__(self, exchange: ExpertExchange) -> None:
-        self._exchange = exchange
-        self._pending: Pending | None = None
-
-    def start(self, rows: Tensor, *, backward: bool) -> Tensor:
-        """Send rows; what comes back stands for them in the graph."""
-        exchange, width = self._exchange, rows.shape[-1]
-        sizes = (exchange.receives, exchange.sends) if backward else (exchange.sends, exchange.receives)
-        sends, receives = ([size * width for size in each] for each in sizes)
-        pending = all_to_all_v(rows.reshape(-1), exchange.comm, sends, receives, async_op=True)
-        self._pending = pending.then(lambda flat: flat.view(-1, width))
-        return rows.new_empty(0)
-
-    def wait(self) -> Tensor:
-        """The rows that have arrived."""
-        assert self._pending is not None, "they were sent before"
-        arrived, self._pending = self._pending.wait(), None
-        return arrived
+    def _elements(self, width: int, back: bool) -> tuple[list[int], list[int]]:
+        """Elements to each rank, and from each rank, of rows of so many."""
+        to, of = (self.receives, self.sends) if back else (self.sends, self.receives)
+        return [rows * width for rows in to], [rows * width for rows in of]
 
 
 class _Started(Function):
     """Rows -> a tensor without elements that stands for them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.start(rows, backward=False)
+    def forward(ctx: Any, rows: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
+        ctx.under_way = under_way
+        under_way.append(exchange.start(rows, back=False))
+        return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.flight.wait(), None
+        return ctx.under_way.pop().wait(), None, None
 
 
 class _Arrived(Function):
     """What stands for the rows -> the rows that this rank gets."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.wait()
+    def forward(ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
+        ctx.exchange, ctx.under_way = exchange, under_way
+        arrived: Tensor = under_way.pop().wait()
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        return ctx.flight.start(grad, backward=True), None
+        ctx.under_way.append(ctx.exchange.start(grad, back=True))
+        return grad.new_empty(0), None, None
