@@ -7,6 +7,7 @@ thread that enters it: blocks nest, nothing global changes, and the backward may
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -74,14 +75,4 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     functional.cross_entropy: cross_entropy,
     functional.nll_loss: nll_loss,
 }
-# Of both functions, in torch's order.
-_ARGUMENTS = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-    "label_smoothing",
-)
+_ARGUMENTS = tuple(inspect.signature(functional.cross_entropy).parameters)  # of both functions

@@ -262,22 +262,19 @@ class AttentionHeads(FusedLowering):
 
 def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool) -> Tensor | None:
     """What is added to the scores, broadcast over `(batch, heads, queries, keys)`."""
-    total: Tensor | None = None
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-    for given, view in ((mask, None), (padding, (-1, 1, 1, k.shape[-2]))):
-        if given is None:
-            continue
-        added = (
-            torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, -torch.inf)
-            if given.dtype == torch.bool
-            else given
+    if mask is not None and mask.ndim == 3:
+        raise UnsupportedModuleError(
+            "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"
         )
-        if view is not None:
-            added = added.view(view)  # padding (2, 5): (2, 1, 1, 5)
-        elif added.ndim == 3:
-            raise UnsupportedModuleError(
-                "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"
-            )
-        total = added if total is None else total + added
+    total: Tensor | None = None
+    for given in (
+        mask,
+        None if padding is None else padding.view(-1, 1, 1, k.shape[-2]),
+    ):  # padding (2, 5): (2, 1, 1, 5)
+        if given is not None:
+            if given.dtype == torch.bool:
+                given = torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, -torch.inf)
+            total = given if total is None else total + given
     return total

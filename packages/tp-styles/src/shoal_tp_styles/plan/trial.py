@@ -50,11 +50,7 @@ class _Results(NamedTuple):
 
 
 def try_plan(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PlanTrial:
     """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
 
@@ -64,7 +60,7 @@ def try_plan(
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
         return PlanTrial(unproven=(refusal,))
-    with torch.random.fork_rng(devices=()), torch.enable_grad():
+    with torch.random.fork_rng(devices=()):
         try:
             single = copy.deepcopy(model).double().cpu().eval()
         except Exception as error:  # whatever the user's model raises is a finding
@@ -77,29 +73,19 @@ def try_plan(
 
 
 def _tried(
-    single: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    single: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PlanTrial:
     """What a run in the mode of a plain model showed; in training mode from one seed."""
     where = " in training mode, with random numbers" if single.training else ""
 
-    def plain() -> _Results:
-        torch.manual_seed(0)
-        return _run(copy.deepcopy(single), args, kwargs)
-
     def one_rank(view: DeviceMesh) -> _Results:
-        with torch.enable_grad():
-            module = copy.deepcopy(single)
-            apply_plan(plan, module, view)
-            torch.manual_seed(0)
-            return _run(module, args, kwargs)
+        module = copy.deepcopy(single)
+        apply_plan(plan, module, view)
+        return _run(module, args, kwargs)
 
     try:
-        expected = plain()
-        if single.training and any(_differences([plain()], expected)):
+        expected = _run(copy.deepcopy(single), args, kwargs)
+        if single.training and any(_differences([_run(copy.deepcopy(single), args, kwargs)], expected)):
             return PlanTrial(unproven=(f"one seed does not fix what the plain model computes{where}",))
     except Exception as error:  # likewise
         return PlanTrial(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
@@ -136,7 +122,9 @@ def _vary_constants(module: nn.Module) -> None:
                 param.add_(torch.rand_like(param), alpha=0.1)
 
 
+@torch.enable_grad()
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Results:
+    torch.manual_seed(0)
     inputs: list[Tensor] = []
 
     def fresh(tensor: Tensor) -> Tensor:

@@ -46,10 +46,6 @@ class Features(NamedTuple):
     lowering: type[Lowered]  # the local computation
     inputs: int = 1  # number of inputs
 
-    def lowering_for(self, module: nn.Module, kind: type[nn.Module]) -> type[Lowered] | None:
-        """The lowering of a module that counts as `kind`; None for a subclass with a forward of its own."""
-        return self.lowering if keeps_forward(module, kind) else None
-
 
 # By their spatial dims; channels are the dim before those.
 _CONVOLUTIONS = (1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)
@@ -81,11 +77,11 @@ _OF_HEADS: dict[type[nn.Module], Features] = {
 
 def _features(
     style: str, table: Mapping[type[nn.Module], Features], module: nn.Module
-) -> tuple[type[nn.Module], Features]:
-    """What the module counts as, and its row of the table."""
+) -> tuple[Features, type[Lowered] | None]:
+    """The module's row of the table, and its lowering; None for a subclass with a forward of its own."""
     for kind in kinds_of(module):
         if kind in table:
-            return kind, table[kind]
+            return table[kind], table[kind].lowering if keeps_forward(module, kind) else None
     raise unsupported(style, module, tuple(table))
 
 
@@ -194,11 +190,10 @@ class ColwiseParallel(_FeatureStyle):
             return self._of_groups(module, Replicate(), None)
         if isinstance(module, RECURRENT):
             return self._of_hidden_units(module)
-        kind, features = _features("ColwiseParallel", COLWISE, module)
+        features, lowering = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
         port = Port(self.given("input_layouts") or Replicate(), Replicate())
-        lowering = features.lowering_for(module, kind)
         options = self._overlap(module, lowering)
         if options is not None and not (isinstance(port.layout, Shard) and port.layout.multiple_of == 1):
             raise LayoutError(
@@ -225,7 +220,7 @@ class ColwiseParallel(_FeatureStyle):
         return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, local_outputs=self.use_local_output)
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
-        kind, features = _features("ColwiseParallel.heads", _OF_HEADS, module)
+        features, lowering = _features("ColwiseParallel.heads", _OF_HEADS, module)
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not")
@@ -235,7 +230,6 @@ class ColwiseParallel(_FeatureStyle):
             )
         if self.chunks > 1:
             raise UnsupportedModuleError("ColwiseParallel: heads() and overlapped() do not go together; leave out one")
-        lowering = features.lowering_for(module, kind)
         fused = isinstance(module, nn.Linear)
         if fused and lowering is None:
             raise UnsupportedModuleError(
@@ -276,14 +270,13 @@ class RowwiseParallel(_FeatureStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if is_grouped(module):
             return self._of_groups(module, None, Replicate())
-        kind, features = _features("RowwiseParallel", ROWWISE, module)
+        features, lowering = _features("RowwiseParallel", ROWWISE, module)
         desired: Placement = Replicate() if features.input is None else Shard(features.input)
         arriving = Shard(-1) if features.input is None else Shard(features.input)
         parameters = {
             name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
             for name, dim in features.parameters.items()
         }
-        lowering = features.lowering_for(module, kind)
         return ModuleSharding(
             "RowwiseParallel",
             parameters,
