@@ -33,7 +33,7 @@ from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import Boundary
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
-from .fused_parameters import block_rows, check_blocks, full_of, fuse_blocks, load_fused, split_blocks
+from .fused_parameters import block_rows, full_of, fuse_blocks, load_fused, split_blocks
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -85,8 +85,7 @@ def apply_sharding(
     fused = sharding.fused
     splits = fused is not None and fused.splits(mesh.size())
     if fused is not None and splits:
-        check_blocks(module, sharding.style, fused)
-        split_blocks(module, fused, mesh, src_data_rank)
+        split_blocks(module, sharding.style, fused, mesh, src_data_rank)
     if sharding.distributes:
         blocks = {name for name, _ in block_rows(fused)} if fused is not None and splits else set()
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))

@@ -56,24 +56,22 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
                 param.data = shard
 
 
-def check_blocks(module: nn.Module, style: str, fused: FusedBlocks) -> None:
-    """Refuse what cannot be split into blocks, before anything is changed.
+def split_blocks(
+    module: nn.Module, style: str, fused: FusedBlocks, mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    """Replace the fused parameters of a module by one DTensor parameter per block.
 
-    That is a DTensor, or a parameter with gradient hooks, which would have to see all blocks at once.
+    Before anything is changed, it refuses a parameter that is a DTensor already, or has gradient hooks.
     """
     for kind in fused.names:
-        param: Tensor | None = module._parameters.get(kind)
+        param = module._parameters.get(kind)
         if isinstance(param, DTensor):
             raise TiedWeightError(f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split")
         if param is not None and "" not in fused.blocks and has_hooks(param):
-            raise LayoutError(
+            raise LayoutError(  # they would have to see all blocks at once
                 f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one parameter for each of "
                 f"{list(fused.blocks)}; remove the hooks, and register them on those afterwards"
             )
-
-
-def split_blocks(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replace the fused parameters of a module by one DTensor parameter per block."""
     for kind in fused.names:
         param = module._parameters.get(kind)
         if param is None:

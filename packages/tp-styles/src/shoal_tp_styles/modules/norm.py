@@ -23,31 +23,23 @@ from ..sharding.module_sharding import Collective, ModuleCall
 Params = dict[str, Tensor | None]
 
 
-def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    return functional.layer_norm(x, module.normalized_shape, p["weight"], p["bias"], module.eps)
-
-
-def _rms_norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    return functional.rms_norm(x, module.normalized_shape, p["weight"], module.eps)
-
-
-def _linear(module: Any, x: Tensor, p: Params) -> Tensor:
-    weight = p["weight"]
-    assert weight is not None, "a Linear has a weight"
-    return functional.linear(x, weight, p["bias"])
-
-
-def _plain(module: Any, x: Tensor, p: Params) -> Tensor:
-    out: Tensor = type(module).forward(module, x)
-    return out
-
+Compute = Callable[[Any, Tensor, Params], Tensor]  # of a module, its input and its local parameters
 
 # The computation, and the parameters that it reads.
-TOKENWISE: dict[type[nn.Module], tuple[Callable[[Any, Tensor, Params], Tensor], tuple[str, ...]]] = {
-    nn.LayerNorm: (_layer_norm, ("weight", "bias")),
-    nn.RMSNorm: (_rms_norm, ("weight",)),
-    nn.Linear: (_linear, ("weight", "bias")),
-    **dict.fromkeys((nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid), (_plain, ())),
+TOKENWISE: dict[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    nn.LayerNorm: (
+        lambda module, x, p: functional.layer_norm(x, module.normalized_shape, p["weight"], p["bias"], module.eps),
+        ("weight", "bias"),
+    ),
+    nn.RMSNorm: (
+        lambda module, x, p: functional.rms_norm(x, module.normalized_shape, p["weight"], module.eps),
+        ("weight",),
+    ),
+    nn.Linear: (lambda module, x, p: functional.linear(x, p["weight"], p["bias"]), ("weight", "bias")),
+    **dict.fromkeys(
+        (nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
+        (lambda module, x, _: type(module).forward(module, x), ()),
+    ),
 }
 
 
@@ -71,11 +63,11 @@ class Tokenwise(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.compute: Callable[[Any, Tensor, Params], Tensor]
+        self.compute: Compute
         self.read: tuple[str, ...] | None  # None: all parameters
         self.compute, self.read = TOKENWISE.get(type(module), (_own_forward, None))
         # Dims of the input that belong to one token; elementwise modules have none.
-        self.features: int = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
+        self.features: int = 0 if self.read == () else len(getattr(module, "normalized_shape", (1,)))
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

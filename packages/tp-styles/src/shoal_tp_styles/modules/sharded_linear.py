@@ -48,7 +48,6 @@ from ..lowering.collective_functions import (
     keep_token,
     reduce_scatter_dim,
     sharded_dim,
-    uneven_output,
 )
 from ..lowering.lowered import Lowered, declare_input, declare_output, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
@@ -323,9 +322,10 @@ class RowLinear(Lowered):
 
     def resolve(self) -> None:
         self.chunks: int = chunks_of(self.sharding)
-        self.where: ShardedDim | None = sharded_dim(self.port_out.desired, self.comm)
-        reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
-        self.fast: bool = reduced and self.port_in.layout == self.port_in.desired and self.chunks == 1
+        reduced = self.port_out.desired.is_replicate()
+        self.where: Where = self.comm if reduced else sharded_dim(self.port_out.desired, self.comm)
+        direct = self.port_in.layout == self.port_in.desired and self.sharding.local_outputs
+        self.fast: bool = reduced and direct and self.chunks == 1
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -376,18 +376,12 @@ class RowLinear(Lowered):
         out: Tensor = apply(_LinearProduct, local, weight, bias, None, where, dtype, False, chunks)
         return out if self.sharding.local_outputs else from_local(out, self.port_out.desired, self.mesh, None)
 
-    def target(self, shape: torch.Size) -> Comm | ShardedDim | None:
+    def target(self, shape: torch.Size) -> Where:
         """Communicator, or sharded dim, over which the partial output is reduced; None where that is not all."""
-        if self.port_out.desired.is_replicate():
-            return self.comm
-        if self.where is None:
-            return None
+        if not isinstance(self.where, tuple):
+            return self.where
         comm, dim, sizes = self.where
         dim = dim + len(shape) if dim < 0 else dim
-        if dim >= len(shape) - 1:
-            return None
-        if sizes is None and shape[dim] % comm.size:
-            if self.sharding.local_outputs:
-                raise uneven_output(self.sharding.style, shape[dim], dim, comm)
+        if dim >= len(shape) - 1 or (sizes is None and shape[dim] % comm.size):
             return None
         return comm, dim, sizes

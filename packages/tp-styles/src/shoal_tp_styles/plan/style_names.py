@@ -16,11 +16,6 @@ from ..styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParal
 from ..styles.prepare import PrepareModuleOutput
 from ..styles.style import ParallelStyle
 
-
-def _none() -> None:
-    """A name that leaves the module unchanged: replicated parameters, replicated activations."""
-
-
 STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -38,9 +33,8 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
     "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     "gather": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     "moe_identity_expert": IdentityExpert,
-    "ep_router": _none,  # all ranks have all tokens, and the router's choices for them
-    "replicate": _none,
-    "replicated": _none,
+    # These leave the module unchanged; of a router all ranks have all tokens, and its choices for them.
+    **dict.fromkeys(("ep_router", "replicate", "replicated"), lambda: None),
 }
 
 _OF_PARAMETERS = "it is for parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
