@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Replicate, Spec, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, distribute_tensor
 from shoal_dtensor.errors import LayoutError, TiedWeightError
 from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
 from shoal_mesh import DeviceMesh
@@ -104,7 +104,13 @@ def _as_blocks(
     for kind in fused.names:
         full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-            state_dict[prefix + kind] = _like(full.detach(), param.spec)
+            spec, full = param.spec, full.detach()
+            if isinstance(full, DTensor):  # as a checkpoint of another plan has it
+                full = full.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+            else:
+                order = spec.shard_order
+                full = distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None, shard_order=order)
+            state_dict[prefix + kind] = full
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
                 plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
@@ -121,12 +127,6 @@ def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
     local = [tensor.to_local() for tensor in tensors]
     shards = torch.split_with_sizes(torch.cat(local), [shard.shape[0] for shard in local])
     return [DTensor(shard, tensor.spec) for shard, tensor in zip(shards, tensors, strict=True)]
-
-
-def _like(full: Tensor, spec: Spec) -> DTensor:
-    if isinstance(full, DTensor):  # as a checkpoint of another plan has it
-        return full.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
-    return distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None, shard_order=spec.shard_order)
 
 
 def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:

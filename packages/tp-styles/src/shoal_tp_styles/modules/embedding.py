@@ -7,7 +7,7 @@ rows      tokens: R -> y: R | S(d)       every rank looks up its own tokens, zer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,105 +128,99 @@ class RowEmbedding(_Table):
         return _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bags:
-    """The bags of all ranks, replicated, and the port by which their results leave."""
+_Bags = tuple[Tensor, Tensor | None, Tensor | None, Port]
+"""Tokens, starts and weights of the bags of all ranks, replicated, and the port by which their results leave."""
 
-    tokens: Tensor
-    starts: Tensor | None
-    weights: Tensor | None
-    leaving: Port
 
-    @classmethod
-    def of(cls, lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> _Bags:
-        """The bags of one call; plain tokens that arrive sharded, with offsets, are this rank's own bags."""
-        arriving = lowered.port_in
-        if offsets is not None and isinstance(arriving.layout, Shard):
-            if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
-                raise LayoutError(
-                    f"{lowered.sharding.style}: offsets count the tokens of this rank where both are plain and "
-                    f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; got a "
-                    f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
-                )
-            if not isinstance(input, DTensor):
-                return cls._of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
-        starts = None if offsets is None else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
-        whole = None if weights is None else ports.replicated_input(lowered, weights)
-        return cls(ports.replicated_input(lowered, input), starts, whole, lowered.port_out)
-
-    @classmethod
-    def _of_ranks(cls, lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
-        """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
-        comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
-        last = int(bool(module.include_last_offset))
-        counts = [input.shape[dim], offsets.shape[0] - last]
-        # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
-        described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
-        rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
-        outside = [
-            rank
-            for rank, (tokens, bags, first, end) in enumerate(rows)
-            if first or (end != tokens if last or not bags else end > tokens)
-        ]
-        if outside:
+def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> _Bags:
+    """The bags of one call; plain tokens that arrive sharded, with offsets, are this rank's own bags."""
+    arriving = lowered.port_in
+    if offsets is not None and isinstance(arriving.layout, Shard):
+        if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
             raise LayoutError(
-                f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own tokens (at their end "
-                f"with include_last_offset), got (tokens, bags, first, last) {[(*rows[r],) for r in outside]} on ranks "
-                f"{outside} along {'x'.join(comm.axes)}"
+                f"{lowered.sharding.style}: offsets count the tokens of this rank where both are plain and "
+                f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; got a "
+                f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
             )
-        tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
-        starts = all_gather_v(offsets[: counts[1]] + sum(tokens[: comm.rank]), comm, bags)
-        if last:
-            starts = torch.cat([starts, starts.new_tensor([sum(tokens)])])
-        whole = None if weights is None else gather_partial(weights, comm, dim, tokens)
-        if len(set(bags)) > 1 and leaving.desired in (Shard(0), Shard(-2)):
-            leaving = Port(leaving.layout, Shard(0, sizes=bags))
-        return cls(all_gather_v(input.contiguous(), comm, tokens, dim), starts, whole, leaving)
+        if not isinstance(input, DTensor):
+            return _bags_of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
+    starts = None if offsets is None else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
+    whole = None if weights is None else ports.replicated_input(lowered, weights)
+    return ports.replicated_input(lowered, input), starts, whole, lowered.port_out
 
-    @staticmethod
-    def collectives(call: ModuleCall) -> Iterator[Collective]:
-        """Those of `of`, and of the output."""
-        given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
-        port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
-        yield from moves(given["input"], port.layout, port.desired)
-        if offsets is not None and isinstance(port.layout, Shard):
-            yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
-            yield Collective("all_gather", nbytes(offsets))
-        if weights is not None:
-            yield from declare_input(replace(call, args=(weights,), kwargs={}))
-        yield from declare_output(call)
+
+def _bags_of_ranks(lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
+    """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
+    comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
+    last = int(bool(module.include_last_offset))
+    counts = [input.shape[dim], offsets.shape[0] - last]
+    # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
+    described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
+    rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
+    outside = [
+        rank
+        for rank, (tokens, bags, first, end) in enumerate(rows)
+        if first or (end != tokens if last or not bags else end > tokens)
+    ]
+    if outside:
+        raise LayoutError(
+            f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own tokens (at their end "
+            f"with include_last_offset), got (tokens, bags, first, last) {[(*rows[r],) for r in outside]} on ranks "
+            f"{outside} along {'x'.join(comm.axes)}"
+        )
+    tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
+    starts = all_gather_v(offsets[: counts[1]] + sum(tokens[: comm.rank]), comm, bags)
+    if last:
+        starts = torch.cat([starts, starts.new_tensor([sum(tokens)])])
+    whole = None if weights is None else gather_partial(weights, comm, dim, tokens)
+    if len(set(bags)) > 1 and leaving.desired in (Shard(0), Shard(-2)):
+        leaving = Port(leaving.layout, Shard(0, sizes=bags))
+    return all_gather_v(input.contiguous(), comm, tokens, dim), starts, whole, leaving
+
+
+def _declare_bags(call: ModuleCall) -> Iterator[Collective]:
+    """The collectives of `_bags`, and of the output."""
+    given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
+    port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
+    yield from moves(given["input"], port.layout, port.desired)
+    if offsets is not None and isinstance(port.layout, Shard):
+        yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
+        yield Collective("all_gather", nbytes(offsets))
+    if weights is not None:
+        yield from declare_input(replace(call, args=(weights,), kwargs={}))
+    yield from declare_output(call)
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):
     """An embedding bag whose features are sharded; every mode works, since bags are local."""
 
     __slots__ = ()
-    collectives = _Bags.collectives
+    collectives = staticmethod(_declare_bags)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         module: Any = self.module
-        bags = _Bags.of(self, input, offsets, per_sample_weights)
+        tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
         weight: Any = self.local("weight")["weight"]
         out = functional.embedding_bag(
-            bags.tokens,
+            tokens,
             weight,
-            bags.starts,
+            starts,
             scale_grad_by_freq=module.scale_grad_by_freq,
             mode=module.mode,
-            per_sample_weights=bags.weights,
+            per_sample_weights=weights,
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
         )
-        return ports.sharded_output(self, out, port=bags.leaving)
+        return ports.sharded_output(self, out, port=leaving)
 
 
 class RowEmbeddingBag(_Table):
     """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
 
     __slots__ = ()
-    collectives = _Bags.collectives
+    collectives = staticmethod(_declare_bags)
 
     def resolve(self) -> None:
         super().resolve()
@@ -241,21 +235,21 @@ class RowEmbeddingBag(_Table):
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         module: Any = self.module
-        bags = _Bags.of(self, input, offsets, per_sample_weights)
-        check_ids(bags.tokens, self.spec("weight").shape[0])
+        tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
+        check_ids(tokens, self.spec("weight").shape[0])
         weight: Any = self.local("weight")["weight"]
-        rows, own = weight.shape[0], bags.tokens - self.spec("weight").offset(0)
+        rows, own = weight.shape[0], tokens - self.spec("weight").offset(0)
         counted = torch.ones_like(own, dtype=torch.bool)
         if module.padding_idx is not None:
-            counted = bags.tokens != module.padding_idx
+            counted = tokens != module.padding_idx
         # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at all.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         own = torch.where(counted & (own >= 0) & (own < rows), own, rows)
         how = {"mode": "sum", "include_last_offset": module.include_last_offset}
-        out = functional.embedding_bag(own, table, bags.starts, per_sample_weights=bags.weights, **how)
+        out = functional.embedding_bag(own, table, starts, per_sample_weights=weights, **how)
         if module.mode == "mean":
             ones, zeros = weight.new_ones(1, 1), torch.zeros_like(own)
             factor = counted.to(weight.dtype)
-            counts = functional.embedding_bag(zeros, ones, bags.starts, per_sample_weights=factor, **how)
+            counts = functional.embedding_bag(zeros, ones, starts, per_sample_weights=factor, **how)
             out = out / counts.clamp(min=1)
-        return ports.partial_output(self, out, None, port=bags.leaving)
+        return ports.partial_output(self, out, None, port=leaving)

@@ -62,20 +62,17 @@ class ContextAttention(Boundary):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = self.sharding.options
-        assert isinstance(options, ContextOptions), "the style declares them"
-        with watching_functions(), RoutedAttention(self.comm, options):
+        with watching_functions(), RoutedAttention(self.comm, self.sharding.options_of(ContextOptions)):
             return super().__call__(*args, **kwargs)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        options, ranks = call.sharding.options, call.ranks
-        assert isinstance(options, ContextOptions), "the style declares them"
+        method, ranks = call.sharding.options_of(ContextOptions).method, call.ranks
         found = _attentions(call) if ranks > 1 else []
         if found:  # whether the arguments of all ranks fit
             yield Collective("all_gather", 4 * ranks)
         for q, k, v in found:
-            yield from _declared(options.method, q, k, v, ranks)
+            yield from _declared(method, q, k, v, ranks)
 
 
 def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Iterator[Collective]:

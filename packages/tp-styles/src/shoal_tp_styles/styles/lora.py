@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -57,19 +57,10 @@ class LoRA(DeclaredStyle):
                 f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is ColwiseParallel or "
                 "RowwiseParallel (without heads() and overlapped()), the module a Linear with torch's forward"
             )
-        columns = base.lowering is ColumnLinear
-        adapter = (
-            {"lora_A": Replicate(), "lora_B": Shard(0)} if columns else {"lora_A": Shard(1), "lora_B": Replicate()}
-        )
-        return ModuleSharding(
-            "LoRA",
-            {**base.parameters, **adapter},
-            inputs=base.inputs,
-            outputs=base.outputs,
-            local_outputs=base.local_outputs,
-            lowering=AdapterLinear,
-            options=Adapter(self.rank, self.alpha / self.rank, self.train_base),
-        )
+        columns, parameters = base.lowering is ColumnLinear, dict(base.parameters)
+        parameters |= {"lora_A": Replicate() if columns else Shard(1), "lora_B": Shard(0) if columns else Replicate()}
+        options = Adapter(self.rank, self.alpha / self.rank, self.train_base)
+        return replace(base, style="LoRA", parameters=parameters, lowering=AdapterLinear, options=options)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
