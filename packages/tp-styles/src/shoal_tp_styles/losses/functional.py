@@ -138,14 +138,19 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         tensor(1.3863)
     """
     class_dim = 0 if input.ndim == 1 else 1
-    x, classes = local_logits(input, vocab, class_dim)
-    rows = LogitRows.of(input, class_dim)
+    x, classes, rows = local_logits(input, vocab, class_dim)
+    weights, q = plain(weight), None
     if target.is_floating_point():
-        probabilities = _own_probabilities(target, input, classes, class_dim)
-        return _soft(x, probabilities, weight, classes, rows, reduction, label_smoothing)
+        q = _own_probabilities(target, input, classes, class_dim)
+        if label_smoothing > 0:  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
+            q = q * (1 - label_smoothing) + label_smoothing / classes.total
+        if weights is not None:
+            q = q * classes.shard(weights)
+        mass = all_reduce(classes.sum_of_classes(q), classes.comm)
+        lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
+        loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
+        return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
     labels = rows.shard(target)
-    weights = plain(weight)
-    q = None
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
     statistics = traced_apply(_RowStatistics, x, labels, q, classes)
@@ -195,20 +200,6 @@ def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
     return tensor.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
 
 
-def _soft(  # noqa: PLR0913  # everything that one loss depends on
-    x: Tensor, q: Tensor, weight: Tensor | None, classes: Vocab, rows: LogitRows, reduction: Reduction, smoothing: float
-) -> Tensor:
-    """Cross entropy with a distribution per row as target."""
-    if smoothing > 0:
-        q = q * (1 - smoothing) + smoothing / classes.total  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
-    if weight is not None:
-        q = q * classes.shard(weight)
-    mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-    lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
-    loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
-    return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
-
-
 def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows) -> Tensor:
     """The losses of this rank's rows, reduced over all rows; `weight` is that of its rows (a tensor), or of all."""
     if reduction == "none":
@@ -239,8 +230,8 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
         ...     print(log_prob(logits, torch.tensor([0, 3])))
         tensor([-1.3863, -1.3863])
     """
-    x, classes = local_logits(logits, vocab, dim)
-    lse, picked, _ = traced_apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, classes)
+    x, classes, rows = local_logits(logits, vocab, dim)
+    lse, picked, _ = traced_apply(_RowStatistics, x, rows.shard(tokens), None, classes)
     found: Tensor = picked - lse
     return found
 
@@ -255,7 +246,7 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
         dim: the class dim.
         vocab: the classes of each rank, for plain local logits.
     """
-    x, classes = local_logits(logits, vocab, dim)
+    x, classes, _ = local_logits(logits, vocab, dim)
     out: Tensor = traced_apply(_LogSoftmax, x, classes)
     return out.movedim(-1, dim)
 
@@ -299,8 +290,7 @@ def nll_loss(
         vocab: the classes of each rank, for plain local log-probabilities.
     """
     class_dim = 0 if log_probs.ndim == 1 else 1
-    x, classes = local_logits(log_probs, vocab, class_dim)
-    rows = LogitRows.of(log_probs, class_dim)
+    x, classes, rows = local_logits(log_probs, vocab, class_dim)
     labels = rows.shard(target)
     picked = differentiable.all_reduce_replicated(pick(x, *own_classes(labels, classes)), classes.comm)
     # Log-probabilities are logits whose log-sum-exp is zero.
@@ -325,17 +315,16 @@ def kl_div(
         reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim, "mean" by the rows.
         vocab: the classes of each rank, for plain local logits.
     """
-    x, classes = local_logits(logits, vocab, dim)
+    x, classes, rows = local_logits(logits, vocab, dim)
     if isinstance(logits, DTensor) and isinstance(target_logits, DTensor):
         target_logits = _placed_as(logits, target_logits)
-    teacher, _ = local_logits(target_logits.detach(), vocab, dim)
+    teacher, _, _ = local_logits(target_logits.detach(), vocab, dim)
     lse_t = log_sum_exp(teacher, classes)
     log_q = teacher - lse_t.unsqueeze(-1)
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
     divergence = lse - by_q - entropy  # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
-    rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)
     if reduction == "batchmean":
         return reduced(divergence, shape[0], "mean", rows)  # (8, 16) rows: by 8

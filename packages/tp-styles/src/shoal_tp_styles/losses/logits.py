@@ -89,14 +89,15 @@ class Vocab:
         return tensor.narrow(dim, min(self.first, self.total - self.own), self.own)
 
 
-def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor, Vocab]:
-    """This rank's logits with the classes last and without padding, and their vocabulary."""
+def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor, Vocab, LogitRows]:
+    """This rank's logits with the classes last and without padding, their vocabulary, and the layout of their rows."""
     dim = dim + logits.ndim if dim < 0 else dim
+    rows = LogitRows.of(logits, dim)
     if vocab is None or isinstance(logits, DTensor):
         vocab = Vocab.of(logits, dim, None if vocab is None else vocab.real)
     if isinstance(logits, DTensor):
         logits = logits.to_local(grad_placements=logits.placements)
-    return logits.movedim(dim, -1).narrow(-1, 0, vocab.own), vocab
+    return logits.movedim(dim, -1).narrow(-1, 0, vocab.own), vocab, rows
 
 
 def plain(tensor: Tensor | None) -> Tensor | None:

@@ -31,7 +31,7 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
         ...     print(argmax(logits))
         tensor([1])
     """
-    x, classes = local_logits(logits.detach(), vocab, dim)
+    x, classes, _ = local_logits(logits.detach(), vocab, dim)
     if classes.own:
         best, index = x.max(-1)
     else:
@@ -74,7 +74,7 @@ def sample(
     """
     if temperature <= 0:
         return argmax(logits, dim=dim, vocab=vocab)
-    x, classes = local_logits(logits.detach(), vocab, dim)
+    x, classes, _ = local_logits(logits.detach(), vocab, dim)
     x = x.double() / temperature
     mass = (x - log_sum_exp(x, classes).unsqueeze(-1)).exp_().cumsum(-1)
     rows = x.shape[:-1]
