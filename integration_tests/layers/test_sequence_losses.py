@@ -1,6 +1,6 @@
 """Losses and norms of a model whose sequence is sharded, alone and times tensor parallelism, against one device.
 
-Covers: shoal_context_parallel/sequence_layout.py, losses/linear_cross_entropy.py, shoal_tp_styles/modules/norm.py.
+Covers: shoal_context_parallel/sequence_layout.py, losses/linear_cross_entropy.py, modules/own_forward.py.
 """
 
 from __future__ import annotations

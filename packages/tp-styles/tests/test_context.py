@@ -1,4 +1,4 @@
-"""Covers: styles/activation.py, modules/wrapped_forward.py: attention of a sharded sequence."""
+"""Covers: styles/activation.py, modules/own_forward.py: attention of a sharded sequence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fewer rows or features than ranks, and shards whose sizes a plain tensor cannot say: right, or refused on all ranks.
 
-Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/norm.py, module_sharding.py.
+Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/own_forward.py, module_sharding.py.
 """
 
 from __future__ import annotations

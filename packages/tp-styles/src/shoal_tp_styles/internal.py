@@ -24,7 +24,7 @@ from .modules.embedding import (
     RowEmbedding as RowEmbedding,
     check_ids as check_ids,
 )
-from .modules.norm import (
+from .modules.own_forward import (
     Params as Params,
     SequenceDropout as SequenceDropout,
     Tokenwise as Tokenwise,

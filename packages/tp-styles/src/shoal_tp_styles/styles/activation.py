@@ -16,9 +16,8 @@ from shoal_dtensor import Placement, Shard
 
 from ..lowering.lowered import Lowered
 from ..modules.channels import ChannelsOfGroups, GroupedChannels
-from ..modules.norm import TOKENWISE, SequenceDropout, Tokenwise, is_norm
+from ..modules.own_forward import TOKENWISE, ContextAttention, SequenceDropout, Tokenwise, is_norm
 from ..modules.recurrent import RECURRENT, Recurrent
-from ..modules.wrapped_forward import ContextAttention
 from ..sharding.module_kinds import CONVOLUTIONS, class_of, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported

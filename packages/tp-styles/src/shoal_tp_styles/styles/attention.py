@@ -11,7 +11,7 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
-from ..modules.wrapped_forward import LocalCounts, LocalForward
+from ..modules.own_forward import LocalCounts, LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
