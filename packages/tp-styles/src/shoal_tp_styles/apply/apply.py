@@ -33,7 +33,7 @@ from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import Boundary
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
-from .fused_parameters import block_rows, full_of, fuse_blocks, load_fused, split_blocks
+from .fused_parameters import full_of, fuse_blocks, load_fused, split_blocks
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -83,11 +83,10 @@ def apply_sharding(
     if arithmetic is not None:
         lowering = arithmetic.form_of(lowering, sharding, module)
     fused = sharding.fused
-    splits = fused is not None and fused.splits(mesh.size())
-    if fused is not None and splits:
-        split_blocks(module, sharding.style, fused, mesh, src_data_rank)
+    blocks: set[str] = set()
+    if fused is not None and fused.splits(mesh.size()):
+        blocks = split_blocks(module, sharding.style, fused, mesh, src_data_rank)
     if sharding.distributes:
-        blocks = {name for name, _ in block_rows(fused)} if fused is not None and splits else set()
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
             _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)

@@ -58,8 +58,8 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
 
 def split_blocks(
     module: nn.Module, style: str, fused: FusedBlocks, mesh: DeviceMesh, src_data_rank: int | None
-) -> None:
-    """Replace the fused parameters of a module by one DTensor parameter per block.
+) -> set[str]:
+    """Replace the fused parameters of a module by one DTensor parameter per block; the names of these.
 
     Before anything is changed, it refuses a parameter that is a DTensor already, or has gradient hooks.
     """
@@ -89,6 +89,7 @@ def split_blocks(
             carry_gradient(param, replacement, None)
             carry_over(param, replacement)
             module.register_parameter(_block_name(kind, block), replacement)
+    return {name for name, _ in block_rows(fused)}
 
 
 def load_fused(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh) -> None:

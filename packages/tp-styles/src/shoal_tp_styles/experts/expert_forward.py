@@ -87,10 +87,7 @@ class SlicedExperts(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield Collective("all_reduce", nbytes(call.output))
-        for tensor in (*call.args, *call.kwargs.values()):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                yield Collective("all_reduce", nbytes(tensor), backward=True)
+        yield from _shared_over(call, call.ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = self.module
@@ -271,8 +268,8 @@ class RoutedExperts(Lowered):
 def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
     """What axes cost along which inputs are replicated: one reduction of outputs, and one for each input's gradient."""
     yield Collective("all_reduce", nbytes(call.output), ranks=ranks)
-    for tensor in (call.input(), call.input(2)):
-        if tensor is not None and tensor.requires_grad:
+    for tensor in (*call.args, *call.kwargs.values()):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             yield Collective("all_reduce", nbytes(tensor), backward=True, ranks=ranks)
 
 

@@ -3,14 +3,7 @@
 Between modules a plain tensor has a layout that only its modules know, and so has its gradient: the gradient of a
 replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Dims stay in memory
 as they lie: what is drawn later fills elements in that order, as on one device.  Each function's backward is the
-reverse move:
-
-    reduce           P -> R       backward: nothing              (all-reduce)
-    scatter          P -> S(d)    backward: gather               (reduce-scatter)
-    gather           S(d) -> R    backward: keep the own shard   (all-gather)
-    gather_partial   S(d) -> R    backward: reduce-scatter, for consumers whose gradients are partial
-    split            R -> S(d)    backward: gather               (no communication)
-    copy             R -> R       backward: all-reduce, for consumers whose gradients are partial
+reverse move.
 
 Several readers of an activation (q, k and v; gate and up) share one reduction.
 
@@ -169,25 +162,25 @@ def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
 
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
-    """`P -> R`: the sum over the axis."""
+    """`P -> R`, backward nothing: the sum over the axis."""
     return _moved(tensor, all_reduce, _unchanged, comm)
 
 
 @whole_when_compiled
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`P -> S(dim)`: this rank's shard of the sum over the axis."""
+    """`P -> S(dim)`, backward `gather`: this rank's shard of the sum over the axis."""
     return _moved(tensor, reduce_scatter_dim, gather, comm, dim, sizes)
 
 
 @whole_when_compiled
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`S(dim) -> R`: the shards of all ranks."""
+    """`S(dim) -> R`, backward `split`: the shards of all ranks."""
     return _moved(tensor, gather_dim, split, comm, dim, sizes)
 
 
 @whole_when_compiled
 def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`R -> S(dim)`: this rank's shard."""
+    """`R -> S(dim)`, backward `gather`: this rank's shard, without communication."""
     return _moved(tensor, _own_shard, gather, comm, dim, sizes)
 
 

@@ -23,7 +23,6 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import apply, is_compiling, shard_sizes
 from shoal_mesh import Comm
@@ -32,6 +31,7 @@ from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered, declare_input, declare_output
 from ..lowering.parameters import local_parameters
+from ..lowering.ports import from_local
 from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleCall
 
 
@@ -251,10 +251,8 @@ class AttentionHeads(FusedLowering):
         """Attention weights after dropout, which draws the values that one device with all heads would draw."""
         module: Any = self.module
         batch, _, queries, keys = attention.shape
-        shape = torch.Size((batch, module.num_heads, queries, keys))
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
-        stride = torch.empty(shape, device="meta").stride()
-        every = DTensor.from_local(attention, self.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        every = from_local(attention, placement, self.mesh, (batch, module.num_heads, queries, keys))
         out: Any = functional.dropout(every, module.dropout)
         local: Tensor = out.to_local(grad_placements=(placement,))
         return local

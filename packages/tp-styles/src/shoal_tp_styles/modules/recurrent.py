@@ -180,18 +180,15 @@ class HiddenUnits(Lowered):
             )
         x = ports.replicated_input(self, input)
         single = x.ndim == 2
-        batch_dim = 1 if single else 0 if module.batch_first else 1
         x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
-        given = _tensors(hx) if hx is not None else ()
         # (layers and directions, batch, units)
-        states_in = [state.unsqueeze(1) if single else state for state in given]
-        port = self.sharding.input_port(1)
-        initial = [ports.sharded_input(self, state, self.sizes, port) for state in states_in]
+        given = [state.unsqueeze(1) if single else state for state in _tensors(hx)] if hx is not None else []
+        initial = [ports.sharded_input(self, state, self.sizes, self.sharding.input_port(1)) for state in given]
         outputs, states = self.layers(x, initial)
-        if module.batch_first and not single:
-            outputs = [each.transpose(0, 1) for each in outputs]
         if single:
-            outputs, states = [each.squeeze(1) for each in outputs], [each.squeeze(batch_dim) for each in states]
+            outputs, states = ([each.squeeze(1) for each in tensors] for tensors in (outputs, states))
+        elif module.batch_first:
+            outputs = [each.transpose(0, 1) for each in outputs]
         out = self.leaving(outputs)
         left = tuple(self.leaving([each]) for each in states)
         return out, left if isinstance(module, nn.LSTM) else left[0]

@@ -344,11 +344,9 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
         raise LayoutError(
             f"{style}: the mesh has axes {axes}; name the one that the style uses: style.on({mesh.axis_names[-1]!r})"
         )
-    if isinstance(style.axis, tuple):
-        if not set(style.axis) <= axes.keys():
-            raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")
-        return mesh[style.axis]
-    name = mesh.axis_names[style.axis] if isinstance(style.axis, int) and style.axis < mesh.ndim else style.axis
-    if name not in axes:
+    axis = style.axis
+    if isinstance(axis, int) and axis < mesh.ndim:
+        axis = mesh.axis_names[axis]
+    if not set(axis if isinstance(axis, tuple) else (axis,)) <= axes.keys():
         raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")
-    return mesh if mesh.ndim == 1 else mesh[name]
+    return mesh if mesh.ndim == 1 else mesh[axis]

@@ -121,10 +121,10 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
             (empty if is_empty else uneven).append(line)
     trial = PlanTrial(unproven=("the plan was not run: it has errors",))
     # The caller shards their inputs along the sequence.
-    declared = [(use.path or "the root", use.sharding) for use in resolved.uses]
-    local = [path for path, sharding in declared if sharding and isinstance(sharding.options, ContextOptions)]
+    local = [use for use in resolved.uses if use.sharding and isinstance(use.sharding.options, ContextOptions)]
     if local and not errors:
-        trial = PlanTrial(unproven=(f"the plan was not run: {local[0]} takes a rank's positions, not whole inputs",))
+        path = local[0].path or "the root"
+        trial = PlanTrial(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
     elif not errors:
         trial = try_plan(model, plan, mesh, args, kwargs)
     return Verification(
