@@ -1,6 +1,6 @@
 """`replicate` of modules with styles against one device, on real gloo ranks.
 
-Covers: shoal_data_parallel/{replicate,gradient_buckets,replicas}.py, with shoal_tp_styles/plan/parallelize.py.
+Covers: shoal_data_parallel/{replicate,gradient_buckets}.py, with shoal_tp_styles/plan/parallelize.py.
 """
 
 from __future__ import annotations

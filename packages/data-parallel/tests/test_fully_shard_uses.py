@@ -1,6 +1,6 @@
 """`fully_shard` in uses beyond one forward, one backward and one step; on real gloo ranks, against one device.
 
-Covers: unit_forward.py, fsdp_module.py.
+Covers: unit_forward.py, fully_shard.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stages of torch's pipelining whose modules are on data axes; on real gloo ranks.
 
-Covers: fsdp_module.py.
+Covers: fully_shard.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,13 @@ from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, Unsup
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .fsdp_module import FSDPModule, UnshardHandle, reduce_after_last_microbatch, register_fsdp_forward_method
-from .fully_shard import fully_shard
+from .fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    reduce_after_last_microbatch,
+    register_fsdp_forward_method,
+)
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicateModule, replicate
 

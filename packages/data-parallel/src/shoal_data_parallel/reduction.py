@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, given_away, redistribute_shards, takes
-from shoal_mesh import purpose
+from shoal_mesh import DeviceMesh, purpose
 
 from .sharded_parameters import DataAxes, ShardedParameter
 
@@ -27,8 +27,14 @@ Kept = dict[int, tuple[Tensor, Spec]]  # likewise, with the layouts that they ha
 class Reducer:
     """What of a module reduces gradients."""
 
+    axes: DataAxes
     syncs: bool = True  # whether backward does; otherwise this rank keeps them for the next backward that does
     divisor: float  # what summed gradients are divided by: by default the number of ranks
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """That of the data axes."""
+        return self.axes.mesh
 
     def drop_kept(self) -> None:
         """Drop kept gradients."""

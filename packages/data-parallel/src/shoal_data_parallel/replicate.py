@@ -5,7 +5,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, reduction, replicas, sharded_parameters.
+May import: gradient_buckets, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh, purpose
 
-from .gradient_buckets import Bucket, GradientBuckets
+from .gradient_buckets import Bucket, GradientBuckets, Replica
 from .reduction import Reducer, ReducingModule
-from .replicas import Replica
 from .sharded_parameters import DataAxes, Site, make_whole, replicated_parameter, shards_of
 
 _STATE = "_shoal_replicated"
@@ -179,11 +178,6 @@ class Replicas(Reducer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradients=GradientBuckets([], self, self.around))
         register_owner(self)
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """That of the data axes."""
-        return self.axes.mesh
 
     @property
     def keeps_gradients(self) -> bool:

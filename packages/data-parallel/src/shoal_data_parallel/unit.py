@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
-from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh import purpose
 
 from ._torch import preserving_versions
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -148,11 +148,6 @@ class Unit(Group):
         register_owner(self)
 
     # --- where the parameters are from --------------------------------------------------------------------------------
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """That of the data axes."""
-        return self.axes.mesh
 
     @property
     def keeps_gradients(self) -> bool:
