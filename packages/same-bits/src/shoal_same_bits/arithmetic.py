@@ -109,10 +109,16 @@ class InvariantArithmetic(BlockArithmetic):
                 around.inner = completed
             else:
                 set_forward(owner, completed)
-        if over_data is not None:
-            _refuse_reduce_dtype(module, *over_data)
-            if mesh.size() > 1:
-                refuse_tied(module)
+        computed, reduced = over_data or (None, None)
+        for param in module.parameters():
+            dtype = computed or param.dtype
+            if param.is_floating_point() and reduced not in (None, dtype):
+                raise StyleError(
+                    f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and would be over ranks "
+                    f"in {reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
+                )
+        if over_data is not None and mesh.size() > 1:
+            refuse_tied(module)
 
 
 @takes(blocks=int, rows=(int, type(None)))
@@ -154,17 +160,6 @@ def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterato
     attention = nullcontext() if rows is None else ReplacedAttention(partial(attention_in_rows, rows))
     with arithmetic(entered), sums_in_tree(), attention:
         yield entered
-
-
-def _refuse_reduce_dtype(module: nn.Module, computed: torch.dtype | None, reduced: torch.dtype | None) -> None:
-    """Refuse gradients that are reduced in another dtype than they are computed in."""
-    for param in module.parameters():
-        dtype = computed or param.dtype
-        if param.is_floating_point() and reduced not in (None, dtype):
-            raise StyleError(
-                f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and would be over ranks in "
-                f"{reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
-            )
 
 
 def refuse_tied(module: nn.Module) -> None:
