@@ -11,22 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
-from shoal_dtensor.internal import ScopedValue, spans, whole_box
-from shoal_mesh import Comm, DeviceMesh
+from shoal_dtensor.internal import ScopedValue
+from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
-from ..ranks.process_groups import agree_on
-from ..ranks.reshard import collect, move
-from .dtensor_conversion import from_dtensor
+from ..ranks.process_groups import agree_on, one_dim_mesh
 
 if TYPE_CHECKING:
     from .via_dtensor import DTensorCall
@@ -82,7 +80,8 @@ class _TableLookup:
     def __init__(self, call: DTensorCall, arguments: dict[str, Any]) -> None:
         self.call, self.arguments, self.weight = call, arguments, arguments["weight"]
         self.bags = call.func is F.embedding_bag
-        self.comm: Comm = self.weight._comm
+        group, device_type = self.weight.process_group, self.weight._local_tensors[0].device.type
+        self.ranks: DeviceMesh = one_dim_mesh(group, device_type)  # in the order of the group
 
     def replicated(self) -> Any:
         """The result of indices that are equal on all ranks: no gather."""
@@ -92,11 +91,12 @@ class _TableLookup:
     def own_rows(self) -> Any:
         """The rows of this rank's indices."""
         reports = agree_on(self.weight.process_group, self._facts)
-        home = self.call.home
-        order = [home.rank_at(each) for each in product(*(range(n) for n in home.shape))]
-        lengths, sizes = zip(*(reports[self.comm.ranks.index(rank)]["~sizes"] for rank in order), strict=True)
-        gathered = self._gathered(order, lengths, sizes)
-        rows: torch.Tensor = self.call.run((), gathered, plain=lambda result: self._own(result, home, order, sizes))
+        lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
+
+        def own(result: DTensor) -> torch.Tensor:
+            return result.redistribute(self.ranks, [Shard(0, sizes=sizes)]).to_local()
+
+        rows: torch.Tensor = self.call.run((), self._gathered(lengths, sizes), plain=own)
         return rows if self.bags else rows.view(*self.arguments["input"].shape, rows.shape[-1])
 
     def _facts(self) -> dict[str, Any]:
@@ -130,32 +130,23 @@ class _TableLookup:
             if low.item() < 0 or high.item() >= self.weight.shape[0]:
                 raise IndexRangeError(f"{name}: an index is out of range of the {self.weight.shape[0]} rows")
 
-    def _gathered(self, order: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
-        """The arguments with the indices, offsets and weights of all ranks, rank after rank in mesh order."""
+    def _gathered(self, lengths: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
+        """The arguments with the indices, offsets and weights of all ranks, rank after rank."""
         arguments = dict(self.arguments)
         for name in ("input", "per_sample_weights"):
             if arguments.get(name) is not None:
                 tensor = arguments[name] if self.bags else arguments[name].reshape(-1)
-                arguments[name] = self._collect(tensor, lengths, order)
+                arguments[name] = self._collect(tensor, lengths)
         if arguments.get("offsets") is not None:
             last = bool(arguments["include_last_offset"])
             starts = list(accumulate(lengths, initial=0))
-            own = arguments["offsets"] + starts[order.index(self.comm.ranks[self.comm.rank])]
-            offsets = self._collect(own[: len(own) - last], rows, order)
+            own = arguments["offsets"] + starts[self.ranks.get_local_rank()]
+            offsets = self._collect(own[: len(own) - last], rows)
             arguments["offsets"] = torch.cat([offsets, offsets.new_tensor(starts[-1:])]) if last else offsets
         return arguments
 
-    def _collect(self, tensor: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-        layout = {rank: (span, *whole_box(tensor.shape[1:])) for rank, span in zip(order, spans(sizes), strict=True)}
-        shape = torch.Size([sum(sizes), *tensor.shape[1:]])
-        return collect([tensor], tuple((rank, layout[rank]) for rank in self.comm.ranks), shape, self.comm)
-
-    def _own(self, result: DTensor, home: DeviceMesh, order: Sequence[int], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Partial or sharded -> S(0), one shard of rows per rank, returned as a plain tensor with its gradient."""
-        if home.ndim == 1:
-            return result.redistribute(placements=[Shard(0, sizes=sizes)]).to_local()
-        even = result.redistribute(placements=[Shard(0)] * home.ndim)
-        sharded = from_dtensor(self.call.cls, even, like=self.weight)
-        width = (0, result.shape[1])
-        target = tuple((rank, (span, width)) for rank, span in zip(order, spans(sizes), strict=True))
-        return move(sharded._local_tensors, sharded._layout, target, self.comm)[0].view(-1, result.shape[1])
+    def _collect(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """S(0) -> R: each rank's gradient of the result is taken to be that of all ranks."""
+        shape, rows = torch.Size([sum(sizes), *tensor.shape[1:]]), [Shard(0, sizes=tuple(sizes))]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(tensor, self.ranks, rows, run_check=False, shape=shape, stride=stride).full_tensor()
