@@ -87,7 +87,7 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in zip(held, dims, strict=True)] if known else []
-    with _replaced(held, shards, no_restore_buffers or set()), RoutedAttention(comm, options):
+    with _replaced(held, shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
         yield known
 
 

@@ -123,7 +123,8 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         True
     """
     options, qkv = ContextOptions(method, layout, window, documents), (query, key, value)
-    return sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, axis_of(mesh), options)
+    axis_of(mesh)
+    return sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, mesh, options)
 
 
 def axis_of(mesh: DeviceMesh) -> Comm:
@@ -143,10 +144,11 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    comm: Comm,
+    mesh: DeviceMesh,
     options: ContextOptions,
 ) -> Tensor:
-    """`context_parallel_attention` on a communicator, with its options as one value."""
+    """`context_parallel_attention` on a mesh of one axis, with its options as one value."""
+    comm = mesh.comm(0)
     layout, (query, key, value) = check_attention(qkv, attn_mask, enable_gqa, comm, options), qkv
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -155,7 +157,7 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     kernel = BlockKernel(scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
     if options.method == "ulysses":
         whole = Task(SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0])
-        exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
+        exchange = HeadExchange(q.shape[1], k.shape[1], layout, mesh)
         q, k, v = exchange.to_heads(q, k, v)
         # Without heads the product is empty, and takes part in the exchanges of backward.
         out = exchange.to_positions(rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched, unwatched_functions
-from shoal_mesh import Comm, all_gather
+from shoal_mesh import DeviceMesh, all_gather
 
 from .errors import UnsupportedAttentionError
 from .parallel_attention import ContextOptions, check_attention, sharded_attention
@@ -29,15 +29,15 @@ class RoutedAttention(ReplacedAttention):
     """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions.
 
     Attributes:
-        comm: the axis over which the sequence is sharded.
+        mesh: of the one axis over which the sequence is sharded; `comm` its communicator.
         options: method, layout, window and documents.
     """
 
-    def __init__(self, comm: Comm, options: ContextOptions) -> None:
+    def __init__(self, mesh: DeviceMesh, options: ContextOptions) -> None:
         super().__init__(self.attend)
-        self.comm = comm
+        self.mesh, self.comm = mesh, mesh.comm(0)
         self.options = options
-        self._agreed = comm.size == 1
+        self._agreed = self.comm.size == 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -111,7 +111,7 @@ class RoutedAttention(ReplacedAttention):
             if not self._agreed:
                 check = partial(check_attention, qkv, attn_mask, enable_gqa, self.comm, options)
                 self._agree(check, query.device)
-            out = sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, self.comm, options)
+            out = sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, self.mesh, options)
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
                 stride = torch.empty(shape, device="meta").stride()
