@@ -158,7 +158,7 @@ class ContextAttention(Boundary):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with watching_functions(), RoutedAttention(self.comm, self.sharding.options_of(ContextOptions)):
+        with watching_functions(), RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions)):
             return super().__call__(*args, **kwargs)
 
     @classmethod
