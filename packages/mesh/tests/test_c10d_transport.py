@@ -41,7 +41,6 @@ def test_values_are_moved_and_reduced_on_arrival(op: str, shape: tuple[int, ...]
         transport = C10dTransport(comm, None)
         handle = transport.all_reduce_(got, op, False)
         scattered = transport.reduce_scatter(x, part, op)
-    assert handle is not None and scattered is not None
     handle.wait()
     handle.wait()  # once more does nothing
     scattered.wait()

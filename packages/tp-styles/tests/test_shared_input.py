@@ -150,7 +150,7 @@ def test_an_activation_that_gets_other_data_is_read_again() -> None:
         copy.deepcopy(start), axis, ColwiseParallel(input_layouts=Shard(0, sizes=sizes), use_local_output=False)
     )
     full = torch.randn(4, 4, dtype=torch.double)
-    x = full.split(sizes)[axis.get_local_rank()].clone()
+    x = full.split_with_sizes(sizes)[axis.get_local_rank()].clone()
     for factor in (1, 2, 3):
-        x.data = factor * full.split(sizes)[axis.get_local_rank()]
+        x.data = factor * full.split_with_sizes(sizes)[axis.get_local_rank()]
         torch.testing.assert_close(linear(x).full_tensor(), start(factor * full))
