@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.api.random import check_random_state
+from shoal_dtensor.api.random import OffsetBasedRNGTracker, check_random_state
 from shoal_dtensor.errors import CommunicationForbiddenError, RandomStateError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
@@ -119,6 +119,23 @@ def test_state_is_saved_and_restored() -> None:
     assert same(first, again.to_local())
     with pytest.raises(RandomStateError, match="'cpu'"):
         sd.set_rng_state({})
+
+
+@on_ranks(4)
+def test_tracker_has_torchs_interface() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(5)
+    tracker = OffsetBasedRNGTracker(mesh)
+    tracker.set_seed("parallel-rng", 12)
+    assert tracker.get_seed("parallel-rng") == 12
+    assert torch.equal(tracker.rng_states["parallel-rng"], torch.get_rng_state())
+    tracker.distribute_region_enabled = False
+    part = sd.rand(8, device_mesh=mesh, placements=[Shard(0)]).to_local()
+    tracker.distribute_region_enabled = True
+    torch.manual_seed(12)
+    assert torch.equal(part, torch.rand(2)), "outside the region every rank draws for itself"
+    with pytest.raises(RandomStateError, match="parallel-rng"):
+        tracker.get_seed("other")
 
 
 def in_plain_tensors_too(function: Any) -> Any:

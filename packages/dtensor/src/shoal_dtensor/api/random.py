@@ -1,4 +1,4 @@
-"""Random numbers for users: seeds, and checks that generators are in step.
+"""Random numbers for users: seeds, modes, states, and torch's tracker interface.
 
 Nothing has to be called: a program that seeds every rank alike (`torch.manual_seed`) draws, on any mesh, what one
 device would draw.  `rng` holds the streams themselves.
@@ -6,13 +6,19 @@ device would draw.  `rng` holds the streams themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import own_device
 
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
+from ..layout.spec import Spec
+from ..rng.modes import current_mode, set_random_mode
 from ..rng.state import check_in_step, forget_checks, generator_of, has_generators
 
 
@@ -76,3 +82,59 @@ def check_random_state(device_mesh: DeviceMesh) -> None:
         [None, None]
     """
     check_in_step(device_mesh, generator_of(own_device(device_mesh.device_type)), always=True)
+
+
+class OffsetBasedRNGTracker:
+    """torch's tracker interface, for programs that talk to it.
+
+    Args:
+        device_mesh: whose device type decides which generator the states are of.
+        run_state_sync: check now that the ranks of the mesh agree (torch broadcasts rank 0's state instead, which
+            hides that they did not).
+
+    Attributes:
+        distribute_region_enabled: when False, random operators draw from each rank's own generator, so shards repeat or
+            differ as the ranks' seeds do.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
+        self._mesh = device_mesh
+        if run_state_sync:
+            check_random_state(device_mesh)
+
+    @property
+    def distribute_region_enabled(self) -> bool:
+        return current_mode().mode != "local"
+
+    @distribute_region_enabled.setter
+    def distribute_region_enabled(self, value: bool) -> None:
+        set_random_mode("single_device" if value else "local")
+
+    @property
+    def rng_states(self) -> dict[str, Tensor]:
+        """The state of the mesh's generator, under torch's name for it."""
+        return {"parallel-rng": self._generator.get_state()}
+
+    @property
+    def _generator(self) -> torch.Generator:
+        return generator_of(own_device(self._mesh.device_type))
+
+    def get_seed(self, name: str = "parallel-rng") -> int:
+        """The seed that the generator started from."""
+        self._check(name)
+        return self._generator.initial_seed()
+
+    def set_seed(self, name: str, seed: int) -> None:
+        """Start the generator again from a seed."""
+        self._check(name)
+        self._generator.manual_seed(seed)
+        forget_checks()
+
+    @contextmanager
+    def _distribute_region(self, spec: Spec, generator: torch.Generator | None = None) -> Iterator[None]:
+        """A region in which random operators on DTensors draw as on one device: every region is one."""
+        yield
+
+    def _check(self, name: str) -> None:
+        if name != "parallel-rng":
+            raise RandomStateError(f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}")
