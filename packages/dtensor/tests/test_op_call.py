@@ -1,4 +1,4 @@
-"""Covers: rules/language/{op_call,row}.py."""
+"""Covers: rules/language/op_call.py."""
 
 from __future__ import annotations
 
