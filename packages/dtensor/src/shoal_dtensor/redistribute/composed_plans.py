@@ -27,13 +27,13 @@ from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.dim_sharding import DimSharding
 from ..layout.placements import Partial, Placement, Replicate, Shard
-from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from ..layout.tensor_meta import TensorMeta
 from .blocks import boxes_of_rank, flows
 from .steps import Plan, Step
 
 if TYPE_CHECKING:
+    from ..layout.spec import Spec
     from .search.space import Links
 
 
@@ -110,7 +110,7 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
         for axis, placement in sharding.placements(dim).items():
             placements[axis] = placement
     shape = tuple(n for sizes in view for n in sizes)
-    return Spec.sharded(spec.mesh, tuple(placements), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
+    return spec.sharded(spec.mesh, tuple(placements), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
 
 
 # --- from one mesh to another -----------------------------------------------------------------------------------------

@@ -116,9 +116,7 @@ class _Search:
         self.reached: dict[State, float] = {}  # seconds of the fastest way there so far
         self.offer(start)
         plain = self.reduced(start)
-        if self.worst * _ALIKE <= self.bound(start.here):
-            self.heap.clear()
-        if self.heap and self.space.large.bit_count() > 2:
+        if self.bound(start.here) < self.worst * _ALIKE and self.space.large.bit_count() > 2:
             self.settle(plain)
         while self.heap:
             bound, _, trail = heappop(self.heap)
@@ -235,10 +233,7 @@ class _Search:
             self.note(trail.then(reshard(self.space, here, self.space.goal)))
             # It takes two collectives to go on, unless something else can be sliced before the one.  Where not all
             # layouts are looked at, ways of one collective are not varied.
-            idle = self.space.moving(here) & ~here.used
-            if self.candidates.complete and idle:
-                bound = max(bound, seconds + self.bound.start)
-            else:
+            if not (self.candidates.complete and self.space.moving(here) & ~here.used):
                 bound += self.bound.start
         if bound < self.worst:
             heappush(self.heap, (bound, next(self.ticket), trail))
