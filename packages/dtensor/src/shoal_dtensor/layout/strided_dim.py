@@ -126,10 +126,8 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
     if len(ascending) == 1 and ascending[0][0] == 1:
         return ascending[0][1]
     lengths = [length // runs for runs, _ in ascending]  # 12 in 1 and 4 runs: [12, 3]
-    if any(runs * n != length or sharding.length != n for (runs, sharding), n in zip(ascending, lengths, strict=True)):
-        return None
-    for (_, sharding), inner in zip(ascending, lengths[1:], strict=False):
-        if sharding.divided(inner) is None:  # 7 + 5 is not whole rows of 3
+    for (runs, sharding), n, inner in zip(ascending, lengths, [*lengths[1:], 1], strict=True):
+        if runs * n != length or sharding.length != n or sharding.divided(inner) is None:  # 7 + 5: no whole rows of 3
             return None
     return StridedDimSharding(tuple(ascending), length)
 

@@ -55,9 +55,8 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
             return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
         case "AllGather" | "AllToAll":
             return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
-        case "Exchange":
-            return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
-    raise AssertionError(f"unknown step {step.name}")
+    assert step.name == "Exchange", f"unknown step {step.name}"
+    return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
 
 
 def _common(a: Box, b: Box) -> int:
