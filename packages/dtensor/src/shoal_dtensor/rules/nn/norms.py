@@ -201,14 +201,9 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
         gradient, normal = _wide(given["grad_out"]), _wide(x).reshape(statistics.shape)
         scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
         scaled = scaled.reshape(statistics.shape)
-        if mean_name:
-            normal = (normal - statistics.given(given[mean_name])) * rstd
-            first, second = statistics.means(scaled, scaled * normal)
-            of_input = (scaled - first - normal * second) * rstd
-        else:
-            normal = normal * rstd
-            (second,) = statistics.means(scaled * normal)
-            of_input = (scaled - normal * second) * rstd
+        normal = (normal - statistics.given(given[mean_name]) if mean_name else normal) * rstd
+        *first, second = statistics.means(*([scaled] if mean_name else []), scaled * normal)
+        of_input = (scaled - sum(first) - normal * second) * rstd
         of_weight = statistics.summed(gradient * normal.reshape(x.shape))
         results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
         specs = iter(local_call.outputs)
