@@ -108,17 +108,17 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """What falls outside the shard goes to one more position at its end, which is then dropped."""
-    # The functional form of an in-place or `out=` operator, of the same overload: `src` of `src_out`.
+    # The in-place form of any operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
-    functional = getattr(getattr(aten, name.removesuffix("_")), overload.removesuffix("out").rstrip("_") or "default")
+    write = getattr(getattr(aten, name.removesuffix("_") + "_"), overload.removesuffix("out").rstrip("_") or "default")
     size = spec.local_shape[dim]  # positions 0..size - 1 are of the shard, `size` is of all others
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim)
         spare = x.new_ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-        positions = positions.masked_fill(~is_local, size)
-        result: Tensor = functional(torch.cat([x, spare], dim), dim, positions, *args, **kwargs)
-        return result.narrow(dim, 0, size).contiguous()
+        wide = torch.cat([x, spare], dim)
+        write(wide, dim, positions.masked_fill(~is_local, size), *args, **kwargs)
+        return wide.narrow(dim, 0, size).contiguous()
 
     return run
 

@@ -203,8 +203,8 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
                 position, is_local = local_positions(part, spec, d)
                 positions.append(position.masked_fill(~is_local, spec.local_shape[d]))
         wide = torch.constant_pad_nd(x, spare)
-        result: Tensor = aten.index_put.default(wide, positions, values, adds)
-        return result[here].contiguous()
+        aten.index_put_.default(wide, positions, values, adds)
+        return wide[here].contiguous()
 
     return in_every_form(call, run)
 
