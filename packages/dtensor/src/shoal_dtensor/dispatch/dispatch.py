@@ -29,7 +29,7 @@ from ..errors import OperatorArgumentError
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
-from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
+from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
 from .global_call import run_on_few, specs_of
 from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
 from .propagate import decide, rule_of
@@ -198,7 +198,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
-    if decision.foreach and decision.moves and len(args[0]) > 1:
+    if decision.foreach and decision.moves and must_run_sequentially(decision, args, kwargs):
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         count_writes(decision.unreported_writes, args, kwargs)  # what it refuses of a list, no element shows
         return results
