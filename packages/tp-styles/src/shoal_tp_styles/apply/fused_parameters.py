@@ -32,10 +32,10 @@ def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
 
 def _rows(tensor: Tensor, fused: FusedBlocks) -> Iterator[tuple[str, Heads, Tensor]]:
     """Name, heads and rows of each block of a fused tensor."""
-    start, rows = 0, _rows_first(tensor, fused)
-    for name, heads in fused.blocks.items():
-        yield name, heads, rows.narrow(0, start, heads.features)
-        start += heads.features
+    sizes = [heads.features for heads in fused.blocks.values()]
+    rows = torch.split_with_sizes(_rows_first(tensor, fused), sizes)
+    for (name, heads), of_block in zip(fused.blocks.items(), rows, strict=True):
+        yield name, heads, of_block
 
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:

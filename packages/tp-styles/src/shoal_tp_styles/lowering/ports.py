@@ -28,7 +28,7 @@ from shoal_dtensor.internal import (
     shard_sizes,
     unwatched_functions,
 )
-from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh import DeviceMesh
 
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import (
@@ -248,12 +248,6 @@ def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
     return spec.shape[dim], spec.sizes(dim)
 
 
-def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None) -> Tensor | None:
-    if isinstance(bias, str):
-        return lowered.local(bias, comm=comm)[bias]
-    return local_parameters({"bias": bias}, comm)["bias"]
-
-
 def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
@@ -261,6 +255,7 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
     the input's features.  Plain outputs with shards of different sizes are a LayoutError.
     """
     port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
+    param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}
     features = getattr(lowered.port_in.desired, "dim", -1) % partial.ndim
     where = sharded_dim(port.desired, comm)
     if where is not None:
@@ -272,7 +267,7 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
             sizes = tuple(shard_sizes(shape[dim], Shard(dim), comm.size))
         if sizes is not None or even:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
-            out, whole = scatter(partial, comm, dim, sizes), _bias(lowered, bias, comm)
+            out, whole = scatter(partial, comm, dim, sizes), local_parameters(param, comm)["bias"]
             if whole is not None and dim == features:
                 per_rank = sizes or (shape[dim] // comm.size,) * comm.size
                 whole = whole.narrow(0, sum(per_rank[: comm.rank]), per_rank[comm.rank])
@@ -280,7 +275,7 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
             return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:
             raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
-    whole = _bias(lowered, bias)
+    whole = local_parameters(param)["bias"]
     if isinstance(port.desired, Partial):
         if whole is not None and comm.rank > 0:  # the first rank adds it; here are zeros that take its gradient
             whole = whole - whole.detach()

@@ -87,11 +87,7 @@ def out_features(module: nn.Module) -> int | None:
     """
     if isinstance(module, nn.Linear):
         return module.out_features
-    if not _is_transposed(module):
-        return None
-    columns: object = module.nf
-    assert isinstance(columns, int), "nf is the number of columns"
-    return columns
+    return module.get_parameter("weight").shape[1] if _is_transposed(module) else None
 
 
 EXPERTS = "(hidden_states, top_k_index, top_k_weights) or (rows, num_tokens_per_expert)"

@@ -189,7 +189,14 @@ class ColwiseParallel(_FeatureStyle):
         if is_grouped(module):
             return self._of_groups(module, Replicate(), None)
         if isinstance(module, RECURRENT):
-            return self._of_hidden_units(module)
+            # Its gates each have some units on every rank.
+            if self.multiple_of > 1:
+                got = self.multiple_of
+                raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}")
+            self._overlap(module, None)
+            arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
+            local = self.use_local_output
+            return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, local_outputs=local)
         features, lowering = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
@@ -210,14 +217,6 @@ class ColwiseParallel(_FeatureStyle):
             local_outputs=self.use_local_output,
             options=options,
         )
-
-    def _of_hidden_units(self, module: nn.Module) -> ModuleSharding:
-        """Of a recurrent module, whose gates each have some units on every rank."""
-        if self.multiple_of > 1:
-            raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {self.multiple_of}")
-        self._overlap(module, None)
-        arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
-        return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, local_outputs=self.use_local_output)
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
         features, lowering = _features("ColwiseParallel.heads", _OF_HEADS, module)
