@@ -1,4 +1,4 @@
-"""Plans that names and shapes cannot judge, run on simulated ranks.  Covers: plan/trial.py."""
+"""Plans that names and shapes cannot judge, run on simulated ranks.  Covers: plan/verify.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     SequenceParallel,
     verify,
 )
-from shoal_tp_styles.plan.trial import MOST_PARAMETERS
+from shoal_tp_styles.plan.verify import MOST_PARAMETERS
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
 
 MESH = abstract_mesh((4,), ("tp",))

@@ -40,7 +40,7 @@ from .plan.resolve import (
     resolve as resolve,
     sharded_parameters as sharded_parameters,
 )
-from .plan.trial import map_tensors as map_tensors, try_plan as try_plan
+from .plan.verify import map_tensors as map_tensors, try_plan as try_plan
 from .progress import progress as progress
 from .sharding.module_kinds import (
     class_of as class_of,

@@ -21,7 +21,7 @@ from ..lowering.lowered import nbytes as bytes_of
 from ..lowering.ports import Boundary
 from ..sharding.module_sharding import Collective, ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
-from .trial import map_tensors
+from .verify import map_tensors
 
 
 class CollectiveCost(NamedTuple):

@@ -1,19 +1,30 @@
-"""What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists."""
+"""What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists.
+
+`try_plan` runs one forward and backward of a parallel model on simulated ranks, against the plain model.  Inputs are
+replicated; what leaves the model may be sharded.  In float64 and eval mode, so that only the plan makes a difference; a
+model that draws random numbers runs in training mode too.  Nothing is changed, no process group is used, and nothing is
+raised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor.errors import PlanError, StyleError
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
 
-from .resolve import Plan, Resolved, Use, axis_mesh, resolve, sharded_parameters
-from .trial import PlanTrial, try_plan
+from ..apply.apply import plain_module
+from ..apply.fused_parameters import full_of
+from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 
 
 class Verification(NamedTuple):
@@ -119,22 +130,21 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
             continue
         for line, is_empty in lines:
             (empty if is_empty else uneven).append(line)
-    trial = PlanTrial(unproven=("the plan was not run: it has errors",))
     # The caller shards their inputs along the sequence.
     local = [use for use in resolved.uses if use.sharding and isinstance(use.sharding.options, ContextOptions)]
-    if local and not errors:
+    if errors:
+        trial = Verification(unproven=("the plan was not run: it has errors",))
+    elif local:
         path = local[0].path or "the root"
-        trial = PlanTrial(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
-    elif not errors:
+        trial = Verification(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
+    else:
         trial = try_plan(model, plan, mesh, args, kwargs)
-    return Verification(
-        tuple(errors),
-        trial.wrong,
-        trial.unproven,
-        resolved.unmatched,
-        tuple(uneven),
-        tuple(empty),
-        tuple(_unsharded(resolved)),
+    return trial._replace(
+        errors=tuple(errors),
+        unmatched=resolved.unmatched,
+        uneven=tuple(uneven),
+        empty=tuple(empty),
+        unsharded=tuple(_unsharded(resolved)),
     )
 
 
@@ -156,3 +166,190 @@ def _unsharded(resolved: Resolved) -> Iterator[str]:
         if param.ndim > 1 and id(param) not in sharded:
             fraction = f"{param.numel() / total:.0%} of all parameters"
             yield f"{name} {tuple(param.shape)} is replicated on every rank ({fraction})"
+
+
+MOST_RANKS = 16
+MOST_PARAMETERS = 1 << 26
+"""Parameters of all ranks' copies together: 512 MiB in float64."""
+
+
+class _Results(NamedTuple):
+    """Of one rank, or of the plain model."""
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+    input_grads: list[Tensor | None]
+
+
+def try_plan(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Verification:
+    """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
+
+    The model is copied for each rank, on whose view of the mesh (also an `abstract_mesh`) the plan is applied.  The
+    example inputs are of global shape; small ones will do.
+    """
+    refusal = _too_much(model, mesh, args, kwargs)
+    if refusal:
+        return Verification(unproven=(refusal,))
+    with torch.random.fork_rng(devices=()):
+        try:
+            single = copy.deepcopy(model).double().cpu().eval()
+        except Exception as error:  # whatever the user's model raises is a finding
+            return Verification(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
+        _vary_constants(single)
+        trial = _tried(single, plan, mesh, args, kwargs)
+        if trial.proven and any(map(active, drawers_of(single.train()))):
+            trial = _tried(single, plan, mesh, args, kwargs)
+    return trial
+
+
+def _tried(
+    single: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Verification:
+    """What a run in the mode of a plain model showed; in training mode from one seed."""
+    where = " in training mode, with random numbers" if single.training else ""
+
+    def one_rank(view: DeviceMesh) -> _Results:
+        module = copy.deepcopy(single)
+        apply_plan(plan, module, view)
+        return _run(module, args, kwargs)
+
+    try:
+        expected = _run(copy.deepcopy(single), args, kwargs)
+        if single.training and any(_differences([_run(copy.deepcopy(single), args, kwargs)], expected)):
+            return Verification(unproven=(f"one seed does not fix what the plain model computes{where}",))
+    except Exception as error:  # likewise
+        return Verification(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
+    try:
+        from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
+
+        results = simulate_ranks(mesh, one_rank)
+    except Exception as error:  # likewise
+        line = f"the plan does not run{where}: {_shown(error)}{_line_of_model(error)}"
+        return Verification(unproven=(line,)) if single.training else Verification(wrong=(line,))
+    return Verification(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
+
+
+def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    if not args and not kwargs:
+        return "the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)"
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return "the plan was not run: parameters on the meta device have no values"
+    count = sum(tensor.numel() for tensor in tensors) * mesh.size()
+    if mesh.size() > MOST_RANKS or count > MOST_PARAMETERS:
+        return (
+            f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for one process "
+            f"({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller configuration of the model"
+        )
+    return ""
+
+
+def _vary_constants(module: nn.Module) -> None:
+    """Noise on parameters whose elements are equal: a bias of zeros that is added once per rank would not show."""
+    with torch.no_grad():
+        for param in module.parameters():
+            if not holds_tensors(param) and param.is_floating_point() and (param == param.flatten()[:1]).all():
+                param.add_(torch.rand_like(param), alpha=0.1)
+
+
+@torch.enable_grad()
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Results:
+    torch.manual_seed(0)
+    inputs: list[Tensor] = []
+
+    def fresh(tensor: Tensor) -> Tensor:
+        """The tensor again, a floating one as a float64 leaf with a gradient."""
+        tensor = tensor.detach().cpu()
+        if tensor.is_floating_point():
+            tensor = tensor.double().clone().requires_grad_()
+            inputs.append(tensor)
+        return tensor
+
+    args, kwargs = map_tensors(fresh, args), map_tensors(fresh, kwargs)
+    outputs = list(_tensors(module(*args, **kwargs)))
+    loss = torch.zeros((), dtype=torch.double)
+    for output in outputs:
+        if output.requires_grad and output.is_floating_point():
+            loss = loss + full_of(output).square().sum()
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    plain_module(module)
+    grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+    return _Results([full_of(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The arguments of a model with other tensors in them; a mapping of any kind becomes a dict."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    return type(value)(map_tensors(change, item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
+    for index, output in enumerate(expected.outputs):
+        shards = [result.outputs[index] for result in results if index < len(result.outputs)]
+        if len(shards) < len(results) or not _is_output(shards, output):
+            yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
+    for name, grad in expected.grads.items():
+        ranks = [
+            rank for rank, each in enumerate(results) if name not in each.grads or not _same(each.grads[name], grad)
+        ]
+        if ranks:
+            yield f"the gradient of {name} differs from the plain model's on ranks {ranks}"
+    for index, grad in enumerate(expected.input_grads):
+        if not all(_same(result.input_grads[index], grad) for result in results):
+            yield f"the gradient of floating input {index} differs from the plain model's"
+
+
+def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
+    """Whether the ranks' outputs are replicas of the expected one, or its shards along one dim."""
+    if all(shard.shape == expected.shape for shard in shards):
+        return all(_same(shard, expected) for shard in shards)
+    if any(shard.ndim != expected.ndim for shard in shards):
+        return False
+    for dim in range(expected.ndim):
+        others = [shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards]
+        if set(others) == {expected.shape[:dim] + expected.shape[dim + 1 :]}:
+            full = torch.cat(shards, dim)
+            if full.shape == expected.shape:
+                return _same(full, expected)
+    return False
+
+
+def _same(value: Tensor | None, expected: Tensor | None) -> bool:
+    """Equal up to sums of another order; no gradient counts as zero."""
+    if value is None or expected is None:
+        return all(each is None or not each.any() for each in (value, expected))
+    if value.shape != expected.shape:
+        return False
+    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in the first digits.
+    wanted = expected.double()
+    largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
+    return torch.allclose(value.double(), wanted, rtol=1e-6, atol=1e-5 * largest + 1e-9, equal_nan=True)
+
+
+def _shown(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _line_of_model(error: BaseException) -> str:
+    """` (net.py:42, in Net.forward)`: the innermost line of the model's own code that an error came through."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+            file = os.path.basename(frame.f_code.co_filename)
+            return f" ({file}:{line}, in {type(owner).__name__}.{frame.f_code.co_name})"
+    return ""

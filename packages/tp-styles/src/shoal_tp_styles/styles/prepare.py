@@ -127,8 +127,7 @@ class PrepareModuleOutput(_Prepare):
 
     Raises:
         LayoutCountError: if layouts and desired layouts have different lengths (at construction).
-        LayoutError: if the module
-            returns another number of outputs than layouts.
+        LayoutError: if the module returns another number of outputs than layouts.
     """
 
     output_layouts: Layouts
