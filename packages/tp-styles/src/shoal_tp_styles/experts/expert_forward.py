@@ -253,7 +253,9 @@ class RoutedExperts(Lowered):
             one = [[int(index == 0) for index in range(len(self.own))]]  # [[1, 0]] of two experts
             padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
             return self.computed(padded, one).narrow(0, 0, 0)
-        ids = _experts_of_rows(counts, rows)
+        # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part, so of expert 0.
+        ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
+        ids = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True) % len(self.own)
         forward = partial(own_forward, module, local, self.experts.count, self.own)
         if not self.experts.grouped:
             ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
@@ -271,13 +273,6 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
     for tensor in (*call.args, *call.kwargs.values()):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             yield Collective("all_reduce", nbytes(tensor), backward=True, ranks=ranks)
-
-
-def _experts_of_rows(counts: list[list[int]], rows: Tensor) -> Tensor:
-    """(rows,) index among this rank's experts of the expert of each row."""
-    # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part, so of expert 0.
-    ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
-    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True) % len(counts[0])
 
 
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:

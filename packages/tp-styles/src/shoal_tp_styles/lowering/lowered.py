@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -144,12 +144,14 @@ class Lowered(ModuleForward):
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), params=self.params), (self.module, self.sharding, self.mesh, self.inner)
 
-    def __getattr__(self, name: str) -> Any:
-        # A module that is being unpickled has no state when its forward is built, which is resolved when it is used.
-        if any(name in getattr(kind, "__slots__", ()) for kind in type(self).__mro__):
-            self.resolve()
-            return object.__getattribute__(self, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # A module that is unpickled has no state when its forward is built, which is resolved when it is used.
+            if any(name in getattr(kind, "__slots__", ()) for kind in type(self).__mro__):
+                self.resolve()
+                return object.__getattribute__(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
