@@ -1,12 +1,17 @@
-"""Covers: exchange.py: packing of messages that take several rounds, without ranks."""
+"""Covers: exchange.py: packing and unpacking of messages that take several rounds, without other ranks."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor
 
+from shoal_mesh.shared_memory import exchange
 from shoal_mesh.shared_memory.exchange import Packer
 
 
@@ -30,3 +35,36 @@ def test_a_slot_takes_no_more_than_there_is() -> None:
     slot = torch.full((5,), -1)
     Packer([torch.arange(2), torch.arange(1)]).pack(slot, 0)
     assert slot.tolist() == [0, 1, 0, -1, -1]
+
+
+class Alone:
+    """A stream of one rank with a slot of so many elements."""
+
+    rank, size, depth = 0, 1, 1
+
+    def __init__(self, elements: int) -> None:
+        self.slot_bytes = 4 * elements
+        self._slot = torch.zeros(elements, dtype=torch.int32)
+
+    def slots(self, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+        return self._slot[None, :count], self._slot[:count]
+
+
+@pytest.mark.parametrize("one_round_bytes", [0, 1 << 20])
+def test_results_take_windows_of_any_length(one_round_bytes: int) -> None:
+    for sizes in ([3, 0, 7, 1], [0, 0], [0], [11, 0]):
+        whole = torch.arange(sum(sizes), dtype=torch.int32)
+        for elements in (1, 2, 5, 100):
+            got: list[Tensor] = []
+            stream: Any = Alone(elements)
+            with mock.patch.object(exchange, "_PACKED_ONE_ROUND_SUM_BYTES", one_round_bytes):
+                assert [*exchange._all_reduce(stream, torch.split(whole, sizes), "sum", got.extend)]
+            assert [len(tensor) for tensor in got] == sizes
+            assert torch.equal(torch.cat(got), whole)
+
+
+def test_a_result_gets_memory_when_it_begins() -> None:
+    stream: Any = Alone(3)
+    steps: Any = exchange._all_reduce(stream, [torch.ones(4, dtype=torch.int32)] * 2, "sum", lambda _: None)
+    begun = [sum(map(len, steps.gi_frame.f_locals["totals"])) for _ in steps]
+    assert begun == [0, 4, 4, 8, 8]  # a round, then a slot that is free, and so on
