@@ -123,17 +123,29 @@ class StackedMLP(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Sizes and options of `Transformer`."""
+    """Sizes and options of `Transformer`.
 
-    n_layers: int = 2  # number of blocks
-    vocab_size: int = 8  # number of tokens
-    max_seq_len: int = 16  # number of positions
-    dim: int = 16  # features of a token; divisible by `n_heads`
-    n_heads: int = 4  # attention heads
-    dropout_p: float = 0.1  # probability of the dropouts
-    use_attn_mask: bool = True  # whether attention is causal
-    weight_tying: bool = True  # whether the output has the weight of the token embedding
-    checkpoint_activations: bool = False  # whether backward computes the blocks again
+    Attributes:
+        n_layers: number of blocks.
+        vocab_size: number of tokens.
+        max_seq_len: number of positions.
+        dim: features of a token; divisible by `n_heads`.
+        n_heads: attention heads.
+        dropout_p: probability of the dropouts.
+        use_attn_mask: whether attention is causal.
+        weight_tying: whether the output has the weight of the token embedding.
+        checkpoint_activations: whether backward computes the blocks again.
+    """
+
+    n_layers: int = 2
+    vocab_size: int = 8
+    max_seq_len: int = 16
+    dim: int = 16
+    n_heads: int = 4
+    dropout_p: float = 0.1
+    use_attn_mask: bool = True
+    weight_tying: bool = True
+    checkpoint_activations: bool = False
 
 
 class Attention(nn.Module):
