@@ -34,7 +34,7 @@ from .steps import Plan, Step
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
-    from .search.space import Links
+    from .search.links import Links
 
 
 # --- to and from strided dims -----------------------------------------------------------------------------------------

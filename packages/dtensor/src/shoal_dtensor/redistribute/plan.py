@@ -19,8 +19,9 @@ from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.tensor_meta import constant, has_symbols
 from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
 from .search.edges import Edge
+from .search.links import Links, axes_of, mask_of
 from .search.shortest_plan import Route, routes
-from .search.space import Links, Space, State, axes_of, mask_of
+from .search.space import Space, State
 from .steps import Plan, Step
 
 if TYPE_CHECKING:

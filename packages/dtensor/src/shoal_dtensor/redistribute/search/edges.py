@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from .space import axes_of, mask_of
+from .links import axes_of, mask_of
 
 if TYPE_CHECKING:
     from .space import Dims, Space, State

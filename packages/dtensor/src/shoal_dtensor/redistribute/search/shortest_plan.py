@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .space import Candidates, Space, State, axes_of, mask_of
+from .links import axes_of, mask_of
+from .space import Candidates, Space, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...layout.spec import Spec
-    from .space import Links
+    from .links import Links
 
 
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at

@@ -15,85 +15,21 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import cache
 from itertools import permutations, product
-from math import comb, inf, perm
+from math import comb, perm
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Placement, Shard, norm_order
 from ..reductions import wire_itemsize
+from .links import axes_of, mask_of
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
+    from .links import Links
 
-
-# --- links, and sets of axes ------------------------------------------------------------------------------------------
-
-COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
-
-
-class Links:
-    """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
-
-    A group over several axes is given as a mask with one bit for each: see `mask_of`.
-    """
-
-    def __init__(self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]) -> None:
-        self.sizes = sizes  # ranks along each axis
-        self.latency = latency  # seconds that one collective over the axis takes at least
-        self.bandwidth = bandwidth  # bytes per second that a rank can receive over the axis
-        self._copy_bandwidth = COPY_SPEEDUP * max(bandwidth, default=1.0)
-        self._negligible = min(latency, default=0.0) / 100
-        # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2.
-        self._groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
-        for size, late, speed in zip(sizes, latency, bandwidth, strict=True):
-            self._groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in self._groups]
-
-    def ranks(self, axes: int) -> int:
-        """Number of ranks of a group over `axes`."""
-        return self._groups[axes][0]
-
-    def seconds(self, axes: int, received: float) -> float:
-        """Time of one collective over `axes` in which the busiest rank receives so many bytes."""
-        _, latency, bandwidth = self._groups[axes]
-        return latency + received / bandwidth
-
-    def copy(self, copied: float) -> float:
-        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start.
-
-        Below that, of two ways with equal collectives the direct one is taken, which moves the fewest bytes.
-        """
-        seconds = copied / self._copy_bandwidth
-        return seconds if seconds > self._negligible else 0.0
-
-
-def mask_of(axes: Iterable[int]) -> int:
-    """A set of axes as bits.
-
-    Example:
-        >>> mask_of((0, 2))
-        5
-    """
-    mask = 0
-    for axis in axes:
-        mask |= 1 << axis
-    return mask
-
-
-@lru_cache(maxsize=1024)
-def axes_of(mask: int) -> tuple[int, ...]:
-    """The axes of a mask, ascending.
-
-    Example:
-        >>> axes_of(5)
-        (0, 2)
-    """
-    return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])
-
-
-# --- states -----------------------------------------------------------------------------------------------------------
 
 MOST_LAYOUTS = 300  # that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
 _LINEAR = frozenset({"sum", "avg"})
@@ -316,13 +252,12 @@ class Candidates:
 
         Inside of whole dims, by axis 0 on two: neither, the first, the second.
         """
-        chosen = axes_of(axes)
-        everywhere = tuple(range(len(outer)))
-        places = tuple([everywhere if self.complete else self._places(axis) for axis in chosen])
+        chosen, dims = axes_of(axes), range(len(outer))
         found: list[Dims] = []
         ordered = cache(self._ordered)
-        for on_dims in _placings(chosen, places, len(outer)):  # ((0, 1),) on one dim: axis 0 outside, then 1
-            found += product(*[ordered(dim, outer[dim], inner) for dim, inner in enumerate(on_dims)])
+        for places in product(*[(None, *(dims if self.complete else self._places(axis))) for axis in chosen]):
+            on_dims = [tuple([axis for axis, at in zip(chosen, places, strict=True) if at == dim]) for dim in dims]
+            found += product(*[ordered(dim, outer[dim], inner) for dim, inner in zip(dims, on_dims, strict=True)])
         return found
 
     def scattered(self, here: State) -> Dims:
@@ -362,20 +297,6 @@ class Candidates:
         ]
         quiet = [d for d in waiting if not any(end.axes for end in self.ends[d])]
         return tuple(sorted([*own, *(quiet or waiting)[:1]]))  # S(0) -> S(2), 1 to wait on: (0, 1, 2)
-
-
-@lru_cache(maxsize=1024)
-def _placings(
-    axes: tuple[int, ...], places: tuple[tuple[int, ...], ...], ndim: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Every axis on none or on one of its places: the axes on every dim, ascending.
-
-    Axes 0 and 2, both on dim 0 of 1: [((),), ((2,),), ((0,),), ((0, 2),)].
-    """
-    return [
-        tuple([tuple([a for a, at in zip(axes, chosen, strict=True) if at == dim]) for dim in range(ndim)])
-        for chosen in product(*[(None, *dims) for dims in places])
-    ]
 
 
 def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:
