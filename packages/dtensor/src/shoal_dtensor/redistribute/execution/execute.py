@@ -98,22 +98,19 @@ def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
 def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
     """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
     more["comm"] = comm_of(collective, mesh)
-    sizes, op = collective.sizes, collective.op
-    match collective.kind:
-        case "all_gather":
-            return partial(all_gather_v, sizes=sizes, **more) if sizes else partial(all_gather, **more)
-        case "reduce_scatter":
-            return (
-                partial(reduce_scatter_v, sizes=sizes, op=op, **more)
-                if sizes
-                else partial(reduce_scatter, op=op, **more)
-            )
-        case "all_reduce":
-            return partial(all_reduce, op=op, **more)
-    assert collective.kind == "all_to_all", f"unknown collective {collective.kind}"
-    if not sizes:
+    kind, sizes = collective.kind, collective.sizes
+    if kind == "all_to_all" and sizes:
+        return partial(all_to_all_v, send_sizes=sizes, recv_sizes=collective.receives, **more)
+    if kind == "all_to_all":
         return partial(all_to_all, split_dim=0, concat_dim=0, **more)
-    return partial(all_to_all_v, send_sizes=sizes, recv_sizes=collective.receives, **more)
+    if kind != "all_gather":
+        more["op"] = collective.op
+    return partial(_UNEVEN[kind], sizes=sizes, **more) if sizes else partial(_EVEN[kind], **more)
+
+
+_Function = Callable[..., Any]
+_EVEN: dict[str, _Function] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+_UNEVEN: dict[str, _Function] = {"all_gather": all_gather_v, "reduce_scatter": reduce_scatter_v}
 
 
 def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
