@@ -59,9 +59,7 @@ def followed(
     specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]
     if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
-    described: list[Any] = [func, *((out.shape, out.dtype) for out in outs)]
-    _describe((args, kwargs), described)
-    key = tuple(described)
+    key = (func, *((out.shape, out.dtype) for out in outs), _described((args, kwargs)))
     try:
         return _results[key]
     except (KeyError, TypeError):
@@ -253,22 +251,15 @@ def replicated(mesh: DeviceMesh, tensor: Tensor) -> Spec:
     return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _describe(value: Any, key: list[Any]) -> None:
-    """Append to a key all that a layout can depend on."""
+def _described(value: Any) -> Any:
+    """All of an argument that a layout can depend on, as part of a key."""
     if isinstance(value, Tensor):
-        key.append(spec_of(value) or (value.shape, value.stride(), value.dtype))
-    elif type(value) in (tuple, list):
-        key.append(len(value))
-        for item in value:
-            _describe(item, key)
-    elif type(value) is dict:
-        for name, item in value.items():
-            key.append(name)
-            _describe(item, key)
-    elif type(value) is slice:
-        key.append((value.start, value.stop, value.step))
-    else:
-        key.append((type(value), value))
+        return spec_of(value) or (value.shape, value.stride(), value.dtype)
+    if type(value) in (tuple, list):
+        return tuple(map(_described, value))
+    if type(value) is dict:
+        return tuple((name, _described(item)) for name, item in value.items())
+    return (value.start, value.stop, value.step) if type(value) is slice else (type(value), value)
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:

@@ -82,8 +82,6 @@ class Relocation:
     If nothing `moves`, every rank has what it wants, at its place: then there is no collective.
     """
 
-    __slots__ = ("axes", "dim", "index", "local", "mesh", "moves", "receives", "sends", "wanted")
-
     def __init__(
         self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run], *, moves: bool = True
     ) -> None:
