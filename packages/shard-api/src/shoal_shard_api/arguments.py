@@ -29,7 +29,10 @@ def expect(
     if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
         return
     allowed = " or ".join([*(kind.__name__ for kind in types), *(["None"] if optional else [])])
-    raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{_hint(value, types)}")
+    names = {kind.__name__ for kind in types}
+    namesake = next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in names), "")
+    hint = f"; use shoal_shard_api.{namesake}, torch's own class is another one" if namesake else ""
+    raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{hint}")
 
 
 def expect_all(call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError) -> None:
@@ -51,10 +54,3 @@ def expect_plain(call: str, name: str, value: object) -> None:
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):
         raise ArgumentTypeError(f"{call}: {name} must be a plain strided tensor, got {kind_of(value)}, {value.layout}")
-
-
-def _hint(value: Any, types: tuple[Any, ...]) -> str:
-    """Where the class of the same name is, for a value of torch's own shard API."""
-    names = {own.__name__ for own in types}
-    namesake = next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in names), "")
-    return f"; use shoal_shard_api.{namesake}, torch's own class is another one" if namesake else ""

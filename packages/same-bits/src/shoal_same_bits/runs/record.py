@@ -25,6 +25,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import lowered_of
 
 from .fingerprints import GlobalPart, numbered, part_of_output, part_of_tensor, styled, totals
@@ -207,8 +208,7 @@ class _Recorder(TorchDispatchMode):
             for name, (_, by_rank, (floats, digest)) in self._seen.items()
             if by_rank
         }
-        every: list[Any] = [None] * self._ranks
-        dist.all_gather_object(every, own)
+        every = agree(lambda: own)
         return {
             name: (
                 [sum(column) for column in zip(*(rows[name][0] for rows in every if name in rows), strict=True)],

@@ -62,8 +62,13 @@ def shard_parameter(
         return _facts_of_tensor(attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
 
     agree_on(group, facts)
-    tensor = getattr(module, param_name)
-    _install(module, param_name, sharding_spec.shard(tensor, src_rank=src_rank, process_group=group))
+    tensor = sharding_spec.shard(getattr(module, param_name), src_rank=src_rank, process_group=group)
+    if param_name in module._parameters:
+        module._parameters[param_name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+    elif param_name in module._buffers:
+        module._buffers[param_name] = tensor
+    else:
+        setattr(module, param_name, tensor)
 
 
 def _shard_tensor(
@@ -93,15 +98,6 @@ def _facts_of_tensor(tensor: Any, spec: Any, src_rank: int, where: str, group: d
         "dtype": tensor.dtype,
         "requires_grad": tensor.requires_grad,
     }
-
-
-def _install(module: nn.Module, name: str, tensor: ShardedTensor) -> None:
-    if name in module._parameters:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-    elif name in module._buffers:
-        module._buffers[name] = tensor
-    else:
-        setattr(module, name, tensor)
 
 
 def shard_module(
