@@ -73,7 +73,7 @@ def _lookup(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# --- scatter: an index for every element ------------------------------------------------------------------------------
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
@@ -119,6 +119,26 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         wide = torch.cat([x, spare], dim)
         write(wide, dim, positions.masked_fill(~is_local, size), *args, **kwargs)
         return wide.narrow(dim, 0, size).contiguous()
+
+    return run
+
+
+# --- index_*: one index for whole slices ------------------------------------------------------------------------------
+
+
+def _write_slices(local_call: LocalCall) -> LocalFunction | None:
+    """Only the slices that fall into the shard are written."""
+    call, spec = local_call.call, local_call["self"]
+    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    op, has_source = call.op, "source" in call.places
+
+    def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
+        positions, is_local = local_positions(index.reshape(-1), spec, dim)
+        if has_source:
+            source = value if value.ndim else value.reshape([1] * x.ndim)
+            value = source.index_select(dim, is_local.nonzero().squeeze(1))
+        return op(x, dim, positions[is_local], value, **kwargs)
 
     return run
 
@@ -214,8 +234,9 @@ GATHER_SCATTER: Table = family(
         "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
         "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
-        "index_copy index_fill": _SCATTER,
-        "scatter_add index_add": Rule(scatter_add, _scatter),
+        "scatter_add": Rule(scatter_add, _scatter),
+        "index_add": Rule(scatter_add, _write_slices),
+        "index_copy index_fill": Rule(scatter, _write_slices),
         "embedding": Rule(embedding, _embedding),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(

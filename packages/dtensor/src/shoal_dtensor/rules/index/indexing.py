@@ -23,7 +23,6 @@ from ..language.local_ops import (
     all_reduced,
     bytes_of,
     from_the_front,
-    in_every_form,
     local_positions,
     moved_between_boxes,
     sharding_axes,
@@ -180,33 +179,77 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
 
 
 def _index_put(local_call: LocalCall) -> LocalFunction | None:
-    """What falls outside the shard goes to one more position at the end of a sharded dim, which is then dropped."""
+    """Of all positions to write to, those in this rank's shard."""
     call, spec = local_call.call, local_call.inputs[0]
     where = indexed_dims(call["self"], call["indices"])
     dims = [d for group in where.indexed for d in group]
-    sharded = [d for d in dims if spec.dim_shardings[d].axes]
+    sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
     if not sharded:
         return None
     if _same_everywhere(call, where):
         return _put_one_value(local_call, dims)
-    spare = [n for d in reversed(range(spec.ndim)) for n in (0, int(d in sharded))]  # torch counts dims from the last
-    here, adds = tuple(slice(0, n) for n in spec.local_shape), bool(call["accumulate"])
+    op, first, adds = call.op, where.first, bool(call["accumulate"])
+    ndim = spec.ndim - len(dims) + where.ndim
 
-    def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: Any) -> Tensor:
-        positions: list[Tensor | None] = []  # every mask replaced by where it is true, one tensor per dim
-        for index in indices:
-            for part in index.nonzero().unbind(1) if index is not None and _is_mask(index) else (index,):
-                d = len(positions)
-                if part is None or d not in sharded:
-                    positions.append(part)
-                    continue
-                position, is_local = local_positions(part, spec, d)
-                positions.append(position.masked_fill(~is_local, spec.local_shape[d]))
-        wide = torch.constant_pad_nd(x, spare)
-        aten.index_put_.default(wide, positions, values, adds)
-        return wide[here].contiguous()
+    def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
+        integers = [  # every mask replaced by where it is true, one tensor per dim
+            part
+            for index in indices
+            if index is not None
+            for part in (index.nonzero().unbind(1) if _is_mask(index) else (index,))
+        ]
+        positions = list(aten.broadcast_tensors.default(integers))
+        shape, is_local = positions[0].shape, torch.ones_like(positions[0], dtype=torch.bool)
+        for n in sharded:
+            positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
+            is_local &= is_in_dim
+        common = range(first, first + len(shape))
+        others = (*range(first), *range(first + len(shape), ndim))
+        wide = [1] * (ndim - values.ndim) + list(values.shape)
+        wide[first : first + len(shape)] = shape
+        rows = values.expand(wide).permute(*common, *others)
+        rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
+        positions, rows = _in_shard(
+            x, dims, [p.reshape(-1) for p in positions], rows, is_local.reshape(-1), first, adds
+        )
+        return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
 
-    return in_every_form(call, run)
+    return run
+
+
+def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list[Tensor | None]:
+    target: list[Tensor | None] = [None] * x.ndim
+    for d, position in zip(dims, positions, strict=True):
+        target[d] = position
+    return target
+
+
+def _in_shard(  # noqa: PLR0913  # all that is written
+    x: Tensor,
+    dims: Sequence[int],
+    positions: list[Tensor],
+    rows: Tensor,
+    is_local: Tensor,
+    first: int,
+    adds: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Positions and rows that write what is local and nothing else; as many as before, for no host knows how many are.
+
+    Others write what the last local one writes, or what is there if none is.  Where rows are added they add nothing,
+    each somewhere else: a device adds equal positions one after another.
+    """
+    if 0 in x.shape or not len(is_local):
+        return [p[:0] for p in positions], rows[:0]
+    column = is_local.view(-1, *[1] * (rows.ndim - 1))
+    if adds:
+        at = torch.arange(len(is_local), device=x.device)
+        spread = [torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)]
+        return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
+    last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
+    there = [p.index_select(0, last) for p in positions]
+    present = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
+    row = torch.where(is_local.any(), rows.index_select(0, last), present)
+    return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
 
 
 # --- flat indices -----------------------------------------------------------------------------------------------------
