@@ -152,11 +152,9 @@ class RoutedExperts(Lowered):
             return
         routed = nbytes(x) if experts.grouped else nbytes(x) * chosen.shape[-1]
         yield Collective("all_gather", 8 * (experts.count + 2) * sizes[0], ranks=sizes[0])
-        yield from (Collective("all_to_all", routed, ranks=sizes[0]) for _ in range(2))
+        yield from [Collective("all_to_all", routed, ranks=sizes[0])] * 2
         if call.output.requires_grad:
-            yield from (
-                Collective("all_to_all", routed, backward=True, ranks=sizes[0]) for _ in range(1 + x.requires_grad)
-            )
+            yield from [Collective("all_to_all", routed, backward=True, ranks=sizes[0])] * (1 + x.requires_grad)
         if len(sizes) > 1:
             yield from _shared_over(call, sizes[1])
 

@@ -209,7 +209,9 @@ def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: Logi
     total = rows.total(loss)
     if reduction == "sum":
         return total
-    return total / (rows.count(weight) if isinstance(weight, Tensor) else weight)
+    if isinstance(weight, Tensor) and rows.comm is not None:
+        weight = all_reduce(weight, rows.comm)
+    return total / weight
 
 
 def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:

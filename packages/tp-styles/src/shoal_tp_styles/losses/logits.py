@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import current_arithmetic, shard_sizes
-from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable
+from shoal_mesh import Comm, DeviceMesh, differentiable
 from shoal_mesh.internal import tree_sum
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -151,10 +151,6 @@ class LogitRows:
         """`P -> R`: the sum of the losses of all rows, in the tree inside `invariant_arithmetic`; gradients pass."""
         own = loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
         return own if self.comm is None else differentiable.all_reduce_replicated(own, self.comm)
-
-    def count(self, tensor: Tensor) -> Tensor:
-        """`P -> R`: a sum over this rank's rows becomes the sum over all, without gradients: weights and numbers."""
-        return tensor if self.comm is None else all_reduce(tensor, self.comm)
 
 
 _ALL_ROWS = LogitRows()

@@ -29,8 +29,6 @@ from ..lowering.ports import Boundary, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
-
-
 Compute = Callable[[Any, Tensor, Params], Tensor]  # of a module, its input and its local parameters
 
 # The computation, and the parameters that it reads.
@@ -49,11 +47,8 @@ TOKENWISE: dict[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] 
         (lambda module, x, _: type(module).forward(module, x), ()),
     ),
 }
-
-
-def _own_forward(module: Any, x: Tensor, p: Params) -> Tensor:
-    out: Tensor = own_forward(module, {**p, **local_parameters(module._buffers)}, x)
-    return out
+# Of other modules: all parameters.
+_OTHER: Any = (lambda module, x, p: own_forward(module, p | local_parameters(module._buffers), x), None)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -73,7 +68,7 @@ class Tokenwise(Lowered):
         module: Any = self.module
         self.compute: Compute
         self.read: tuple[str, ...] | None  # None: all parameters
-        self.compute, self.read = TOKENWISE.get(type(module), (_own_forward, None))
+        self.compute, self.read = TOKENWISE.get(type(module), _OTHER)
         # Dims of the input that belong to one token; elementwise modules have none.
         self.features: int = 0 if self.read == () else len(getattr(module, "normalized_shape", (1,)))
 

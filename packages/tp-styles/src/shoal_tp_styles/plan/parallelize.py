@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -80,26 +80,14 @@ def parallelize_module(
         ...     mlp[0].weight.placements, mlp[0].weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 4]))
     """
-    mesh = device_mesh if device_mesh is not None else current_mesh()
-    if mesh is None:
-        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
-    check_device_mesh("parallelize_module", mesh)
-    if isinstance(parallelize_plan, AutoPlan) and parallelize_plan.proven_for != mesh.shape:
-        raise PlanError(
-            f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
-            f"{parallelize_plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, *example_inputs), or "
-            "dict(plan) once you have read the plan and vouch for it"
-        )
+    mesh = _mesh(device_mesh, parallelize_plan)
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=3
         )
         return module
     resolved = resolve(module, parallelize_plan)
-    for problem in resolved.unmatched:
-        if on_unmatched == "error":
-            raise PlanError(problem)
-        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
+    _report(resolved.unmatched, on_unmatched)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
@@ -109,6 +97,29 @@ def parallelize_module(
     if any(lowered_of(child) for child in module.modules() if child is not module):
         hook_end_of_forward(module, _explain)
     return module
+
+
+def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
+    """The mesh that a plan is applied to; an automatic one only where it is proven."""
+    mesh = given if given is not None else current_mesh()
+    if mesh is None:
+        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+    check_device_mesh("parallelize_module", mesh)
+    if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
+        raise PlanError(
+            f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
+            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, *example_inputs), or dict(plan) "
+            "once you have read the plan and vouch for it"
+        )
+    return mesh
+
+
+def _report(unmatched: Sequence[str], how: Literal["warn", "error"]) -> None:
+    """Say which paths of a plan match no module."""
+    for problem in unmatched:
+        if how == "error":
+            raise PlanError(problem)
+        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=4)
 
 
 def _run_children(root: nn.Module) -> None:
