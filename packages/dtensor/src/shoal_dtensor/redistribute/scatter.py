@@ -88,11 +88,8 @@ class Scatter:
             return self.shard(tensor.reshape(opened.shape), opened).reshape(spec.local_shape)
         if self._source is None or tensor.is_meta:
             shard = tensor[slices_of(spec.box(spec.coordinate))]
-            own = (
-                shard.contiguous()
-                if shard.shape == tensor.shape
-                else shard.clone(memory_format=torch.contiguous_format)
-            )
+            is_whole = shard.shape == tensor.shape
+            own = shard.contiguous() if is_whole else shard.clone(memory_format=torch.contiguous_format)
             return own.to(device)
         for name, size in zip(spec.mesh.axis_names, spec.mesh.shape, strict=True):
             if not 0 <= self._source < size:
