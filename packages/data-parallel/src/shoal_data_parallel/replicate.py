@@ -220,11 +220,16 @@ class Replicas(Reducer):
         self._shows_replicas = False
 
     def check(self) -> None:
-        """Raise StyleError if a parameter is placed on a data axis, sharded by `fully_shard`, or quantized."""
+        """Raise if a parameter is no leaf, placed on a data axis, sharded by `fully_shard`, or quantized."""
         data, owners = set(self.axes.mesh.axis_names), owners_of(self.module)
         of_units = {id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()}
         check_plain_tensors("replicate", self.held())
         for param in self.held():
+            if not param.is_leaf:
+                raise LayoutError(
+                    "replicate: a parameter was replaced by the result of an operation, whose gradient would not be "
+                    "averaged: pass parameters, or tensors that are detached"
+                )
             if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
                 raise LayoutError(
                     f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "

@@ -123,8 +123,8 @@ class ShardedParameter:
             asked = self.resting
             if isinstance(held, DTensor) and not held.is_leaf:
                 raise LayoutError(
-                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by the result of an operation, "
-                    "whose gradient would not be averaged: pass parameters, or tensors that are detached"
+                    f"{name!r} of {type(module).__name__} was replaced by the result of an operation, whose gradient "
+                    "would not be averaged: pass parameters, or tensors that are detached"
                 )
             if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
                 got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
