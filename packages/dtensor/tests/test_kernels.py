@@ -100,3 +100,10 @@ def test_simulation_notices_replicas_that_differ() -> None:
     spec = Spec(abstract_mesh((2,)), (Replicate(),), (2,))
     with pytest.raises(AssertionError, match="replica"):
         global_value([torch.zeros(2), torch.ones(2)], spec)
+
+
+def test_what_is_gathered_is_row_major() -> None:
+    """Also from blocks of one column, which are a transposed view of what arrives."""
+    src = Spec(abstract_mesh((4,)), (Shard(1),), (3, 4))
+    found = plan(src, src.with_(placements=(Replicate(),)))
+    assert all(shard.is_contiguous() for shard in simulate(found, local_shards(torch.zeros(3, 4), src)))

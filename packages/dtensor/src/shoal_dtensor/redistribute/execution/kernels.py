@@ -189,7 +189,7 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
 
     def join(flat: Tensor) -> Tensor:
         if even:
-            return flat.view(sizes).permute(order).reshape(shape)  # 2 x 2 blocks of (2, 3): (4, 6)
+            return flat.view(sizes).permute(order).reshape(shape).contiguous()  # 2 x 2 blocks of (2, 3): (4, 6)
         out = flat.new_empty(shape)
         unpack_blocks(flat, [out[place] for place in places])
         return out
