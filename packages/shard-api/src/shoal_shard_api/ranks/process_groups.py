@@ -51,9 +51,10 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
 def agree_on(group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The arguments of every rank, in group order; all ranks return, or all raise the same error.
 
-    ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on all ranks that have
-    one of the name.  A value whose name begins with "~" is exchanged, not compared.  Others that differ are a
-    RankMismatchError with both values and both ranks (in the group), one that cannot be sent is an ArgumentTypeError.
+    ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on all ranks.  A value
+    whose name begins with "~" is exchanged, not compared, one with "?" compared between the ranks that have it.  Those
+    that differ are a RankMismatchError with both values and both ranks (in the group), one that cannot be sent is an
+    ArgumentTypeError.
     """
 
     def sendable() -> dict[str, Any]:
@@ -65,13 +66,13 @@ def agree_on(group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]) -
         return facts
 
     reports = agree(sendable, group)
-    first: dict[str, tuple[int, Any]] = {}
-    for rank, facts in enumerate(reports):
-        for name, value in facts.items():
-            holder, known = first.setdefault(name, (rank, value))
-            if not name.startswith("~") and known != value:
+    for name in dict.fromkeys(name for facts in reports for name in facts if not name.startswith("~")):
+        own = [(rank, facts.get(name)) for rank, facts in enumerate(reports) if name in facts or name[0] != "?"]
+        (first, known), said = own[0], name.removeprefix("?")
+        for rank, value in own:
+            if value != known:
                 raise RankMismatchError(
-                    f"{name}={known} on rank: {holder} does not match with {name}={value} on rank: {rank}"
+                    f"{said}={known} on rank: {first} does not match with {said}={value} on rank: {rank}"
                 )
     return reports
 

@@ -189,7 +189,7 @@ def describe(
         size = flatten_size(global_size)
         _check_local(shards, size, rank)
         own = TensorProperties.create_from_tensor(shards[0].tensor) if shards else None
-        shared = {name: getattr(own, name) for name in _COMPARED if own is not None}
+        shared = {f"?{name}": getattr(own, name) for name in _COMPARED if own is not None}
         return {"global size": size, **shared, "~shards": [shard.metadata for shard in shards]}
 
     reports = agree_on(group, facts)
@@ -197,7 +197,7 @@ def describe(
     shared = next((report for report in reports if report["~shards"]), None)
     if shared is None:
         raise ShardingSpecError("no rank has a local shard")
-    properties = TensorProperties(**{name: shared[name] for name in _COMPARED})
+    properties = TensorProperties(**{name: shared[f"?{name}"] for name in _COMPARED})
     per_rank = [list(report["~shards"]) for report in reports]
     local = list(shards)
     if None in size:
