@@ -113,12 +113,13 @@ class Plan:
         put = object.__setattr__
         put(self, "example", self.src.example)
         put(self, "collectives", sum(step.communicates for step in self.steps))
+        put(self, "note", None)
         put(self, "note", (self.purpose, self.collectives) if self.collectives else None)
 
     @property
     def purpose(self) -> str:
         """What its collectives are for, in words."""
-        return f"redistribute {self.src!r} -> {self.dst!r}"
+        return self.note[0] if self.note else f"redistribute {self.src!r} -> {self.dst!r}"
 
     @property
     def slices(self) -> bool:
