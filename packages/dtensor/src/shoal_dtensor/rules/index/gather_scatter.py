@@ -73,7 +73,7 @@ def _lookup(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-# --- scatter: an index for every element ------------------------------------------------------------------------------
+# --- writing: an index for every element, or of `index_*` one for whole slices ----------------------------------------
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
@@ -121,9 +121,6 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         return wide.narrow(dim, 0, size).contiguous()
 
     return run
-
-
-# --- index_*: one index for whole slices ------------------------------------------------------------------------------
 
 
 def _write_slices(local_call: LocalCall) -> LocalFunction | None:
