@@ -77,7 +77,7 @@ class ShardsInFlight:
                 called when what the collectives have received is here. Fresh tensors when left out.
         """
         if self._results is None:
-            places: Places = cache(memory or tuple)
+            places: Places = tuple if memory is None else cache(memory)
             while self._messages:
                 self._finish_round(places)
             self._results = self._tensors
