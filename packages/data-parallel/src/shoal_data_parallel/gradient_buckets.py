@@ -30,14 +30,7 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import (
-    backward_number,
-    first_order_only,
-    grad_hooked,
-    leaf_route,
-    local_of,
-    running_pass,
-)
+from shoal_dtensor.internal import backward_number, first_order_only, grad_hooked, leaf_route, local_of, running_pass
 from shoal_mesh import all_gather
 
 from ._torch import run_when_ready

@@ -40,7 +40,7 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh, purp
 
 from .gradient_buckets import Bucket, GradientBuckets, Replica
 from .reduction import Reducer, ReducingModule
-from .sharded_parameters import DataAxes, Site, make_whole, replicated_parameter, shards_of
+from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, replicated_parameter, shards_of
 
 _STATE = "_shoal_replicated"
 
@@ -225,11 +225,7 @@ class Replicas(Reducer):
         of_units = {id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()}
         check_plain_tensors("replicate", self.held())
         for param in self.held():
-            if not param.is_leaf:
-                raise LayoutError(
-                    "replicate: a parameter was replaced by the result of an operation, whose gradient would not be "
-                    "averaged: pass parameters, or tensors that are detached"
-                )
+            check_leaf(param, "replicate: a parameter")
             if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
                 raise LayoutError(
                     f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "

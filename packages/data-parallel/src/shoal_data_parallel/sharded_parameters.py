@@ -121,17 +121,13 @@ class ShardedParameter:
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
             asked = self.resting
-            if isinstance(held, DTensor) and not held.is_leaf:
-                raise LayoutError(
-                    f"{name!r} of {type(module).__name__} was replaced by the result of an operation, whose gradient "
-                    "would not be averaged: pass parameters, or tensors that are detached"
-                )
             if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
                 got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
                 raise LayoutError(
                     f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay sharded as "
                     f"{asked!r}"
                 )
+            check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
         computed, reduced = _dtypes(self.leaf, self.precision)
         if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
@@ -166,6 +162,15 @@ class ShardedParameter:
             leaf.grad = grad
         else:
             leaf.grad += grad
+
+
+def check_leaf(held: Tensor, what: str) -> None:
+    """Raise LayoutError if a module holds the result of an operation in place of a parameter."""
+    if not held.is_leaf:
+        raise LayoutError(
+            f"{what} was replaced by the result of an operation, whose gradient would not be averaged: pass "
+            "parameters, or tensors that are detached"
+        )
 
 
 def replicated_parameter(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ShardedParameter:
