@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "packages" / "dtensor" / "tests" / "support"))  # random specs, for hunts and sweeps
+for package in ("dtensor", "tp-styles"):  # random specs, for hunts and sweeps; small models
+    sys.path.insert(0, str(ROOT / "packages" / package / "tests" / "support"))
 sys.path.append(str(ROOT / "docs" / "examples"))  # the Llama
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict as api
 from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor, get_model_state_dict, get_optimizer_state_dict
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import load_sharded
 from shoal_tp_styles import (
     HeadParallel,
@@ -28,7 +28,6 @@ from shoal_tp_styles import (
     ParallelStyle,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 class Columns(nn.Module):

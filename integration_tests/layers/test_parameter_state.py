@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shoal_dtensor import DTensor
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -26,7 +26,6 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 def linear(style: Any = None) -> tuple[Any, list[str], list[Any]]:

@@ -16,7 +16,7 @@ from shoal_data_parallel import replicate
 from shoal_dtensor import Replicate, Shard, random_mode
 from shoal_dtensor.random_layouts.local_layout import current_watch
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -29,7 +29,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+from small_models import assert_same_parameters
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda h: F.dropout(h, 0.4),

@@ -30,7 +30,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import assert_same_parameters
+from small_gpt import assert_same_parameters
 
 DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22  # neither the vocabulary nor the inner features divide by 4
 WAYS = pytest.mark.parametrize("ways", [2, 4])

@@ -22,11 +22,16 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import ModelArgs, StackedMLP, Transformer
+from small_gpt import Gpt
+
+
+def two_mlps() -> nn.Sequential:
+    """`(..., 10)` in and out."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)) for _ in range(2)))
 
 
 def test_auto_plan_of_known_shapes() -> None:
-    plan = auto_plan(Transformer(ModelArgs()))
+    plan = auto_plan(Gpt())
     assert plan["layers.*.attention.wq"] == ColwiseParallel()
     assert plan["layers.*.attention.wo"] == plan["layers.*.feed_forward.w2"] == RowwiseParallel()
     assert plan["tok_embeddings"] == RowwiseParallel(input_layouts=Replicate())
@@ -175,28 +180,28 @@ def test_a_vocabulary_is_sharded_with_all_that_shares_its_parameters() -> None:
 
 
 def test_a_models_own_plan_comes_first() -> None:
-    model: Any = StackedMLP()
+    model: Any = two_mlps()
     model.tp_plan = {
-        "layers.*.net1": "colwise_gather_output",
-        "layers.*.net2": "rowwise_split_input",
+        "*.0": "colwise_gather_output",
+        "*.2": "rowwise_split_input",
         "gone": "colwise",
     }
     plan = auto_plan(model, abstract_mesh((4,)), torch.randn(3, 10))
-    assert plan["layers.*.net1"] == ColwiseParallel(output_layouts=Replicate()) and len(plan) == 2
-    model.tp_plan = {"layers.*.net1": "colwise", "layers.*.net2": "colwise"}  # wrong
-    assert auto_plan(model, abstract_mesh((4,)), torch.randn(3, 10)) == auto_plan(StackedMLP())
+    assert plan["*.0"] == ColwiseParallel(output_layouts=Replicate()) and len(plan) == 2
+    model.tp_plan = {"*.0": "colwise", "*.2": "colwise"}  # wrong
+    assert auto_plan(model, abstract_mesh((4,)), torch.randn(3, 10)) == auto_plan(two_mlps())
 
 
 @on_ranks(4)
 def test_only_a_proven_automatic_plan_is_applied() -> None:
-    mesh, model, x = init_device_mesh("cpu", (4,)), StackedMLP(), torch.randn(3, 10)
+    mesh, model, x = init_device_mesh("cpu", (4,)), two_mlps(), torch.randn(3, 10)
     with pytest.raises(PlanError, match=r"proven for None, the mesh is \(4,\)"):
         parallelize_module(model, mesh, auto_plan(model))
     with pytest.raises(PlanError, match=r"proven for \(2,\)"):
         parallelize_module(model, mesh, auto_plan(model, abstract_mesh((2,)), x))
     expected = model(x)
     torch.testing.assert_close(parallelize_module(model, mesh, auto_plan(model, mesh, x))(x), expected)
-    parallelize_module(StackedMLP(), mesh, dict(auto_plan(model)))
+    parallelize_module(two_mlps(), mesh, dict(auto_plan(model)))
 
 
 class Decoder(nn.Module):

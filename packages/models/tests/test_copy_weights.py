@@ -11,10 +11,9 @@ from torch import nn
 
 from shoal_dtensor import communication
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import Heads, PackedColwiseParallel, PlanError, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 
 def build(seed: int, features: int = 10) -> Any:

@@ -15,10 +15,9 @@ import torch
 from hf_models import build_model, needs_hf, save_plain, token_batch
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, abstract_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import CheckpointError, hf
 from shoal_tp_styles import ColwiseParallel, LayoutError, LoRA, PlanError, RowwiseParallel, adapter_parameters
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
 

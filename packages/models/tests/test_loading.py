@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal_dtensor import DTensor, Replicate
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import load_sharded
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import ModelArgs, Transformer, all_ranks, transformer_plan
+from small_gpt import Gpt, gpt_plan
 
 needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
 
@@ -34,17 +34,16 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
     from safetensors.torch import save_file
 
     rank = torch.distributed.get_rank()
-    args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied)
     torch.manual_seed(0)
-    single: Any = Transformer(args)
+    single: Any = Gpt(dropout=0.0, vocab_size=10, tied=tied)
     state = {name: value for name, value in single.state_dict().items() if not (tied and name == "output.weight")}
     names = sorted(state)
     paths = [tmp_path / f"{rank}-{part}.safetensors" for part in (0, 1)]
     for part, path in enumerate(paths):
         save_file({name: state[name].contiguous() for name in names[part::2]}, path)
     with torch.device("meta"):
-        module = Transformer(args)
-    parallelize_module(module, all_ranks(), transformer_plan())
+        module = Gpt(dropout=0.0, vocab_size=10, tied=tied)
+    parallelize_module(module, all_ranks(), gpt_plan())
     with CommDebugMode() as mode:
         loaded = load_sharded(module, paths)
     assert mode.get_total_counts() == 0

@@ -11,10 +11,9 @@ import torch
 
 from hf_models import build_model, needs_hf, save_plain, token_batch
 from shoal_dtensor import DTensor
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import UnsupportedModuleError
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
 needs_psutil = pytest.mark.skipif(find_spec("psutil") is None, reason="psutil: run by nox -s hugging_face")

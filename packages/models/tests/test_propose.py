@@ -15,9 +15,9 @@ from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan, propose
 from shoal_models.planning.propose import activation_bytes
 from shoal_tp_styles import ColwiseParallel, LayoutError, RowwiseParallel, parallelize_module, preview
-from shoal_tp_styles.testing import ModelArgs, Transformer, transformer_plan
+from small_gpt import Gpt, gpt_plan
 
-MODEL = Transformer(ModelArgs(n_layers=1, weight_tying=False))
+MODEL = Gpt(n_layers=1, tied=False)
 TOKENS = torch.zeros(8, 6, dtype=torch.long)
 WHOLE = sum(param.numel() * 4 for param in MODEL.parameters())
 
@@ -55,15 +55,15 @@ def test_a_bound_leaves_what_fits() -> None:
         propose(MODEL, 0, 10)
 
 
-def build(**options: Any) -> Transformer:
+def build(**options: Any) -> Gpt:
     """A model whose activations are more than its parameters."""
     torch.manual_seed(0)
-    return Transformer(ModelArgs(n_layers=3, dim=64, vocab_size=128, max_seq_len=64, weight_tying=False, **options))
+    return Gpt(n_layers=3, dim=64, vocab_size=128, length=64, tied=False, **options)
 
 
 LONG = torch.zeros(8, 48, dtype=torch.long)
 OPTIONS = pytest.mark.parametrize(
-    "options", [{"dropout_p": 0.0}, {"dropout_p": 0.1}, {"dropout_p": 0.0, "checkpoint_activations": True}]
+    "options", [{"dropout": 0.0}, {"dropout": 0.1}, {"dropout": 0.0, "checkpointed": True}]
 )
 
 
@@ -85,19 +85,19 @@ def measured(run: Callable[[], object]) -> tuple[int, int]:
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2)
 def test_activations_are_those_that_a_rank_is_measured_to_keep(options: dict[str, Any], sequence: bool) -> None:
-    plan = transformer_plan(sequence)
+    plan = gpt_plan(sequence)
     expected = activation_bytes(build(**options), plan, abstract_mesh((2,)), (LONG,), {})
     module = parallelize_module(build(**options), init_device_mesh("cpu", (2,)), plan)
     module(LONG)  # what is made once
     held, _ = measured(lambda: module(LONG))
     states = 3 * torch.get_rng_state().nbytes  # of a checkpoint's random numbers, which no operator makes
-    assert held == expected + states * options.get("checkpoint_activations", False)
+    assert held == expected + states * options.get("checkpointed", False)
 
 
 class Loss(torch.nn.Module):
     """A model that returns its loss."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Gpt) -> None:
         super().__init__()
         self.model = model
 
@@ -107,7 +107,7 @@ class Loss(torch.nn.Module):
 
 @on_ranks(2)
 def test_the_memory_of_a_step_is_that_which_is_measured() -> None:
-    model = Loss(build(dropout_p=0.0))
+    model = Loss(build(dropout=0.0))
     plan = dict(auto_plan(model))
     (found,) = (each for each in propose(model, 2, 1, LONG, plan=plan).candidates if each.shape == (1, 2))
     assert found.activation_bytes > found.nbytes / 2

@@ -16,7 +16,7 @@ from torch import nn
 from quantized_models import X, model, quantize, quantized, ways
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import auto_plan
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -28,7 +28,6 @@ from shoal_tp_styles import (
     parallelize_module,
     verify,
 )
-from shoal_tp_styles.testing import all_ranks
 
 PLAN = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}  # DTensors between: shards are uneven
 

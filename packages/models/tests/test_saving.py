@@ -15,11 +15,10 @@ from torch import nn
 from hf_models import build_model, needs_hf, save_plain, shared_directory, token_batch
 from shoal_dtensor import DTensor, Partial, Shard, communication, distribute_tensor
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import CheckpointError, hf, load_sharded, save_sharded
 from shoal_models.weights import saving
 from shoal_tp_styles import Heads, PackedColwiseParallel, parallelize_module, unparallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
 

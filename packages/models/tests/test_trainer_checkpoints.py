@@ -22,10 +22,9 @@ from hf_models import (
 )
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import parallelize_module, unparallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = [needs_hf, needs_accelerate]
 

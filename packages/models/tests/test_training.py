@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from hf_models import assert_same_values, build_model, needs_accelerate, needs_hf
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import PlanError, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 
 def models() -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +22,6 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import assert_same_gradients
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LatentProjection,
@@ -21,7 +21,6 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import assert_same_gradients
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from small_models import assert_same_parameters, own_shard
 
 
 @on_ranks(4)

@@ -16,7 +16,7 @@ from lowering_cases import CASES
 from shoal_dtensor import Replicate
 from shoal_dtensor.random_layouts.region import DrawRegion
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     parallelize_module,
@@ -26,7 +26,6 @@ from shoal_tp_styles.experts.shared_expert import OverlappedBlock
 from shoal_tp_styles.lowering.lowered import Lowered
 from shoal_tp_styles.lowering.ports import Boundary
 from shoal_tp_styles.modules.composed_linear import FusedLowering
-from shoal_tp_styles.testing import all_ranks
 
 OPS = {
     "all_reduce": "all_reduce",

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_mesh import Comm, all_reduce, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles.lowering import collective_functions as functions
-from shoal_tp_styles.testing import all_ranks
 
 SIZES = (3, 0, 2, 1)  # six rows on four ranks
 Case = tuple[Callable[[Tensor, Comm], Tensor], Callable[[list[Tensor], int], Tensor]]

@@ -10,11 +10,10 @@ from torch import nn
 
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 @on_ranks(4)

@@ -28,7 +28,7 @@ from shoal_tp_styles import (
     loss_parallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+from small_models import MLP, ModelArgs, Transformer, transformer_plan
 
 pytestmark = COMPILED
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from compile_marks import COMPILED
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = COMPILED
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from compile_marks import COMPILED
 from shoal_dtensor import DTensor, clip_grad_norm_
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = COMPILED
 STEPS, MAX_NORM = 5, 0.05

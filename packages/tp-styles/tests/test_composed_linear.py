@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     Heads,
@@ -19,7 +19,6 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -22,7 +22,6 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
     "weight_norm": weight_norm,

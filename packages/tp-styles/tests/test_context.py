@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal_context_parallel import Documents, SequenceLayout
 from shoal_context_parallel.parallel_attention import Method
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     ContextParallel,
@@ -29,7 +29,7 @@ from shoal_tp_styles import (
     unparallelize_module,
     verify,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+from small_models import assert_same_parameters
 from tp_checks import counts
 
 

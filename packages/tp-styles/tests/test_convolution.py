@@ -12,7 +12,7 @@ from torch import nn
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
@@ -21,7 +21,6 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 CONVS: list[tuple[Any, tuple[int, ...]]] = [
     (nn.Conv1d, (3, 6, 9)),

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard, distribute_tensor
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import local_parameters
-from shoal_tp_styles.testing import all_ranks
 
 
 def shards_of(params: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+from small_models import assert_same_parameters
 
 
 @on_ranks(4)

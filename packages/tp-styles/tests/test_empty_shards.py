@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -25,7 +25,6 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 def pair(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:

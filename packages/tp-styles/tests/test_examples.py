@@ -1,4 +1,4 @@
-"""The examples of docstrings run, of every module of the package.  Covers: testing.py, all others."""
+"""The examples of docstrings run, of every module of the package.  Covers: all modules."""
 
 from __future__ import annotations
 

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard
 from shoal_mesh import broadcast
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     PackedColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 pytestmark = [
     pytest.mark.skipif(

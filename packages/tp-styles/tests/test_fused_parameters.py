@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal_dtensor import Shard, distribute_tensor
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -18,7 +18,6 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 @on_ranks(4)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from small_models import assert_same_parameters, own_shard
 
 GATHERED = ColwiseParallel(output_layouts=Replicate())
 

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
     input_reshard,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 @on_ranks(4)

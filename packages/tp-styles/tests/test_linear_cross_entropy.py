@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import LayoutError, Vocab, losses
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import ALL_REDUCE
 
 FEATURES = 5

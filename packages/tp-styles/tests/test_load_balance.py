@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from shoal_mesh import all_reduce
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import LayoutError
 from shoal_tp_styles.losses import load_balance
-from shoal_tp_styles.testing import all_ranks
 
 
 @on_ranks(4)

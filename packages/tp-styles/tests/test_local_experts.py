@@ -8,9 +8,8 @@ import pytest
 
 from moe_checks import assert_same_on_replicas
 from moe_models import mixture
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ExpertTensorParallel, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 
 @on_ranks(4)

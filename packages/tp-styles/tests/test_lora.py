@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LoRA,
@@ -21,7 +21,6 @@ from shoal_tp_styles import (
     merge_adapters,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import naming
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
@@ -28,7 +28,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import MLP, all_ranks, assert_same_parameters
+from small_models import MLP, assert_same_parameters
 
 
 @on_ranks(2)

@@ -15,9 +15,8 @@ from torch.nn.functional import linear
 
 from by_hand import HandCopy, HandReduce
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from shoal_tp_styles.testing import all_ranks
 
 WIDTH, TOKENS = 256, 64
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, own_shard
+from small_models import own_shard
 from tp_checks import assert_same_gradients, counts, global_value
 
 

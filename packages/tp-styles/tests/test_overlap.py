@@ -12,9 +12,9 @@ from torch import nn
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ColwiseParallel, LayoutError, RowwiseParallel, UnsupportedModuleError, parallelize_module
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+from small_models import assert_same_parameters
 
 LAYOUTS: dict[str, tuple[Any, int]] = {  # layout of the input on four ranks -> chunks of (8, 8, 12)
     "along the chunks": (Shard(0), 2),  # two rows of every rank

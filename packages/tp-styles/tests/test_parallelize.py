@@ -14,7 +14,7 @@ from one_device import as_one_device
 from shoal_context_parallel import context_parallel_attention
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh import abstract_mesh, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -29,15 +29,7 @@ from shoal_tp_styles import (
     preview,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import (
-    MLP,
-    ModelArgs,
-    StackedMLP,
-    Transformer,
-    all_ranks,
-    own_shard,
-    transformer_plan,
-)
+from small_models import MLP, ModelArgs, StackedMLP, Transformer, own_shard, transformer_plan
 from tp_checks import assert_same_gradients
 
 MESH = abstract_mesh((4,), ("tp",))

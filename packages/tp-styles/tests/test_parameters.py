@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.internal import GradRoute
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -31,7 +31,7 @@ from shoal_tp_styles import (
 from shoal_tp_styles.lowering import parameters
 from shoal_tp_styles.lowering.parameters import deliver_grad
 from shoal_tp_styles.modules import sharded_linear
-from shoal_tp_styles.testing import MLP, all_ranks
+from small_models import MLP
 from tp_checks import global_value
 
 KINDS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {

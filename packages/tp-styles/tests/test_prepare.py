@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     LayoutError,
     PrepareModuleInput,
@@ -18,7 +18,7 @@ from shoal_tp_styles import (
     PrepareModuleOutput,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, own_shard
+from small_models import own_shard
 from tp_checks import counts
 
 

@@ -21,7 +21,7 @@ from shoal_tp_styles import (
     parallelize_module,
     preview,
 )
-from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+from small_models import MLP, ModelArgs, Transformer, transformer_plan
 
 OPS = {
     "all_reduce": torch.ops._c10d_functional.all_reduce,

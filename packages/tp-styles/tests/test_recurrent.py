@@ -11,9 +11,9 @@ from torch import nn
 
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import LayoutError, SequenceParallel, parallelize_module
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from small_models import assert_same_parameters, own_shard
 
 
 @on_ranks(4)

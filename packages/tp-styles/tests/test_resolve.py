@@ -17,7 +17,7 @@ from shoal_tp_styles import (
     TiedWeightError,
 )
 from shoal_tp_styles.plan.resolve import axis_mesh, resolve
-from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer
+from small_models import MLP, ModelArgs, StackedMLP, Transformer
 
 
 def test_entries_that_match_nothing_are_named() -> None:

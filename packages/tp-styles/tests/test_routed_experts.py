@@ -17,9 +17,8 @@ from moe_checks import assert_same_on_replicas, assert_same_on_shards
 from moe_models import WIDTH, mixture
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_mesh import CommDebugMode, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ExpertParallel, LayoutError, parallelize_module, preview, unparallelize_module
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import counts
 
 SIZES = (5, 0, 3, 4)  # tokens of each rank

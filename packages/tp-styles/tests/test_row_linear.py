@@ -11,14 +11,13 @@ from torch import nn
 from one_device import as_one_device
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     LayoutError,
     RowwiseParallel,
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 OVERLAPPED: dict[str, tuple[Any, int]] = {  # layout of the output -> chunks of eight rows
     "reduced": (Replicate(), 3),

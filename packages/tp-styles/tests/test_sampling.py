@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import Vocab, choose, losses
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import sharded
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -25,7 +25,6 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
 
 PRODUCTS = ("mm", "addmm", "linear", "embedding", "convolution", "matmul", "bmm")
 

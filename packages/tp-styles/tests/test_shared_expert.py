@@ -15,7 +15,7 @@ from moe_checks import assert_same_on_shards
 from moe_models import WIDTH, Mixture, PackedExperts, mixture
 from shoal_dtensor import Replicate
 from shoal_mesh import CommDebugMode, all_reduce, all_to_all_v
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ExpertParallel,
     LayoutError,
@@ -25,7 +25,6 @@ from shoal_tp_styles import (
     unparallelize_module,
 )
 from shoal_tp_styles.experts import token_route
-from shoal_tp_styles.testing import all_ranks
 from tp_checks import assert_same_gradients, counts
 
 PLAN = {"": SharedExpertOverlap(shared="shared"), "experts": ExpertParallel()}

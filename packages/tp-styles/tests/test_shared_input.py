@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Shard
 from shoal_mesh import CommDebugMode, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, own_shard
+from small_models import own_shard
 from tp_checks import counts, global_value
 
 

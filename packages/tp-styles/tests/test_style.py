@@ -14,7 +14,7 @@ from one_device import as_one_device
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_dtensor.errors import LayoutTypeError
 from shoal_mesh import abstract_mesh, init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     DeclaredStyle,
@@ -33,7 +33,6 @@ from shoal_tp_styles import (
     preview,
     verify,
 )
-from shoal_tp_styles.testing import all_ranks
 
 
 class GatedMLP(nn.Module):

@@ -8,7 +8,7 @@ from shoal_dtensor import Partial, Replicate
 from shoal_tp_styles import ColwiseParallel, PlanError, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 from shoal_tp_styles.plan.resolve import resolve
 from shoal_tp_styles.plan.style_names import REFUSED, style_named
-from shoal_tp_styles.testing import MLP
+from small_models import MLP
 
 
 def test_names_are_styles() -> None:

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from shoal_dtensor import Shard, StridedShard
-from shoal_mesh.testing import fake_world
+from shoal_mesh.testing import all_ranks, fake_world
 from shoal_tp_styles.experts.token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
 from shoal_tp_styles.sharding.module_sharding import ExpertOwner, Heads, HeadShard
-from shoal_tp_styles.testing import all_ranks
 
 
 def route_of(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[int], list[int]]:

@@ -23,7 +23,7 @@ from shoal_tp_styles import (
     verify,
 )
 from shoal_tp_styles.plan.verify import MOST_PARAMETERS
-from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+from small_models import MLP, ModelArgs, Transformer, transformer_plan
 
 MESH = abstract_mesh((4,), ("tp",))
 HEAD_DIM = 4

@@ -17,7 +17,7 @@ from shoal_tp_styles import (
     SequenceParallel,
     verify,
 )
-from shoal_tp_styles.testing import ModelArgs, Transformer
+from small_models import ModelArgs, Transformer
 
 MESH = abstract_mesh((4,), ("tp",))
 

@@ -13,7 +13,7 @@ from shoal_dtensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from shoal_dtensor.internal import pytree
 from shoal_mesh import CommDebugMode, DeviceMesh
 from shoal_tp_styles import parallelize_module
-from shoal_tp_styles.testing import assert_same_parameters
+from small_models import assert_same_parameters
 from tp_checks import counts
 
 

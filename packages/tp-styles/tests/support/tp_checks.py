@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard, distribute_tensor
-from shoal_mesh.testing import counts as counts
+from shoal_mesh.testing import all_ranks, counts as counts
 from shoal_tp_styles import Vocab
-from shoal_tp_styles.testing import all_ranks
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 

@@ -47,12 +47,12 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     Example:
         >>> import torch
         >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_tp_styles.testing import StackedMLP
-        >>> plan = auto_plan(StackedMLP(), abstract_mesh((4,)), torch.randn(3, 10))
+        >>> mlp = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> plan = auto_plan(mlp, abstract_mesh((4,)), torch.randn(3, 10))
         >>> print(format_plan(plan), plan.proven_for)
         {
-            "layers.*.net1": ColwiseParallel(),
-            "layers.*.net2": RowwiseParallel(),
+            "0": ColwiseParallel(),
+            "2": RowwiseParallel(),
         } (4,)
     """
     options = recipes(model)

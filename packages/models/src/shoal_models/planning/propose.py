@@ -110,8 +110,8 @@ def propose(
 
     Example:
         >>> import torch
-        >>> from shoal_tp_styles.testing import StackedMLP
-        >>> propose(StackedMLP(), 4, 3200, torch.randn(8, 10)).best.shape
+        >>> mlp = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> propose(mlp, 4, 1700, torch.randn(8, 10)).best.shape
         (4, 1)
     """
     if ranks < 1 or bound < 1:
@@ -206,9 +206,9 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
 
     Example:
         >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_tp_styles.testing import StackedMLP
-        >>> activation_bytes(StackedMLP(), {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
-        1664
+        >>> mlp = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> activation_bytes(mlp, {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
+        832
     """
     from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 

@@ -96,9 +96,8 @@ def recipes(model: nn.Module) -> dict[str, list[Entries]]:
     """For each block, entries that may shard it, best first.
 
     Example:
-        >>> from shoal_tp_styles.testing import MLP
-        >>> [[*entries] for entries in recipes(MLP())[""]]
-        [['net1', 'net2'], ['net1', 'net2']]
+        >>> [[*entries] for entries in recipes(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))[""]]
+        [['0', '2'], ['0', '2']]
     """
     return _Blocks(model).recipes()
 

@@ -111,8 +111,10 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
 
     Example:
         >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_tp_styles.testing import MLP
-        >>> costs = preview(MLP(), MLP.plan, abstract_mesh((4,)), torch.zeros(8, 10))
+        >>> from shoal_tp_styles import ColwiseParallel, RowwiseParallel
+        >>> mlp = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        >>> costs = preview(mlp, plan, abstract_mesh((4,)), torch.zeros(8, 10))
         >>> costs.count("all_reduce"), costs.parameter_bytes
         ((1, 0), 376)
     """

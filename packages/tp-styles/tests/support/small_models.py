@@ -1,10 +1,7 @@
-"""For authors of styles: small models with fixed seeds and known plans, and the comparison with one device.
+"""Small models with known plans, and `assert_same_parameters`, the comparison of a parallel module with one device's.
 
-`MLP` (10-16-10), `StackedMLP`, and `Transformer`, a toy GPT with learned positions and its plan, with and without
-sequence parallelism.  `assert_same_parameters` compares a parallel module with the single-device one; `own_shard` is
-this rank's shard of a global tensor on the mesh of `all_ranks`.
-
-May import: plan, styles.
+`MLP` (10-16-10, seed 5), and `Transformer`, a toy GPT with learned positions and its plan, with and without sequence
+parallelism. `own_shard` is this rank's shard of a global tensor on the mesh of `all_ranks`.
 """
 
 from __future__ import annotations
@@ -21,22 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh.testing import all_ranks
-
-from .plan.parallelize import unparallelize_module
-from .styles.activation import SequenceParallel
-from .styles.linear import ColwiseParallel, RowwiseParallel
-from .styles.style import ParallelStyle
-
-__all__ = [
-    "MLP",
-    "ModelArgs",
-    "StackedMLP",
-    "Transformer",
-    "all_ranks",
-    "assert_same_parameters",
-    "own_shard",
-    "transformer_plan",
-]
+from shoal_tp_styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, unparallelize_module
 
 
 def own_shard(full: Tensor, dim: int) -> Tensor:
