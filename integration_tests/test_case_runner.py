@@ -36,7 +36,7 @@ def verdict(case: str) -> str:
 def test_each_kind_of_failure_has_its_name_and_costs_no_other_case() -> None:
     cases = ["right", "one raises", "two kinds", "wrong", "rank 2 dies", "right", "rank 1 hangs", "all hang", "right"]
     cases += ["torn", "meets", "right"]
-    found = run_cases(verdict, cases, patience=6.0)
+    found = run_cases(verdict, cases, patience=3.0)
     assert [*map(kind, found)] == [
         "",
         "disagreement",
