@@ -12,10 +12,13 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shoal_mesh import (
     CollectiveError,
     CommDebugMode,
+    DeviceMesh,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -142,3 +145,24 @@ def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock(
         on_plain_kernels(operator, x)
     assert len(dispatched) == 1
     del library
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of the storages of what operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen += [each.untyped_storage().nbytes() for each in tree_leaves(out) if isinstance(each, Tensor)]
+        return out
+
+
+@on_ranks(2)
+def test_a_mode_does_not_see_the_memory_that_a_group_gets_at_its_first_collective() -> None:
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    with Sizes() as sizes:
+        total = all_reduce(torch.ones(4), mesh.comm(0))
+    assert total.tolist() == [2.0] * 4 and max(sizes.seen) <= 64, sizes.seen

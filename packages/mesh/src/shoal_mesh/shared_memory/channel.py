@@ -87,7 +87,7 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         }
         per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
         segment = on_plain_kernels(map_segment, group, sum(_head_words(size, len(slots))) * 8 + size * per_rank)
-        channel = _CHANNELS[group] = None if segment is None else Channel(group, segment, slots)
+        channel = _CHANNELS[group] = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
         return channel
 
 
