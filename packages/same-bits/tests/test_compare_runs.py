@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sequence_parallel_mlp import PLAN, NormMLP
 from shoal_data_parallel import replicate
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_same_bits import RunRecord, compare_runs, record_run
@@ -122,6 +122,21 @@ def test_rows_of_data_parallel_ranks_are_put_together() -> None:
     found = compare_runs(single, run)
     assert not found.first, str(found)
     assert "output of up" in _names(run) and "gradient of up.weight" in _names(run)
+
+
+@pytest.mark.parametrize("hidden", [10, 3])
+@pytest.mark.parametrize("local", [True, False])
+@on_ranks(4)
+def test_uneven_and_empty_shards_are_compared(hidden: int, local: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 6), nn.Softmax(-1)).double()
+    x, mesh = torch.randn(5, 6, dtype=torch.float64), init_device_mesh("cpu", (4,))
+    rows = RowwiseParallel(output_layouts=Partial() if not local else None, use_local_output=local)
+    plan = {"0": ColwiseParallel(use_local_output=local), "2": rows}
+    single, run = _run(plain, x), _run(parallelize_module(copy.deepcopy(plain), mesh, plan), x)
+    found = compare_runs(single, run)
+    assert not found.first, str(found)
+    assert {"output of 0", "gradient at output of 0", "output of 2", "gradient at output of 2"} <= {*_names(run)}
 
 
 @on_ranks(2)

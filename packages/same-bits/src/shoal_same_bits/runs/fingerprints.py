@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import local_shard
-from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh import Comm, DeviceMesh, all_reduce
 from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import COMPLETION, lowered_of
 
@@ -75,29 +75,34 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
     return GlobalPart(local, indices, tuple(spec.shape), True, (spec.mesh,))
 
 
-def part_of_output(output: Tensor, lowered: Lowered, batch: DeviceMesh | None) -> GlobalPart:
-    """This rank's part of what a module with a style returns: a DTensor on one axis, or this rank's shard.
+def part_of_output(
+    output: Tensor, lowered: Lowered | None, batch: DeviceMesh | None, *, grad: bool = False
+) -> GlobalPart:
+    """This rank's part of what a module returns, or of the gradient there: a DTensor, or the shard that a style says.
 
-    The data axes `batch`, if there are any, shard dim 0 too.
+    The data axes `batch`, if there are any, shard dim 0 too, where the mesh of the tensor does not have them.
     """
-    local, layout = output, lowered.port_out.desired
-    if isinstance(output, DTensor):
-        (layout,) = output.placements
-        local = local_shard(output)
-    sharded = {0: [batch]} if batch is not None else {}
-    if isinstance(layout, Shard):
-        sharded.setdefault(layout.dim % local.ndim, []).append(lowered.mesh)
-    indices, sizes = [], []
-    for dim, size in enumerate(local.shape):
-        start = 0
-        for mesh in sharded.get(dim, []):
-            start = start * mesh.size() + mesh.comm(tuple(range(mesh.ndim))).rank  # data 1 of 2, sequence 2 of 4: 6
-        ranks = torch.Size(mesh.size() for mesh in sharded.get(dim, [])).numel()
-        indices.append(torch.arange(size, device=local.device) + start * size)  # shard 6 of 3 rows: 18, 19, 20
-        sizes.append(size * ranks)  # 3 rows on 2 * 4 ranks: 24
-    counted = isinstance(layout, Shard) or lowered.comm.rank == 0
-    meshes = (lowered.mesh, *([] if batch is None else [batch]))
-    return GlobalPart(local, tuple(indices), tuple(sizes), counted, meshes)
+    if not isinstance(output, DTensor):
+        assert lowered is not None, "only styles say what a plain tensor is a shard of"
+        layout = lowered.port_out.desired
+        if isinstance(layout, Shard):
+            dim = layout.dim % output.ndim
+            sizes = layout.sizes or lowered.output_sizes(0, output.shape[dim])
+            layout = Shard(dim, sizes=None if sizes is None else tuple(sizes))
+        elif grad:
+            layout = Replicate()
+        output = DTensor.from_local(output, lowered.mesh, [layout], run_check=False)
+    part = part_of_tensor(output)
+    if batch is None or {*_comm(batch).ranks} <= {*_comm(output.device_mesh).ranks}:
+        return part
+    rows, *others = part.indices
+    rows = rows + _comm(batch).rank * part.sizes[0]  # rows 0 to 2 of 3 on data rank 2: 6, 7, 8
+    sizes = (part.sizes[0] * batch.size(), *part.sizes[1:])
+    return replace(part, indices=(rows, *others), sizes=sizes, meshes=(*part.meshes, batch))
+
+
+def _comm(mesh: DeviceMesh) -> Comm:
+    return mesh.comm(tuple(range(mesh.ndim)))
 
 
 def _mixed(number: Tensor) -> Tensor:

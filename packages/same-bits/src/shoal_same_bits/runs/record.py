@@ -40,7 +40,7 @@ class Value(NamedTuple):
     name: str  # `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has #n
     shape: tuple[int, ...]  # of the global tensor; of a rank's own where `by_rank`
     dtype: str
-    by_rank: bool  # whether it is what the ranks computed on plain tensors: compared between runs on as many ranks only
+    by_rank: bool  # what the ranks computed on plain tensors: compared between runs on the same meshes only
     sums: list[float]  # see above
     norm: float  # of all elements
     broken: int  # how many elements are infinite or no number
@@ -54,14 +54,16 @@ class RunRecord:
     Attributes:
         ranks: how many there were.
         values: of the run.
+        meshes: those of the model and the batch, as text.
     """
 
     ranks: int = 1
     values: list[Value] = field(default_factory=list)
+    meshes: list[str] = field(default_factory=list)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a file, for `load` or `python -m shoal_same_bits compare`."""
-        lines = [{"ranks": self.ranks}, *(value._asdict() for value in self.values)]
+        lines = [{"ranks": self.ranks, "meshes": self.meshes}, *(value._asdict() for value in self.values)]
         Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     @classmethod
@@ -74,7 +76,7 @@ class RunRecord:
         try:
             first, *lines = map(json.loads, Path(path).read_text().splitlines())
             values = [Value(**{**line, "shape": tuple(line["shape"])}) for line in lines]
-            return cls(first["ranks"], values)
+            return cls(first["ranks"], values, first.get("meshes", []))
         except (ValueError, TypeError, KeyError) as error:
             raise StyleError(f"{path} was not written by RunRecord.save: {error!r}") from error
 
@@ -102,7 +104,7 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     """
     if batch is not None:
         check_device_mesh("record_run", batch)
-    record = RunRecord(dist.get_world_size() if dist.is_initialized() else 1)
+    record = RunRecord(dist.get_world_size() if dist.is_initialized() else 1, meshes=_meshes(model, batch))
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():
         recorder.add(f"{name} before", part_of_tensor(param.detach()))
@@ -119,6 +121,14 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     for name, param in model.named_parameters():
         recorder.add(f"{name} after", part_of_tensor(param.detach()))
     record.values = recorder.values()
+
+
+def _meshes(model: nn.Module, batch: DeviceMesh | None) -> list[str]:
+    """Axes and sizes of the meshes of styles, parameters and the batch, as ['data=2', 'tensor=2']."""
+    styles = (lowered_of(module) for module in model.modules())
+    parameters = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+    found = {*(lowered.mesh for lowered in styles if lowered is not None), *parameters, *([batch] if batch else [])}
+    return sorted(",".join(f"{n}={k}" for n, k in zip(mesh.axis_names, mesh.shape, strict=True)) for mesh in found)
 
 
 class _Recorder(TorchDispatchMode):
@@ -149,15 +159,15 @@ class _Recorder(TorchDispatchMode):
         if isinstance(output, Tensor):
             self._add_of(name, module, output)
         if isinstance(output, Tensor) and output.requires_grad and self._batch is None:
-            hook = partial(self._add_of, f"gradient at {name}", module)
+            hook = partial(self._add_of, f"gradient at {name}", module, grad=True)
             output.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def _add_of(self, name: str, module: nn.Module, value: Tensor) -> None:
+    def _add_of(self, name: str, module: nn.Module, value: Tensor, *, grad: bool = False) -> None:
         """Keep a module's output, or the gradient at it, if its layout is known."""
         self._is_recording, lowered = True, styled(module)
         try:
-            if lowered is not None and value.ndim:
-                self.add(name, part_of_output(value.detach(), lowered, self._batch))
+            if value.ndim and (lowered is not None or isinstance(value, DTensor)):
+                self.add(name, part_of_output(value.detach(), lowered, self._batch, grad=grad))
             elif isinstance(value, DTensor) or not self._is_sharded:
                 self.add(name, part_of_tensor(value.detach()))
         finally:
@@ -171,7 +181,8 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "aten" and not func._overloadpacket.__name__.startswith(_SKIPPED):
             for output in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(output, Tensor) and output.device.type != "meta":
-                    is_global = isinstance(output, DTensor) or not self._is_sharded
+                    # Whether the data axes shard what is a DTensor on other axes alone, nothing says here.
+                    is_global = (isinstance(output, DTensor) and self._batch is None) or not self._is_sharded
                     where = self._path[-1] if self._path else "backward" if backward_number() >= 0 else "the program"
                     self.add(f"{func} in {where}", part_of_tensor(output.detach()), by_rank=not is_global)
         return result
@@ -271,7 +282,8 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
     """Where two runs differ first: of two programs, on as many ranks or others, or sharded and on a single device.
 
     Values are found by their names. A name that only one run has is counted, not compared: a module with a style runs
-    other operators than the plain one. What ranks computed on plain tensors is compared between runs on as many ranks.
+    other operators than the plain one. What ranks computed on plain tensors is compared between runs on as many ranks
+    and the same meshes.
 
     Args:
         one, other: from `record_run`, or `RunRecord.load`.
@@ -296,10 +308,11 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
     if tolerance is not None and not tolerance >= 0:
         raise StyleError(f"a tolerance is at least 0, got {tolerance}")
     others = {value.name: value for value in other.values}
+    same_ranks = (one.ranks, one.meshes) == (other.ranks, other.meshes)
     differing, before, compared = list[tuple[str, float]](), "", 0
     for value in one.values:
         match = others.get(value.name)
-        if match is None or match.by_rank != value.by_rank or (value.by_rank and one.ranks != other.ranks):
+        if match is None or match.by_rank != value.by_rank or (value.by_rank and not same_ranks):
             continue
         compared += 1
         difference, allowed = _difference(value, match), _allowed(value, match) if tolerance is None else tolerance
