@@ -1,4 +1,4 @@
-"""Covers: runs/fingerprints.py, __main__.py: runs on other numbers of ranks agree, and what differs is named."""
+"""Covers: runs/fingerprints.py, runs/record.py, __main__.py: runs on other meshes agree, and what differs is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from sequence_parallel_mlp import PLAN, NormMLP
 from shoal_data_parallel import fully_shard, replicate
@@ -15,32 +14,34 @@ from shoal_dtensor import Partial, Replicate, Shard, StridedShard, distribute_te
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.internal import tree_sum
 from shoal_mesh.testing import on_ranks
-from shoal_same_bits import StepFingerprints, invariant_arithmetic
+from shoal_same_bits import Comparison, RunRecord, compare_runs, invariant_arithmetic, record_run
 from shoal_same_bits.__main__ import main
-from shoal_same_bits.runs.fingerprints import first_difference, part_of_tensor
-from shoal_tp_styles import StyleError, parallelize_module
+from shoal_same_bits.runs.fingerprints import part_of_tensor
+from shoal_tp_styles import parallelize_module
 
 NAMES = ("data", "tensor")
 
 
 def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = "") -> None:
-    """Three steps; before the second, one element of a parameter is changed."""
+    """Two steps, each in a file of its number; before the second, one element of a parameter is changed."""
     torch.manual_seed(0)
     x = torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)).chunk(mesh.size(0))[mesh.get_local_rank(0)]
+    path.mkdir(exist_ok=True)
     with invariant_arithmetic():
         model: Any = parallelize_module(NormMLP(32), mesh["tensor"], PLAN)
         model = fully_shard(model, mesh["data"]) if sharded else replicate(model, mesh["data"])
-        seen = StepFingerprints(path, model, mesh["data"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(3):
+        for step in range(2):
             if step == 1 and change:
                 with torch.no_grad():
                     model.get_parameter(change).view(-1)[5] += 1e-6
-            out = model(x.chunk(mesh.size(1), 1)[mesh.get_local_rank(1)])
-            loss = tree_sum(out.redistribute(placements=[Replicate()]).to_local().square().flatten())
-            (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            optimizer.step()
-            seen.write(step, loss=all_reduce(loss.detach(), (mesh, "data")))
+            with record_run(model, mesh["data"]) as record:
+                out = model(x.chunk(mesh.size(1), 1)[mesh.get_local_rank(1)])
+                loss = tree_sum(out.redistribute(placements=[Replicate()]).to_local().square().flatten())
+                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                optimizer.step()
+            if mesh.get_rank() == 0:
+                record.save(path / str(step))
             optimizer.zero_grad()
 
 
@@ -56,18 +57,18 @@ def test_runs_on_other_meshes_have_the_same_fingerprints(tmp_path: Path) -> None
         run(tmp_path / name, mesh, sharded=sharded)
     run(tmp_path / "other", both, change="down.bias")
     if both.get_rank() == 0:
+        exact = ["--tolerance", "0"]
+
+        def found(name: str, step: int) -> Comparison:
+            one, other = (RunRecord.load(tmp_path / each / str(step)) for each in ("alone", name))
+            return compare_runs(one, other, 0.0)
+
         for name, *_ in same:
-            assert first_difference(tmp_path / "alone", tmp_path / name) == "", name
-        found = first_difference(tmp_path / "alone", tmp_path / "other").splitlines()
-        assert found[0].startswith("step 1: ")
-        assert found[1:] == [
-            "  output: down (Linear)",
-            "  value: loss",
-            "  gradient: down.bias",
-            "  parameter: norm.weight",
-        ]
-        assert main(["compare", *(str(tmp_path / name) for name in ("alone", "other"))]) == 1
-        assert main(["compare", *(str(tmp_path / name) for name in ("alone", "both"))]) == 0
+            for step in range(2):
+                assert not found(name, step).first and found(name, step).compared > 12, f"{name}: {found(name, step)}"
+        assert main(["compare", *(str(tmp_path / name / "0") for name in ("alone", "other")), *exact]) == 0
+        assert main(["compare", *(str(tmp_path / name / "1") for name in ("alone", "other")), *exact]) == 1
+        assert [name for name, _ in found("other", 1).differing[:2]] == ["down.bias before", "output of down"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
@@ -90,12 +91,3 @@ def test_a_fingerprint_is_that_of_the_whole_tensor(dtype: torch.dtype) -> None:
         (over,) = part.meshes
         assert all_reduce(part.digest(), (over, over.axis_names)) == want, placements
     assert part_of_tensor(whole.flip(0)).digest() != want
-
-
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StyleError, match="inside invariant_arithmetic"):
-        StepFingerprints(tmp_path / "a", nn.Linear(2, 2))
-    for name in "ab":
-        (tmp_path / name).write_text(f'{{"step": {ord(name)}, "fingerprints": {{}}}}\n')
-    with pytest.raises(StyleError, match="no step in common"):
-        first_difference(tmp_path / "a", tmp_path / "b")

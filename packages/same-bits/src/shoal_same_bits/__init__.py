@@ -7,13 +7,11 @@ from .arithmetic import invariant_arithmetic
 from .errors import VariantArithmeticError
 from .invariant.self_check import check_arithmetic
 from .microbatches import accumulate_in_tree, accumulate_stage_in_tree
-from .runs.fingerprints import StepFingerprints
 from .runs.record import Comparison, RunRecord, compare_runs, record_run
 
 __all__ = [
     "Comparison",
     "RunRecord",
-    "StepFingerprints",
     "VariantArithmeticError",
     "__version__",
     "accumulate_in_tree",

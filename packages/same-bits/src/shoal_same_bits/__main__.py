@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from shoal_dtensor.errors import StyleError
 
-from .runs.fingerprints import first_difference
 from .runs.record import RunRecord, compare_runs
 
 
@@ -20,22 +18,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     compare = commands.add_parser("compare", help="where two runs differ first")
-    compare.add_argument("runs", nargs=2, metavar="FILE", help="written by StepFingerprints or RunRecord.save")
-    compare.add_argument("--tolerance", type=float, help="how much values of RunRecord may differ, relatively")
+    compare.add_argument("runs", nargs=2, metavar="FILE", help="written by RunRecord.save")
+    compare.add_argument("--tolerance", type=float, help="how much values may differ, relatively")
     asked = parser.parse_args(argv)
     try:
-        if all(Path(path).read_text().startswith('{"ranks"') for path in asked.runs):
-            one, other = map(RunRecord.load, asked.runs)
-            comparison = compare_runs(one, other, asked.tolerance)
-            first, text = comparison.first, str(comparison)
-        else:
-            first = first_difference(*asked.runs)
-            text = first or "no fingerprint differs"
+        one, other = map(RunRecord.load, asked.runs)
+        comparison = compare_runs(one, other, asked.tolerance)
     except StyleError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"{text}\n")
-    return int(bool(first))
+    sys.stdout.write(f"{comparison}\n")
+    return int(bool(comparison.first))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,24 @@
-"""Which part of a global tensor a rank has, and fingerprints of a run, step by step, made of the digests of parts.
+"""Which part of a global tensor a rank has, and the digest of the part.
 
-A fingerprint is the sum over elements of a hash of global index and bits, modulo 2 ** 64, so it does not depend on the
+A digest is the sum over elements of a hash of global index and bits, modulo 2 ** 64, so it does not depend on the
 number of ranks. Every rank adds up its own shard, and one all-reduce of integers the ranks; nothing is gathered.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
-from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh, all_reduce
 from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import COMPLETION, lowered_of
-
-from ..invariant.block_sums import entered
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
@@ -135,130 +128,3 @@ def totals(terms: Mapping[str, tuple[tuple[DeviceMesh, ...], Sequence[Tensor]]])
             columns = [all_reduce(column, (mesh, mesh.axis_names)) for column in columns]
         sums |= zip(names, zip(*(column.tolist() for column in columns), strict=True), strict=True)
     return sums
-
-
-class StepFingerprints:
-    """Writes a line for every step into a file, which `python -m shoal_same_bits compare A B` reads.
-
-    Outputs of modules with styles are recorded as they are computed, gradients and parameters when `write` is called:
-    after the optimizer's step and before gradients are dropped. Rank 0 writes; all ranks call it.
-
-    Args:
-        path: of the file, which is replaced.
-        model: made parallel inside `invariant_arithmetic`.
-        batch: the data axes, over which dim 0 of activations is sharded; None if it is not.
-
-    Raises:
-        StyleError: outside `invariant_arithmetic`, where shards need not be equal.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> from shoal_mesh import init_device_mesh
-        >>> from shoal_mesh.testing import fake_world
-        >>> from shoal_same_bits import invariant_arithmetic
-        >>> from shoal_tp_styles import parallelize_module
-        >>> with fake_world(1), invariant_arithmetic():
-        ...     model = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), "colwise")
-        ...     path = Path(mkdtemp()) / "run.jsonl"
-        ...     seen = StepFingerprints(path, model)
-        ...     model(torch.ones(2, 8)).sum().backward()
-        ...     seen.write(0)
-        ...     [*json.loads(path.read_text())["fingerprints"]]
-        ['output of model (Linear)', 'gradient of bias', 'gradient of weight', 'weight', 'bias']
-    """
-
-    def __init__(self, path: str | Path, model: nn.Module, batch: DeviceMesh | None = None) -> None:
-        entered()
-        self.path: Path = Path(path)
-        self.model = model
-        self.batch = batch
-        self._seen: dict[str, tuple[tuple[DeviceMesh, ...], tuple[Tensor]]] = {}
-        self._times: Counter[str] = Counter()
-        if _writes():
-            self.path.write_text("")
-        for name, module in model.named_modules():
-            lowered = styled(module)
-            if lowered is not None:
-                module.register_forward_hook(partial(self._record_output, name or "model", lowered))
-
-    def _record_output(self, name: str, lowered: Lowered, module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.ndim:
-            part = part_of_output(output.detach(), lowered, self.batch)
-            self._record(f"output of {name} ({type(module).__name__})", part)
-
-    def _record(self, name: str, part: GlobalPart) -> None:
-        self._seen[numbered(name, self._times)] = part.meshes, (part.digest(),)
-
-    @torch.no_grad()
-    def write(self, step: int, **values: Tensor) -> None:
-        """Write the line of a step.
-
-        Args:
-            step: its number.
-            values: what else is recorded, equal on all ranks or a DTensor: the loss, say.
-        """
-        for name, value in values.items():
-            self._record(f"value of {name}", part_of_tensor(value.detach()))
-        named = [*self.model.named_parameters()]
-        for name, param in reversed(named):  # as backward comes to them
-            if param.grad is not None:
-                self._record(f"gradient of {name}", part_of_tensor(param.grad))
-        for name, param in named:
-            self._record(name, part_of_tensor(param.detach()))
-        sums = totals(self._seen)
-        line = {name: f"{sums[name][0] % (1 << 64):016x}" for name in self._seen}  # -1: ffffffffffffffff
-        self._seen.clear()
-        self._times.clear()
-        if _writes():
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, "fingerprints": line}) + "\n")
-
-
-def _writes() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def first_difference(one: str | Path, other: str | Path) -> str:
-    """Where two files of `StepFingerprints` differ first: the step, and in it the module, gradient and parameter.
-
-    Names that only one run has, as of modules that have a style in one plan only, are not compared.
-
-    Returns:
-        Lines to read; empty if nothing differs.
-
-    Raises:
-        StyleError: if the files have no step in common.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> runs = [Path(mkdtemp()) / name for name in "ab"]
-        >>> for run, digest in zip(runs, ["00", "01"]):
-        ...     size = run.write_text(json.dumps({"step": 4, "fingerprints": {"weight": digest}}))
-        >>> print(first_difference(*runs))
-        step 4: 1 of 1 fingerprints differ
-          parameter: weight
-    """
-    before, after = _lines(one), _lines(other)
-    steps = [step for step in before if step in after]
-    if not steps:
-        raise StyleError(f"{one} and {other} have no step in common: {[*before][:3]} and {[*after][:3]}, ...")
-    for step in steps:
-        shared = [name for name in before[step] if name in after[step]]
-        differ = [name for name in shared if before[step][name] != after[step][name]]
-        if differ:
-            first = {_kind(name): name for name in reversed(differ)}
-            rows = (f"  {kind}: {first[kind].removeprefix(f'{kind} of ')}" for kind in _KINDS if kind in first)
-            return "\n".join([f"step {step}: {len(differ)} of {len(shared)} fingerprints differ", *rows])
-    return ""
-
-
-_KINDS = ("output", "value", "gradient", "parameter")
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind in _KINDS if name.startswith(f"{kind} of ")), "parameter")
-
-
-def _lines(path: str | Path) -> dict[int, dict[str, str]]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return {line["step"]: line["fingerprints"] for line in lines}
