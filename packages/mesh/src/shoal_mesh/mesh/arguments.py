@@ -145,6 +145,6 @@ def common_root(meshes: Sequence[Any]) -> Any:
         same = mesh._get_root_mesh() == root or (
             {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
         )
-        if not same or mesh._rank_map != meshes[0]._rank_map:
+        if not same:
             raise MeshError(f"only meshes sliced from one mesh can be concatenated, got {', '.join(map(repr, meshes))}")
     return root

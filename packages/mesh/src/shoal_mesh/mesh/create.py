@@ -151,7 +151,7 @@ def safe_globals() -> list[Any]:
         ...     torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         DeviceMesh((2, 2), 'cpu', ranks 0-3, abstract)
     """
-    return [rebuild_mesh, MeshFields, Layout, BackendChoice]
+    return [rebuild_mesh, MeshFields, Layout, range, BackendChoice]
 
 
 class _MeshResources:

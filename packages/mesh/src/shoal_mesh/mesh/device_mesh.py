@@ -89,9 +89,8 @@ class DeviceMesh(RankGrid):
         choices = read_backends(backend_override, names, layout.ndim)
         if _init_backend and validate:
             kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
-            where = layout.listed or layout
             check_agreement(
-                f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {where}, backends {kinds}"
+                f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, backends {kinds}"
             )
         self._set(MeshFields(device_type, layout, names, choices, abstract), None)
         if _init_backend:
@@ -194,8 +193,7 @@ class DeviceMesh(RankGrid):
         axes = self._axes(asked)
         if axes == tuple(range(self.ndim)):
             return self
-        at = self._coordinate or (0,) * self.ndim
-        layout = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes})
+        layout = self._layout.select(axes, self._coordinate or (0,) * self.ndim)
         names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[a] for a in axes)
         comms = [self._comms.get((a,)) for a in axes]
         return self._derive(layout, names, tuple(self._choices[a] for a in axes), comms)
@@ -266,7 +264,7 @@ class DeviceMesh(RankGrid):
             raise MeshError(
                 f"unflatten of axis {dim!r} of {self!r} into {tuple(sizes)} needs one name per size, got {names}"
             )
-        layout = self._layout.unflatten(axis, sizes)
+        layout, root = self._layout.unflatten(axis, sizes), self._get_root_mesh()
         before = self.mesh_dim_names or ()
         every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
         every = read_names(every, layout.ndim)
@@ -274,7 +272,7 @@ class DeviceMesh(RankGrid):
         if backend_override is None:
             new = (self._choices[axis],) * len(sizes)
         choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
-        if layout.listed is not self._rank_map:  # a list of its own: none of the root's strides
+        if not root._layout.is_crossed_by_axes(layout):  # so its slices are to be looked for in this mesh itself
             return self._of(replace(self._fields, layout=layout, names=every, choices=choices))
         comms = [self._comms.get((a,)) for a in range(self.ndim)]
         comms[axis : axis + 1] = [None] * len(sizes)
@@ -286,22 +284,15 @@ class DeviceMesh(RankGrid):
 
         Raises:
             MeshTypeError: not a sequence of meshes.
-            MeshError: they come from different meshes, or two of them run along the same ranks.
+            MeshError: they come from different meshes, or do not cross at one rank.
         """
         require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
         if not meshes:
             raise AxisError("concatenate needs at least one mesh")
         root: DeviceMesh = common_root(meshes)
-        axes = tuple(axis for mesh in meshes for axis in mesh._layout.axes)
-        if meshes[0]._coordinate is None:
-            offset = root._layout.offset
-        else:
-            offset = meshes[0]._layout.position(meshes[0]._coordinate)
-            for mesh in meshes:
-                offset -= mesh._layout.position(mesh._coordinate or ()) - mesh._layout.offset
-        layout = Layout(axes, offset, root._rank_map)
-        if not layout.is_injective():
-            raise MeshError(f"two of {', '.join(map(repr, meshes))} run along the same ranks")
+        layout = root._layout.crossed([mesh._layout for mesh in meshes])
+        if layout is None:
+            raise MeshError(f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common")
         named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
         names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
         comms = [mesh._comms.get((a,)) for mesh in meshes for a in range(mesh.ndim)]
@@ -321,10 +312,9 @@ class DeviceMesh(RankGrid):
         """
         own_slice = self[axes]
         along = self._axes(axes)
-        others = [a for a in range(self.ndim) if a not in along]
         submeshes = []
-        for position in product(*(range(self.shape[a]) for a in others)):
-            layout = self._layout.select(along, dict(zip(others, position, strict=True)))
+        for coordinate in product(*(range(1 if a in along else size) for a, size in enumerate(self.shape))):
+            layout = self._layout.select(along, coordinate)
             mesh = self._derive(layout, own_slice.mesh_dim_names, own_slice._choices)
             submeshes.append(own_slice if mesh == own_slice else mesh)
         return submeshes
@@ -354,7 +344,8 @@ class DeviceMesh(RankGrid):
         root = self._get_root_mesh()
         if root is self or self.ndim != 1:
             return None
-        return next((a for a, axis in enumerate(root._layout.axes) if axis == self._layout.axes[0]), None)
+        at = root.coordinate_of(self.ranks[0])
+        return next((a for a in range(root.ndim) if root.ranks_along(a, at) == self.ranks), None)
 
     def _sym_get_coordinate(self, index: int) -> int:
         return self.get_local_rank(index)
@@ -390,11 +381,5 @@ class DeviceMesh(RankGrid):
 def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
     """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
     if root is not None and follows and root._coordinate is not None:
-        own = root._layout.position(root._coordinate)
-        start = own - root._layout.offset
-        # The row of ranks 4-7 in a 2 x 4 mesh has offset 4: on rank 1, in column 1, it begins at 1 - 1 = 0.
-        digits = [start // step % size * step for axis in fields.layout.axes for size, step in axis]
-        moved = replace(fields.layout, offset=own - sum(digits))
-        if moved.coordinate(root._layout(root._coordinate)) is not None:
-            fields = replace(fields, layout=moved)
+        fields = replace(fields, layout=root._layout.parallel(fields.layout, root.get_rank()))
     return DeviceMesh._of(fields, root)

@@ -29,7 +29,7 @@ class RankGrid:
 
     __slots__ = (
         "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_hash", "_key",
-        "_layout", "_rank_map", "_root", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
+        "_layout", "_root", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
         "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
     _comms: dict[Any, Comm]
@@ -54,7 +54,7 @@ class RankGrid:
     def _set(self, fields: MeshFields, root: Any) -> None:
         """Fill the slots; the only place that does."""
         self._fields, self._root = fields, root
-        self._layout, self._choices, self._rank_map = fields.layout, fields.choices, fields.layout.listed
+        self._layout, self._choices = fields.layout, fields.choices
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
@@ -64,8 +64,7 @@ class RankGrid:
         put(self, "mesh_dim_names", fields.names)
         put(self, "axis_names", fields.names or tuple(map(str, range(fields.layout.ndim))))
         put(self, "is_abstract", fields.abstract_rank is not None)
-        kinds = tuple(choice.key for choice in fields.choices)
-        facts = fields.device_type, fields.names, fields.layout.identity(), fields.layout.shape, kinds
+        facts = fields.device_type, fields.names, fields.layout, tuple(choice.key for choice in fields.choices)
         self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
         rank = self._own_rank()
@@ -82,7 +81,7 @@ class RankGrid:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every global rank of the mesh in row-major order."""
-        return self._layout.members()
+        return tuple(self._layout.ranks)
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -156,7 +155,7 @@ class RankGrid:
         coordinate = read_sizes(coordinate, "coordinate")
         if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
-        return self._layout(coordinate)  # (1, 2) of (2, 4): 1 * 4 + 2 = 6
+        return self._layout.rank_at(coordinate)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a global rank, None when it is not in the mesh.
@@ -194,10 +193,7 @@ class RankGrid:
             self.rank_at(at)
         if at is None:
             raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so nothing runs through it")
-        return tuple(self._along(self._axes(axes), at))
-
-    def _along(self, axes: tuple[int, ...], at: tuple[int, ...]) -> Sequence[int]:
-        return self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes}).line()
+        return tuple(self._layout.select(self._axes(axes), at).ranks)
 
     # --- where this rank is -----------------------------------------------------------------------------------------
 
@@ -284,7 +280,7 @@ class RankGrid:
         if self._world != world_place():
             raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
         names = tuple(self.axis_names[a] for a in axes)
-        ranks = self._along(axes, self._coordinate)
+        ranks = self._layout.select(axes, self._coordinate).ranks
         choices = {self._choices[a] for a in axes}
         choice = choices.pop() if len(choices) == 1 else BackendChoice()
         return Comm.over(find_or_create(ranks, choice, f"mesh_{'_'.join(names)}"), names, ranks, choice)
@@ -348,10 +344,8 @@ class RankGrid:
     def __repr__(self) -> str:
         names, sizes = self.mesh_dim_names, self.shape
         axes = ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
-        ranks = self.ranks if self.size() <= 64 else ()
-        if not ranks:
-            where = f"{self._layout!r}"
-        elif ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):  # 4 5 6 7 are "ranks 4-7"
+        ranks = self._layout.ranks
+        if ranks == range(ranks[0], ranks[0] + len(ranks)):  # 4 5 6 7 are "ranks 4-7"
             where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         else:
             where = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
