@@ -42,6 +42,7 @@ c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
+ranks_in_order = dist.get_process_group_ranks  # the global ranks of a group
 
 
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
@@ -110,23 +111,11 @@ def kept_in_order(collective: Any, directly: str) -> None:
 
 Class = TypeVar("Class", bound=type)
 
-_ITS_OWN_TENSORS = (
-    "torch.distributed.tensor",
-    "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
-)
-_ITS_OWN_SHARDING = ("torch.distributed.fsdp", "shoal_data_parallel.fully_shard or shoal_data_parallel.replicate")
-_ITS_OWN_COLLECTIVES = (
-    "torch.distributed._functional_collectives",
-    "the collectives of shoal_mesh, which take the mesh, or mesh.get_group(axis) here",
-)
-_MADE_FOR_ITS_OWN_MESH = {
-    "torch.distributed._functional_collectives": _ITS_OWN_COLLECTIVES,
-    "torch.distributed.fsdp._fully_shard._fsdp_common": _ITS_OWN_SHARDING,
-    "torch.distributed.fsdp._init_utils": _ITS_OWN_SHARDING,
-    "torch.distributed.tensor._api": _ITS_OWN_TENSORS,
-    "torch.distributed.tensor._collective_utils": _ITS_OWN_TENSORS,
-    "torch.distributed.tensor._utils": _ITS_OWN_TENSORS,
-    "torch.distributed.tensor.placement_types": _ITS_OWN_TENSORS,
+_MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
+    "torch.distributed.tensor": "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
+    "torch.distributed.fsdp": "shoal_data_parallel.fully_shard or shoal_data_parallel.replicate",
+    "torch.distributed._functional_collectives": "the collectives of shoal_mesh, which take the mesh, or "
+    "mesh.get_group(axis) here",
 }
 
 
@@ -136,11 +125,10 @@ def refuse_its_own_mesh(mesh: object) -> None:
     Raises:
         MeshTypeError: if the function that called this one's caller is of torch's sharded tensors or `fully_shard`.
     """
-    name = sys._getframe(2).f_globals.get("__name__")
-    if name in _MADE_FOR_ITS_OWN_MESH:
-        what, ours = _MADE_FOR_ITS_OWN_MESH[name]
+    what = ".".join(sys._getframe(2).f_globals.get("__name__", "").split(".")[:3])
+    if what in _MADE_FOR_ITS_OWN_MESH:
         raise MeshTypeError(
-            f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {ours}, or pass "
+            f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
             "shoal_dtensor.interop.mesh_to_torch(mesh)"
         )
 
@@ -207,7 +195,7 @@ def constant_when_compiled(cls: Class) -> Class:
 
 def default_group() -> ProcessGroup | None:
     """The group of all ranks, or None before `init_process_group` and after `destroy_process_group`."""
-    return dist.group.WORLD if dist.is_available() else None
+    return dist.group.WORLD
 
 
 def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
@@ -246,12 +234,6 @@ def is_live(group: ProcessGroup) -> bool:
 def group_ranks(group: ProcessGroup) -> dict[int, int]:
     """Global rank -> rank in the group."""
     return _c10d._world.pg_group_ranks[group]
-
-
-def ranks_in_order(group: ProcessGroup) -> list[int]:
-    """The global ranks of a group, in its order."""
-    positions = group_ranks(group)
-    return sorted(positions, key=positions.__getitem__)
 
 
 def group_name(group: ProcessGroup) -> str:
