@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -85,15 +86,8 @@ class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it h
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return dict.__eq__(_merged(self), _merged(other))
-
-
-def _merged(counts: Mapping[Any, int]) -> dict[Any, int]:
-    """Counts under one packet for each collective."""
-    merged: Counter[Any] = Counter()
-    for packet, count in counts.items():
-        merged[_canonical(packet)] += count
-    return dict(+merged)
+        ours, theirs = ([_canonical(packet) for packet in Counter(each).elements()] for each in (self, other))
+        return Counter(ours) == Counter(theirs)
 
 
 def _canonical(packet: Any) -> Any:
@@ -128,38 +122,31 @@ class CommDebugMode(TorchDispatchMode):
         self.trace: list[Record] = []
         self.modules: dict[str, ModuleRecord] = {}
         self._open: dict[int, Record] = {}
-        self._tracker: ModuleTracker | None = None
-        self._names: dict[nn.Module, str] = {}
-        self._hook: Any = None
+        self._names: dict[nn.Module, str] = {}  # of the modules that ran; empty outside of the block
+        self._tracker = ModuleTracker()
         self._began = 0.0
+        self._ends = ExitStack()
 
     def __enter__(self) -> CommDebugMode:
-        self.trace, self.modules, self._names = [], {}, {}
+        self.trace, self.modules, self._tracker = [], {}, ModuleTracker()
         self._began = time.perf_counter()
-        self._tracker = ModuleTracker()
-        self._tracker.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._record_module)
+        self._ends.callback(self._names.clear)  # keep no module alive
+        self._ends.enter_context(self._tracker)
+        self._ends.callback(nn.modules.module.register_module_forward_pre_hook(self._record_module).remove)
         observe(self)
+        self._ends.callback(unobserve, self)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
-        unobserve(self)
-        self._hook.remove()
-        if self._tracker is not None:
-            self._tracker.__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
-            self._tracker = None
-        self._names = {}  # keep no module alive
+        self._ends.close()
 
     # --- torch's interface ------------------------------------------------------------------------------------------
 
     def get_comm_counts(self) -> dict[Any, int]:
         """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...): `CommCounts`."""
-        counts = CommCounts()
-        for record in self.trace:
-            counts[packet_of(record.op)] += 1
-        return counts
+        return CommCounts(packet_of(record.op) for record in self.trace)
 
     def get_total_counts(self) -> int:
         """How many collectives ran."""
@@ -285,8 +272,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def _module(self) -> str:
         """The path of the innermost module that runs, forward or backward."""
-        parents = self._tracker.parents if self._tracker is not None else {"Global"}
-        return max(parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
+        return max(self._tracker.parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
 
     def _record_of(self, module: str) -> ModuleRecord:
         return self.modules.setdefault(module, ModuleRecord())

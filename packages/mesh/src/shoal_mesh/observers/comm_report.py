@@ -48,8 +48,7 @@ def tree(trace: Sequence[Record], modules: Mapping[str, ModuleRecord], noise_lev
     if not 0 <= noise_level <= 3:
         raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
     paths: dict[str, Any] = {}
-    for path in sorted({*modules, *(r.module for r in trace)}, key=lambda path: (path != "Global", path)):
-        record = modules.get(path)
+    for path, record in sorted(modules.items(), key=lambda item: (item[0] != "Global", item[0])):
         own: dict[str, Any] = {}
         for phase, backward in (("forward", False), ("backward", True)):
             records = [r for r in trace if r.module == path and r.backward is backward]
@@ -57,16 +56,12 @@ def tree(trace: Sequence[Record], modules: Mapping[str, ModuleRecord], noise_lev
             run["bytes"] = sum(r.nbytes for r in records)
             if noise_level >= 2:
                 run["calls"] = [_call(r) for r in records]
-            if noise_level >= 3 and record is not None:
+            if noise_level >= 3:
                 run["ops"] = {op: n for (op, when), n in sorted(record.ops.items()) if when is backward}
             own[phase] = run
-        if noise_level >= 1 and record is not None:
+        if noise_level >= 1:
             own["parameters"] = {
-                name: {
-                    "shape": list(p.shape),
-                    "dtype": str(p.dtype),
-                    "placements": str(record.placements.get(name, "")),
-                }
+                name: {"shape": [*p.shape], "dtype": str(p.dtype), "placements": str(record.placements.get(name, ""))}
                 for name, p in record.parameters.items()
             }
         paths[path] = own
@@ -78,7 +73,7 @@ def _call(record: Record) -> dict[str, Any]:
         "op": record.op,
         "axes": list(record.axes),
         "ranks": record.size,
-        "shapes": [list(s) for s in record.shapes],
+        "shapes": [[*shape] for shape in record.shapes],
         "dtype": record.dtype,
         "bytes": record.nbytes,
         "reduce": record.reduce_op,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,7 +28,7 @@ class Call:
     started: float  # when this rank came
     # when this rank could do nothing else: from and to; several times if it was started with `async_op`
     blocked: list[tuple[float, float]]
-    rank: int = 0  # whose call it is
+    rank: int  # whose call it is
     computed: float = 0.0  # seconds since the rank was last blocked
     waited: float = 0.0  # seconds of `blocked` in which not all ranks had come
     moved: float = 0.0  # the other seconds of `blocked`
@@ -63,24 +63,21 @@ class StragglerTable:
 
     def fill(self, calls: Sequence[Sequence[Call]], seconds: Sequence[float]) -> None:
         """Take the calls of every rank, and the time at which each came to its end."""
-        self.calls = [call for own in calls for call in own]
-        self.seconds, self.ranks = max(seconds), [RankTimes() for _ in seconds]
         collectives: defaultdict[tuple[str, int], list[Call]] = defaultdict(list)
         for own in calls:
-            counts: defaultdict[str, int] = defaultdict(int)
-            for call, computed in zip(own, _computed(own), strict=True):
-                call.computed = computed
+            _note_computed(own)
+            counts: Counter[str] = Counter()
+            for call in own:
                 collectives[call.group, counts[call.group]].append(call)
                 counts[call.group] += 1
         for together in collectives.values():
             _settle(together)
-        for call in self.calls:
-            times = self.ranks[call.rank]
-            times.waited, times.moved = times.waited + call.waited, times.moved + call.moved
-            times.nbytes, times.held_up = times.nbytes + call.nbytes, times.held_up + call.held_up
-        for times, end in zip(self.ranks, seconds, strict=True):
-            times.computed = end - times.waited - times.moved
+        self.calls, self.seconds = [call for own in calls for call in own], max(seconds)
         self.held_up = sorted((call for call in self.calls if call.held_up > 0), key=lambda call: -call.held_up)
+        for own, end in zip(calls, seconds, strict=True):
+            waited, moved = sum(call.waited for call in own), sum(call.moved for call in own)
+            nbytes, held_up = sum(call.nbytes for call in own), sum(call.held_up for call in own)
+            self.ranks.append(RankTimes(end - waited - moved, waited, moved, nbytes, held_up))
 
     @property
     def straggler(self) -> int | None:
@@ -93,14 +90,12 @@ class StragglerTable:
         lines = [f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, {self.seconds * 1e3:.2f} ms"]
         lines.append("rank   computed ms   waited ms    moved ms          bytes   held others up ms")
         for rank, times in enumerate(self.ranks):
-            computed, waited, moved = times.computed * 1e3, times.waited * 1e3, times.moved * 1e3
-            lines.append(
-                f"{rank:4d}{computed:14.2f}{waited:12.2f}{moved:12.2f}{times.nbytes:15,d}{times.held_up * 1e3:20.2f}"
-            )
+            seconds = f"{times.computed * 1e3:14.2f}{times.waited * 1e3:12.2f}{times.moved * 1e3:12.2f}"
+            lines.append(f"{rank:4d}{seconds}{times.nbytes:15,d}{times.held_up * 1e3:20.2f}")
         if self.straggler is None:
             return "\n".join([*lines, "no rank held the others up"])
-        seconds = self.ranks[self.straggler].held_up
-        lines.append(f"straggler: rank {self.straggler}; the others waited {seconds * 1e3:.2f} ms for it, most before")
+        waited = self.ranks[self.straggler].held_up * 1e3
+        lines.append(f"straggler: rank {self.straggler}; the others waited {waited:.2f} ms for it, most before")
         for call in [call for call in self.held_up if call.rank == self.straggler][:3]:
             times_of = f"it computed {call.computed * 1e3:.2f} ms, they {call.others * 1e3:.2f}"
             lines.append(f"  {call.held_up * 1e3:.2f} ms  {call.what}: {times_of}")
@@ -136,30 +131,24 @@ def stragglers() -> Iterator[StragglerTable]:
     for _ in range(_MEETINGS):
         all_gather_objects(world, None)
         left.append(time.perf_counter())
-    recorded: list[Call] = []  # by this rank's clock
-    with observing(lambda event: recorded.append(_begun(event)), _note_end):
+    zero = _beginning(all_gather_objects(world, (machine(), left)), world.rank())
+    recorded: list[Call] = []
+    with observing(lambda event: recorded.append(_begun(event, world.rank())), _note_end):
         yield table
-    rows = all_gather_objects(world, (machine(), left, time.perf_counter(), recorded))
-    ahead = _ahead([(where, clocks) for where, clocks, _, _ in rows])
-    begin = min(clocks[-1] - extra for (_, clocks, _, _), extra in zip(rows, ahead, strict=True))
-    zeros = [extra + begin for extra in ahead]  # the beginning by each rank's clock
-    calls = [[_of_rank(rank, call, zeros[rank]) for call in own] for rank, (_, _, _, own) in enumerate(rows)]
-    table.fill(calls, [end - zero for (_, _, end, _), zero in zip(rows, zeros, strict=True)])
+    for call in recorded:
+        call.started, call.blocked = call.started - zero, [(start - zero, end - zero) for start, end in call.blocked]
+    rows = all_gather_objects(world, (recorded, time.perf_counter() - zero))
+    table.fill([calls for calls, _ in rows], [end for _, end in rows])
 
 
-def _ahead(clocks: list[tuple[int, list[float]]]) -> list[float]:
-    """By how many seconds the clock of every rank is ahead of that of rank 0; one machine has one clock."""
+def _beginning(clocks: Sequence[tuple[int, Sequence[float]]], rank: int) -> float:
+    """When the first rank left the last meeting, by the clock of a rank; one machine has one clock."""
     here, first = clocks[0]
-    return [
+    ahead = [  # by how many seconds the clock of every rank is ahead of that of rank 0: the median
         0.0 if where == here and here else sorted(a - b for a, b in zip(own, first, strict=True))[_MEETINGS // 2]
         for where, own in clocks
     ]
-
-
-def _of_rank(rank: int, call: Call, zero: float) -> Call:
-    """The call of a rank, its times counted from a moment of that rank's clock."""
-    blocked = [(start - zero, end - zero) for start, end in call.blocked]
-    return replace(call, rank=rank, started=call.started - zero, blocked=blocked)
+    return ahead[rank] + min(own[-1] - extra for (_, own), extra in zip(clocks, ahead, strict=True))
 
 
 def _settle(together: list[Call]) -> None:
@@ -175,19 +164,16 @@ def _settle(together: list[Call]) -> None:
         last.held_up = max(min(waited, last.computed - last.others), 0.0)
 
 
-def _computed(own: Sequence[Call]) -> list[float]:
-    """For every call of a rank the seconds since the rank was last blocked."""
-    spans = sorted(span for call in own for span in call.blocked)
-    seconds, free, at = [], 0.0, 0
+def _note_computed(own: Sequence[Call]) -> None:
+    """Note for every call of a rank the seconds since the rank was last blocked."""
+    spans, free = deque(sorted(span for call in own for span in call.blocked)), 0.0
     for call in own:
-        while at < len(spans) and spans[at][0] < call.started:
-            free = max(free, spans[at][1])
-            at += 1
-        seconds.append(max(call.started - free, 0.0))
-    return seconds
+        while spans and spans[0][0] < call.started:
+            free = max(free, spans.popleft()[1])
+        call.computed = max(call.started - free, 0.0)
 
 
-def _begun(event: Event) -> Call:
+def _begun(event: Event, rank: int) -> Call:
     """What is about to start, when all of this rank's work before it is done."""
     dtype = str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else ""
     words = [event.op, event.reduce_op, dtype, *(str(tuple(tensor.shape)) for tensor in event.tensors)]
@@ -195,7 +181,7 @@ def _begun(event: Event) -> Call:
     what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
     _finish_device(event)
     event.started = time.perf_counter()
-    return Call(what, event.comm.name, event.nbytes, event.started, event.waits)
+    return Call(what, event.comm.name, event.nbytes, event.started, event.waits, rank)
 
 
 def _note_end(event: Event) -> None:
