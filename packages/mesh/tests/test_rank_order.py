@@ -13,7 +13,7 @@ from shoal_mesh.errors import MeshTypeError
 from shoal_mesh.groups.world import require_world
 from shoal_mesh.mesh import rank_order
 from shoal_mesh.mesh.create import measured_order
-from shoal_mesh.mesh.rank_order import RankOrder, _opponent, order_by_costs, smoothed
+from shoal_mesh.mesh.rank_order import RankOrder, order_by_costs, smoothed
 from shoal_mesh.testing import on_ranks
 
 NEAR, FAR, OTHER_SWITCH = 1e-4, 1e-3, 1e-2
@@ -69,13 +69,15 @@ def test_ranks_stay_in_order_where_nothing_is_gained() -> None:
     assert order_by_costs((1,), [[0.0]]) == RankOrder((0,), (0.0,), (0.0,))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
-def test_everyone_meets_everyone_once(size: int) -> None:
-    seats = size + size % 2
-    met = [[_opponent(rank, turn, seats) for turn in range(seats - 1)] for rank in range(size)]
-    for rank, others in enumerate(met):
-        assert sorted(others) == [other for other in range(seats) if other != rank]
-        assert all(met[other][turn] == rank for turn, other in enumerate(others) if other < size)
+@on_ranks(3)
+def test_everyone_meets_everyone_once() -> None:
+    met: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_order, "_seconds", lambda world, message, other: met.append(other) or 1.0)
+        costs = rank_order.measured_costs(require_world(), torch.device("cpu"))
+    assert sorted(met) == [other for other in range(3) if other != require_world().rank()]
+    assert costs == [[float(a != b) for b in range(3)] for a in range(3)]
+    assert len(measured_order((3,)).ranks) == 3  # they meet in one order, or wait forever
 
 
 def test_what_differs_inside_of_a_host_is_kept() -> None:

@@ -47,7 +47,7 @@ class BackendChoice:
     @property
     def key(self) -> str:
         """Text that is equal on every rank that chose the same."""
-        return f"{self.backend or ''}|{fingerprint(self.options)}{self.tag}"
+        return f"{self.backend or 'default'} {fingerprint(self.options)}{self.tag}".rstrip()
 
 
 def fingerprint(options: object | None) -> str:

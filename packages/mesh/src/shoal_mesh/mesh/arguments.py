@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -62,11 +63,9 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
         raise MeshError(f"a mesh holds at least one rank, got shape {tuple(ranks.shape)}")
     shape = tuple(ranks.shape) or (1,)
     flat = ranks.reshape(-1).tolist()
-    if len(set(flat)) != len(flat):
-        twice = sorted({rank for rank in flat if flat.count(rank) > 1})
+    if twice := sorted(rank for rank, times in Counter(flat).items() if times > 1):
         raise MeshError(f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}")
-    if min(flat) < 0 or (world is not None and max(flat) >= world):
-        wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
+    if wrong := [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]:
         raise MeshError(f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})")
     return Layout.of(shape, flat)
 
@@ -104,8 +103,6 @@ def read_backends(
 
 def _read_choice(axis: int | str, value: object) -> BackendChoice:
     match value:
-        case BackendChoice():
-            return value
         case str():
             return BackendChoice(backend=_read_backend(axis, value))
         case (str() as backend, options):

@@ -68,10 +68,9 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
     choices = read_backends(backend_override, names, len(shape))
     world = ensure_world(device_type)
     if validate:
-        kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
+        kinds = [choice.key for choice in choices]
         check_agreement(
-            f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}"
-            f"{', order topology' * (order == 'topology')}"
+            f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}, order {order}"
         )
     check_fits(shape, world.size())
     layout = Layout.dense(shape) if order == "rank" else Layout.of(shape, _measured(shape, device_type, world).ranks)
@@ -133,11 +132,9 @@ def abstract_mesh(
     require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
-    axis_names = read_names(names, len(sizes))
+    axis_names, device_type = read_names(names, len(sizes)), read_device_type(device_type)
     choices = (BackendChoice(),) * len(sizes)
-    device_type, layout = read_device_type(device_type), Layout.dense(sizes)
-    fields = MeshFields(device_type, layout, axis_names, choices, abstract_rank=rank, connect=connect)
-    return DeviceMesh._of(fields)
+    return DeviceMesh._of(MeshFields(device_type, Layout.dense(sizes), axis_names, choices, rank, connect))
 
 
 def safe_globals() -> list[Any]:

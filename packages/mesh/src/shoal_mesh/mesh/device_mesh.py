@@ -88,7 +88,7 @@ class DeviceMesh(RankGrid):
         names = read_names(mesh_dim_names, layout.ndim)
         choices = read_backends(backend_override, names, layout.ndim)
         if _init_backend and validate:
-            kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
+            kinds = [choice.key for choice in choices]
             check_agreement(
                 f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, backends {kinds}"
             )
@@ -335,9 +335,8 @@ class DeviceMesh(RankGrid):
 
     _concatenate = concatenate
     _get_all_submeshes = get_all_submeshes
-
-    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
-        return self.axis_index(mesh_dim_name)
+    _get_mesh_dim_by_name = RankGrid.axis_index
+    _sym_get_coordinate = RankGrid.get_local_rank
 
     def _get_root_mesh_dim(self) -> int | None:
         """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""
@@ -346,9 +345,6 @@ class DeviceMesh(RankGrid):
             return None
         at = root.coordinate_of(self.ranks[0])
         return next((a for a in range(root.ndim) if root.ranks_along(a, at) == self.ranks), None)
-
-    def _sym_get_coordinate(self, index: int) -> int:
-        return self.get_local_rank(index)
 
     @property
     def _flatten_mapping(self) -> Mapping[str, DeviceMesh]:

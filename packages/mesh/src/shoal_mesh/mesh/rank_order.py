@@ -9,7 +9,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -122,27 +122,17 @@ def _exchanged(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
 def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float]]:
     """Seconds that a message of 1 MiB takes between any two ranks; the same on all of them, which all call this.
 
-    Every rank meets every other one once, and all are busy at any time: n - 1 rounds of a few milliseconds.
+    Every rank meets every other one once, and nearly all are busy at any time: n rounds of a few milliseconds.
     """
     size, rank = world.size(), world.rank()
     own, message = [0.0] * size, torch.zeros(_BYTES, dtype=torch.uint8, device=device)
-    seats = size + size % 2  # 5 ranks: 6, whose last one is empty
-    for turn in range(seats - 1):
-        other = _opponent(rank, turn, seats)
-        if other < size:
+    for turn in range(size):
+        other = (turn - rank) % size  # 5 ranks, turn 1: 0 meets 1, 2 meets 4, and 3 nobody
+        if other != rank:
             own[other] = _seconds(world, message, other)
     rows = all_gather_objects(world, (socket.gethostname(), own))
     costs = [[max(rows[a][1][b], rows[b][1][a]) for b in range(size)] for a in range(size)]  # 1.0 and 1.2 ms: 1.2
     return smoothed(costs, [host for host, _ in rows])
-
-
-def _opponent(rank: int, turn: int, seats: int) -> int:
-    """Whom a rank meets: one rank stays seated, the others move on by a seat every turn."""
-    last = seats - 1
-    if rank == last:
-        return turn * (seats // 2) % last  # 4 seats, rank 3: 0, 2, 1
-    other = (turn - rank) % last  # 4 seats, turn 1: 0 meets 1, 1 meets 0, 2 would meet itself
-    return last if other == rank else other  # so 2 meets 3
 
 
 def _seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> float:
@@ -168,10 +158,8 @@ def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
     import statistics  # with fractions and decimals a tenth of the import of shoal_mesh
 
     kinds: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
-    for a, here in enumerate(hosts):
-        for b, there in enumerate(hosts):
-            if a != b:
-                kinds[frozenset((here, there))].append((a, b))
+    for a, b in permutations(range(len(hosts)), 2):
+        kinds[frozenset((hosts[a], hosts[b]))].append((a, b))
     result = [list(row) for row in costs]
     for pairs in kinds.values():
         seconds = [costs[a][b] for a, b in pairs]
