@@ -1,4 +1,4 @@
-"""Covers: group_calls.py: collectives on process groups that are written in Python, whichever names they have."""
+"""Covers: _torch.py: collectives on process groups that are written in Python, whichever names they have."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch.distributed import _functional_collectives as functional
 
 import shoal_mesh as sm
 from shoal_mesh import Comm
-from shoal_mesh._torch import PrefixStore, Store
+from shoal_mesh._torch import PrefixStore, Store, call_of
 from shoal_mesh.errors import BackendError
-from shoal_mesh.groups.group_calls import call_of
 from shoal_mesh.testing import fake_world, on_ranks
 
 OLD = {

@@ -9,6 +9,7 @@ import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.distributed import ProcessGroup as ProcessGroup, distributed_c10d as 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-from .errors import MeshTypeError
+from .errors import BackendError, MeshTypeError
 
 Result = TypeVar("Result")
 BackendOptions = Backend.Options
@@ -43,6 +44,8 @@ c10d_ops = torch.ops.c10d
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
 ranks_in_order = dist.get_process_group_ranks  # the global ranks of a group
+default_store = _c10d._get_default_store  # the store of the default group
+default_timeout = _c10d._get_default_timeout  # of a backend
 
 
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
@@ -120,11 +123,7 @@ _MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
 
 
 def refuse_its_own_mesh(mesh: object) -> None:
-    """Refuse a call, by its caller, from a part of torch that accepts any mesh and fails later, in its C++.
-
-    Raises:
-        MeshTypeError: if the function that called this one's caller is of torch's sharded tensors or `fully_shard`.
-    """
+    """MeshTypeError if this one's caller is called by a part of torch that accepts any mesh and fails later, in C++."""
     what = ".".join(sys._getframe(2).f_globals.get("__name__", "").split(".")[:3])
     if what in _MADE_FOR_ITS_OWN_MESH:
         raise MeshTypeError(
@@ -279,7 +278,6 @@ def new_group(
     description: str,
     backend: str | None,
     options: Any | None,
-    timeout: dt.timedelta | None,
 ) -> ProcessGroup:
     """A process group over `ranks` (global, in group order), called by its members only.
 
@@ -293,8 +291,7 @@ def new_group(
     if device_id is not None and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},":
         device_id = None
     # Of a default group that is bound to a device c10d splits a part, which is collective over all of its ranks.
-    if bound is not None:
-        world.bound_device_id = None
+    world.bound_device_id = None
     try:
         group, _ = _c10d._new_process_group_helper(
             len(ranks),
@@ -304,13 +301,12 @@ def new_group(
             store,
             _c10d.GroupName(name),
             backend_options=options,
-            timeout=timeout or timeout_of_any(world) or _c10d._get_default_timeout(backend),
+            timeout=getattr(options, "_timeout", None) or timeout_of_any(world) or default_timeout(backend),
             device_id=device_id,
             group_desc=description,
         )
     finally:
-        if bound is not None:
-            world.bound_device_id = bound
+        world.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
 
@@ -318,6 +314,49 @@ def new_group(
 def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
     """The timeout of a group's first backend that has one: groups of a mesh give up when the default group does."""
     return next((options._timeout for options in backend_options(group) if hasattr(options, "_timeout")), None)
+
+
+# What is called -> names with one output and one input, and names with a list of each; the first is torch's own. torch
+# 2.13 renamed three. Its own groups answer to both, but a group written in Python has old ones, new ones, or only those
+# that functional collectives call, which take lists of tensors.
+_CALLS = {
+    "all_gather": (
+        ("_allgather_base", "all_gather_single"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    ),
+    "reduce_scatter": (
+        ("_reduce_scatter_base", "reduce_scatter_single"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ),
+    "all_to_all": (("alltoall_base", "all_to_all_single"), ()),
+}
+
+
+@cache
+def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
+    """The function that groups of a class take a call of `_CALLS` by: (group, output, input, further arguments).
+
+    It is the method that the class has written itself; torch's own where it has none, which raises `BackendError` for a
+    group that has no backend either.
+    """
+    single, many = _CALLS[name]
+    own: Callable[..., Work] = getattr(kind, single[0])
+    written = [each for each in single + many if getattr(kind, each, None) is not getattr(ProcessGroup, each, None)]
+    if written:
+        method: Callable[..., Work] = getattr(kind, written[0])
+        if written[0] in single:
+            return method
+        return lambda group, output, source, *more: method(group, [output], [source], *more)
+
+    def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
+        if not group._device_types:
+            raise BackendError(
+                f"the process group {kind.__name__} has no {name}: a group written in Python needs one of the methods "
+                f"{', '.join(single + many)}"
+            )
+        return own(group, *arguments)
+
+    return own if kind is ProcessGroup else of_its_backend
 
 
 def in_backward() -> bool:
@@ -343,11 +382,6 @@ def without_importing_dynamo(mode: type[TorchDispatchMode]) -> type[TorchDispatc
 
     raw.__dict__["__dynamo_disable"] = call
     return mode
-
-
-def default_store() -> Store:
-    """The store of the default group."""
-    return _c10d._get_default_store()
 
 
 def group_of_op(args: tuple[Any, ...]) -> ProcessGroup | None:

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Never
+from types import MappingProxyType
+from typing import Never
 
 HOMES: Mapping[str, str] = {
     name: package
@@ -30,7 +31,7 @@ HOMES: Mapping[str, str] = {
 
 
 def facade(
-    package: str, names: list[str], instead: Mapping[str, str] | None = None, later: Mapping[str, str] | None = None
+    package: str, names: list[str], instead: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[], list[str]], Callable[[str], Never]]:
     """The functions `__dir__` and `__getattr__` of a package; the latter has no value for who checks types.
 
@@ -41,14 +42,10 @@ def facade(
         package: its module.
         names: its public names.
         instead: names of torch's stack that are in no package of shoal, and what does their work.
-        later: names that are imported when they are asked for, and their modules.
     """
 
-    def attribute(name: str) -> Any:
-        if later and name in later:
-            value = vars(sys.modules[package])[name] = getattr(import_module(later[name], package), name)
-            return value
-        hint = _hint(package, name, instead or {})
+    def attribute(name: str) -> Never:
+        hint = _hint(package, name, instead)
         if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"{package} has no {name}: {hint}", name=package)
         raise AttributeError(

@@ -28,10 +28,10 @@ from .._torch import (
     BroadcastOptions,
     ReduceScatterOptions,
     Work,
+    call_of,
     on_plain_kernels,
 )
 from ..errors import PeerError
-from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import BackendWork, first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of

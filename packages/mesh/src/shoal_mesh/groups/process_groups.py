@@ -355,12 +355,7 @@ def _create(registry: _Registry, members: tuple[int, ...], choice: BackendChoice
     registry.created[digest] += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
     try:
         return _torch.new_group(
-            members,
-            name=name,
-            description=description,
-            backend=choice.backend,
-            options=choice.options,
-            timeout=getattr(choice.options, "_timeout", None),
+            members, name=name, description=description, backend=choice.backend, options=choice.options
         )
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if choice == BackendChoice():

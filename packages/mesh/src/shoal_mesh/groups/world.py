@@ -261,13 +261,13 @@ def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
 def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     """The bytes of every rank of a group, equally many on all of them; no mode makes them fake, or records them."""
     from ..shared_memory.backend_work import BackendWork  # as above
-    from .group_calls import call_of
 
     kind: Any = type(group)
     with _torch.unseen():
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
         every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
-        BackendWork(call_of(kind, "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
+        work = _torch.call_of(kind, "all_gather")(group, every, own, _torch.AllgatherOptions())
+        BackendWork(work, group, None).wait()
         gathered = bytes_of(every.cpu())
     return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
 
