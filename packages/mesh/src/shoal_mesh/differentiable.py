@@ -178,9 +178,7 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     check_root(src, comm, "src")
     require(tensor, Tensor, "a collective takes a torch.Tensor", CollectiveTypeError)
     if tensor.shape[:1] != (comm.size,):
-        raise CollectiveError(
-            f"scatter of shape {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks"
-        )
+        raise CollectiveError(f"scatter of {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks")
     return _apply(tensor, comm, (_scatter, src), (_gather, src))
 
 

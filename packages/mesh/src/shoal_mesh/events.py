@@ -112,15 +112,9 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-class _Nesting(threading.local):
-    """Whether this thread is inside of a collective that observers have heard of."""
-
-    active = False
-
-
-# Declared mutable state: who observes, and whether an observed collective is under way.
+# Declared mutable state: who observes, and threads inside of a collective that observers have heard of.
 observers: list[Observer] = []
-_nesting = _Nesting()
+_inside: set[int] = set()
 
 
 def in_observed() -> bool:
@@ -129,7 +123,7 @@ def in_observed() -> bool:
     They belong to a collective that observers have heard of already, or are traced by a compiler: operators of
     `graph_operators` report themselves when they run.
     """
-    return is_compiling() or _nesting.active
+    return is_compiling() or threading.get_ident() in _inside
 
 
 def is_observed() -> bool:
@@ -224,14 +218,15 @@ def observed(  # noqa: PLR0913  # the fields of an event
     event = Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives)
     for observer in observers:
         observer.before(event)
-    _nesting.active = True
+    thread = threading.get_ident()
+    _inside.add(thread)
     try:
         result = run()
         if hasattr(result, "work") and result.work is not None:  # a collective under way
             result.work = _Timed(result.work, event.waits)
         return result
     finally:
-        _nesting.active = False
+        _inside.discard(thread)
         event.seconds = time.perf_counter() - event.started
         for observer in observers:
             observer.after(event)

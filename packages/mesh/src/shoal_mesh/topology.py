@@ -47,9 +47,7 @@ class Link:
     def __post_init__(self) -> None:
         require_each((self.latency, self.bandwidth), int | float, "a link has a latency and a bandwidth")
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise MeshError(
-                f"a link has a latency >= 0 s and a bandwidth > 0 B/s, got {self.latency}, {self.bandwidth}"
-            )
+            raise MeshError(f"a link has latency >= 0 s and bandwidth > 0 B/s, got {self.latency}, {self.bandwidth}")
 
     def seconds(self, nbytes: float) -> float:
         """Seconds to send that many bytes.
@@ -86,12 +84,8 @@ class Topology:
             MeshTypeError: no index.
             AxisError: no such axis.
         """
-        if type(axis) is not int:
-            require(axis, int, "an axis of a topology is an index")
-        try:
-            return self.links[axis]
-        except IndexError:
-            raise AxisError(f"a topology of {len(self.links)} axes has no axis {axis}") from None
+        require(axis, int, "an axis of a topology is an index")
+        return self.over((axis,))
 
     def over(self, axes: Sequence[int]) -> Link:
         """The link of a group over several axes: as slow as the slowest of them.
@@ -99,14 +93,16 @@ class Topology:
         Raises:
             AxisError: no such axis, or none.
         """
-        try:
-            links = [self.links[axis] for axis in axes]
-        except (IndexError, TypeError, RuntimeError):  # RuntimeError: torch's own mesh
-            links = []
-        if not links:
-            require_each(axes, int, "axes of a topology are indices")
-            raise AxisError(f"a topology of {len(self.links)} axes has none of {axes!r:.80}: pass indices of axes")
-        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        require_each(axes, int, "axes of a topology are indices")
+        count = len(self.links)
+        if not axes or not all(-count <= axis < count for axis in axes):
+            raise AxisError(f"a topology of {count} axes has no group over axes {axes!r:.80}: pass indices of axes")
+        links = [self.links[axis] for axis in axes]
+        return (
+            links[0]
+            if len(links) == 1
+            else Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        )
 
 
 # Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per GPU.

@@ -360,6 +360,4 @@ def _create(registry: _Registry, members: tuple[int, ...], choice: BackendChoice
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if choice == BackendChoice():
             raise
-        raise BackendError(
-            f"cannot create a process group of backend {choice.backend!r} over ranks {members}: {error}"
-        ) from error
+        raise BackendError(f"cannot create a {choice.backend} group over ranks {members}: {error}") from error

@@ -190,7 +190,10 @@ def agree(
         own = error
         if error_type is not None and not isinstance(error, error_type):
             own = error_type(f"{type(error).__name__}: {error}")
-        report = _report_of(own)
+        try:
+            report = _sendable((None, own))
+        except Exception:  # its class cannot be pickled, or takes other arguments than its text
+            report = pickle.dumps((None, RuntimeError(f"{type(own).__name__}: {own}")))
     reports = [pickle.loads(each) for each in ([report] if group is None else all_gather_objects(group, report))]
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
     errors = {rank: error for rank, (_, error) in zip(ranks, reports, strict=True) if error is not None}
@@ -203,13 +206,6 @@ def _sendable(report: Any) -> bytes:
     data = pickle.dumps(report)
     pickle.loads(data)  # what can be sent may still not come back
     return data
-
-
-def _report_of(error: Exception) -> bytes:
-    try:
-        return _sendable((None, error))
-    except Exception:  # its class cannot be pickled, or takes other arguments than its text
-        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exception:

@@ -102,27 +102,17 @@ def read_backends(
 
 
 def _read_choice(axis: int | str, value: object) -> BackendChoice:
-    match value:
-        case str():
-            return BackendChoice(backend=_read_backend(axis, value))
-        case (str() as backend, options):
-            return BackendChoice(backend=_read_backend(axis, backend), options=options)
-        case BackendOptions():
-            return BackendChoice(options=value)
-        case _:
-            raise BackendError(
-                f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got {kind_of(value)}"
-            )
-
-
-def _read_backend(axis: int | str, backend: str) -> str:
-    backends = dist.Backend.backend_list
-    for part in backend.lower().split(","):
-        if part.rpartition(":")[2] not in backends:
-            raise BackendError(
-                f"backend {backend!r} of axis {axis!r}: known are {', '.join(backends)}, or cpu:gloo,cuda:nccl"
-            )
-    return backend
+    if isinstance(value, BackendOptions):
+        return BackendChoice(options=value)
+    backend, options = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+    if not isinstance(backend, str):
+        raise BackendError(
+            f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got {kind_of(value)}"
+        )
+    known = dist.Backend.backend_list
+    if not all(part.rpartition(":")[2] in known for part in backend.lower().split(",")):
+        raise BackendError(f"backend {backend!r} of axis {axis!r} is none of {', '.join(known)}, cpu:gloo,cuda:nccl")
+    return BackendChoice(backend, options)
 
 
 def check_fits(shape: Sequence[int], world: int) -> None:

@@ -129,9 +129,7 @@ class DeviceMesh(RankGrid):
             raise MeshError("from_group needs at least one process group")
         if mesh is None:
             if len(groups) != 1 or isinstance(group, Sequence):
-                raise MeshError(
-                    f"from_group of a list of {len(groups)} groups needs mesh=, the ranks at each coordinate"
-                )
+                raise MeshError(f"from_group of {len(groups)} groups needs mesh=, the ranks at each coordinate")
             mesh = list(_torch.group_ranks(groups[0]))
         layout = read_ranks(mesh, ensure_world(device_type).size())
         if layout.ndim != len(groups):
@@ -261,9 +259,7 @@ class DeviceMesh(RankGrid):
         axis, sizes = self.axis_index(dim), read_sizes(sizes, "sizes")
         names = read_names(names, len(sizes))
         if (names is None) != (self.mesh_dim_names is None):
-            raise MeshError(
-                f"unflatten of axis {dim!r} of {self!r} into {tuple(sizes)} needs one name per size, got {names}"
-            )
+            raise MeshError(f"unflatten of axis {dim!r} of {self!r} into {sizes} needs one name per size, got {names}")
         layout, root = self._layout.unflatten(axis, sizes), self._get_root_mesh()
         before = self.mesh_dim_names or ()
         every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
