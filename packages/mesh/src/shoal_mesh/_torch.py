@@ -250,11 +250,6 @@ def backend_config(group: ProcessGroup) -> str:
     return str(_c10d._world.pg_backend_config[group])
 
 
-def is_gloo(group: ProcessGroup) -> bool:
-    """Whether collectives on CPU tensors are gloo's own: not those of a group written in Python, whatever its name."""
-    return type(group) is ProcessGroup and "cpu:gloo" in backend_config(group).split(",")
-
-
 def full_backend_config(backend: str) -> str:
     """The same text for what a user may pass as backend (`gloo`, `nccl`, `cpu:gloo,cuda:nccl`)."""
     return str(_c10d.BackendConfig(dist.Backend(backend)))

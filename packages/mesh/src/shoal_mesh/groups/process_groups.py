@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -169,6 +168,7 @@ class Comm:
                     "as in torch.distributed.all_reduce(gradient.to_local(), group=group)"
                 )
             ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
+        backend = _torch.backend_config(group)
         comm = cls(
             _group=group,
             name=_torch.group_name(group),
@@ -177,8 +177,8 @@ class Comm:
             rank=ranks.index(world.rank()),
             line=ranks,
             order=None if order is None or order == tuple(range(len(order))) else order,
-            backend=_torch.backend_config(group),
-            on_gloo=_torch.is_gloo(group),
+            backend=backend,
+            on_gloo=type(group) is ProcessGroup and "cpu:gloo" in backend.split(","),
             in_python=type(group) is not ProcessGroup and not group._device_types,
             _world=world,
             _place=world_place(),
@@ -209,18 +209,18 @@ def note_group(comm: Comm) -> str:
 
 
 @dataclass(slots=True)
-class _Registry:
-    """The groups in use during one lifetime of the default group, and how often each name was created."""
+class _Made:
+    """The group over some ranks with some options, and how often one was created under the present default group."""
 
-    by_key: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
-    created: Counter[str] = field(default_factory=Counter)
-    # One for each key: the first of several threads creates a group. Threads that create groups of other ranks, in
-    # another order on each of these, do not wait for each other.
-    locks: dict[tuple[tuple[int, ...], str], Lock] = field(default_factory=dict)
+    group: ProcessGroup | None = None
+    times: int = 0
+    # The first of several threads creates it. Threads that create groups of other ranks, in another order on each of
+    # these, do not wait for each other.
+    lock: Lock = field(default_factory=Lock)
 
 
-# The mutable state of this file: registries, which go with their default group, and the communicators there are.
-_REGISTRIES: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
+# The mutable state of this file: groups by ranks and options, which go with their default group, and communicators.
+_MADE: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _Made]] = WeakKeyDictionary()
 _COMMS: WeakSet[Comm] = WeakSet()
 _LOCK = Lock()  # of both; never held while ranks wait for each other
 
@@ -319,16 +319,14 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
     if choice == BackendChoice() and ranks == range(world.size()):
         return world
     members = tuple(sorted(ranks))
-    key = (members, choice.key)
     with _LOCK:
-        registry = _REGISTRIES.setdefault(world, _Registry())
-        lock = registry.locks.setdefault(key, Lock())
-    with lock:
-        group = registry.by_key.get(key)
+        made = _MADE.setdefault(world, {}).setdefault((members, choice.key), _Made())
+    with made.lock:
+        group = made.group
         if group is None or not _torch.is_live(group):
-            group = _find(world, members, choice) or _create(registry, members, choice, description)
+            group = _find(world, members, choice) or _create(made, members, choice, description)
         if group is not world:  # holding the world here would keep its entry alive
-            registry.by_key[key] = group
+            made.group = group
     return group
 
 
@@ -348,11 +346,11 @@ def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) 
     return None
 
 
-def _create(registry: _Registry, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
+def _create(made: _Made, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
     text = f"{','.join(map(str, members))}|{choice.key}"
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
-    name = f"shoal_{digest}_{registry.created[digest]}"
-    registry.created[digest] += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
+    name = f"shoal_{digest}_{made.times}"
+    made.times += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
     try:
         return _torch.new_group(
             members, name=name, description=description, backend=choice.backend, options=choice.options

@@ -18,17 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from .._torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    c10d_ops,
-    functional,
-    group_name,
-    group_of_op,
-    in_backward,
-    tree_leaves,
-    without_importing_dynamo,
-)
+from .. import _torch
 from ..events import Event, in_observed, observe, unobserve
 from .comm_report import ModuleRecord, Record, as_json, table, write
 
@@ -58,7 +48,7 @@ _POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_
 def packet_of(op: str) -> Any:
     """The op packet that a collective is counted under: of `_c10d_functional`, of `c10d` where that has none."""
     name = _WITHOUT_FUNCTIONAL.get(op, op)
-    return getattr(functional, name) if hasattr(functional, name) else getattr(c10d_ops, name)
+    return getattr(_torch.functional, name, None) or getattr(_torch.c10d_ops, name)
 
 
 class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
@@ -95,11 +85,10 @@ def _canonical(packet: Any) -> Any:
     namespace, _, name = str(packet).rpartition(".")
     if namespace == "c10d":
         return packet_of(_FUNCTIONAL.get(name, name))
-    is_functional = namespace == "c10d_functional" and hasattr(functional, name)
-    return getattr(functional, name) if is_functional else packet
+    return getattr(_torch.functional, name, packet) if namespace == "c10d_functional" else packet
 
 
-class CommDebugMode(TorchDispatchMode):
+class CommDebugMode(_torch.TorchDispatchMode):
     """Counts and records every collective inside of a `with` block, forward and backward.
 
     Attributes:
@@ -223,14 +212,14 @@ class CommDebugMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything pass; record collectives of others."""
-        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not FakeTensor for t in types):
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not _torch.FakeTensor for t in types):
             return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():
             return func(*args, **(kwargs or {}))
         if _is_collective(func.namespace, name):
             return self._run_foreign(func, name, args, kwargs or {})
-        self._record_of(self._module()).ops[str(func), in_backward()] += 1
+        self._record_of(self._module()).ops[str(func), _torch.in_backward()] += 1
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,14 +228,14 @@ class CommDebugMode(TorchDispatchMode):
 
     def _run_foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
-            group = group_of_op(args)
-            label, size = (group_name(group), group.size()) if group is not None else ("?", 0)
+            group = _torch.group_of_op(args)
+            label, size = (_torch.group_name(group), group.size()) if group is not None else ("?", 0)
             op = _FUNCTIONAL.get(name, name)
         else:
             label = next((a for a in reversed(args) if isinstance(a, str)), "?")
             op, size = name.removesuffix("_"), 0
         sent = args[1] if name in _OUTPUTS_FIRST else args[0]
-        tensors = tuple(t for t in tree_leaves(sent) if isinstance(t, Tensor))
+        tensors = tuple(t for t in _torch.tree_leaves(sent) if isinstance(t, Tensor))
         event = Event(op, SimpleNamespace(axes=(label,), size=size), tensors)
         record = self._record(event)
         result = func(*args, **kwargs)
@@ -263,7 +252,7 @@ class CommDebugMode(TorchDispatchMode):
             nbytes=event.nbytes,
             reduce_op=event.reduce_op,
             module=self._module(),
-            backward=in_backward(),
+            backward=_torch.in_backward(),
             started=event.started - self._began,
         )
         self.trace.append(record)
@@ -290,7 +279,7 @@ class CommDebugMode(TorchDispatchMode):
                 record.placements[name] = placements
 
 
-without_importing_dynamo(CommDebugMode)
+_torch.without_importing_dynamo(CommDebugMode)
 
 
 def _is_collective(namespace: str, name: str) -> bool:

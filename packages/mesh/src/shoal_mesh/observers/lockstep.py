@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -119,7 +120,7 @@ class _Comparison:
     def __init__(self, store: Store, rank: int, timeout: float, every: int, call_sites: bool) -> None:
         self._store, self._rank = store, rank
         self._timeout, self._every, self._call_sites = timeout, every, call_sites
-        self._steps: dict[str, int] = {}
+        self._steps: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._last: dict[str, str] = {}  # what all ranks of a communicator have been in together
 
     def say(self, text: str, key: str = "") -> None:
@@ -141,8 +142,7 @@ class _Comparison:
     def before(self, event: Event) -> None:
         """Say what this rank is about to do, and compare it with what the others say."""
         comm = event.comm
-        step = self._steps.get(comm.name, 0)
-        self._steps[comm.name] = step + 1
+        step = next(self._steps[comm.name])
         if step % self._every:
             return
         numbers, text = statement(event, call_sites=self._call_sites)
