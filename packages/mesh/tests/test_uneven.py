@@ -12,6 +12,7 @@ from shoal_mesh import (
     all_gather_v,
     all_to_all_v,
     reduce_scatter_v,
+    scatter,
 )
 from shoal_mesh.testing import on_ranks
 
@@ -88,3 +89,11 @@ def go_on_while_the_program_does(name: str, order: str, flag: str) -> None:
     got = pending.wait()
     assert pending.wait() is got
     assert_same(got, UNEVEN[name](comm))
+
+
+@on_ranks(4)
+def test_scatter_of_different_shapes() -> None:
+    comm = comm_of("turned")
+    parts = [torch.full((i + 1, 2), float(i)) for i in range(4)]
+    out = scatter(parts if comm.rank == 2 else None, comm, 2, out=torch.empty(comm.rank + 1, 2))
+    assert out.eq(comm.rank).all()

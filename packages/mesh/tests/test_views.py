@@ -1,4 +1,4 @@
-"""Covers: reductions.py (`materialized`), on real gloo ranks: every collective takes any view, and reads its values."""
+"""Covers: calls.py (`materialized`), on real gloo ranks: every collective takes any view, and reads its values."""
 
 from __future__ import annotations
 

@@ -3,12 +3,11 @@
 from . import differentiable, errors
 from .__about__ import __version__
 from .collectives.blocks import all_to_all_blocks
-from .collectives.even import all_gather, all_reduce, all_to_all, reduce_scatter
+from .collectives.even import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .collectives.graph_operators import define_operators
 from .collectives.packed import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.reductions import sums_in_tree
-from .collectives.rooted import broadcast, gather, permute, scatter
-from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
+from .collectives.uneven import all_gather_v, all_to_all_v, gather, permute, reduce_scatter_v, scatter
 from .elastic import ElasticWorld
 from .errors import CollectiveError, LockstepError, MeshError, PeerError
 from .events import purpose

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .argument_types import require
-from .collectives import even, rooted, uneven
+from .collectives import even, uneven
 from .collectives.calls import Along, check_operand, check_root, resolve
-from .collectives.rooted import check_targets
+from .collectives.uneven import check_targets
 from .errors import CollectiveError, CollectiveTypeError
 from .groups.process_groups import Comm
 
@@ -156,7 +156,7 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     """`one rank -> R`, backward `P -> one rank`: the tensor of rank `src`; the gradient is zero on other ranks."""
     check_root(src, resolve(comm), "src")
-    return _apply(tensor, comm, (rooted.broadcast, src), (_sum_on, src))
+    return _apply(tensor, comm, (even.broadcast, src), (_sum_on, src))
 
 
 def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -192,7 +192,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     """`S -> S`, backward `S -> S`: the tensor of the rank whose target is this one; the gradient goes back."""
     check_targets(targets, resolve(comm))
     back = sorted(range(len(targets)), key=targets.__getitem__)
-    return _apply(tensor, comm, (rooted.permute, targets), (rooted.permute, back))
+    return _apply(tensor, comm, (uneven.permute, targets), (uneven.permute, back))
 
 
 def _copy(tensor: Tensor, comm: Comm) -> Tensor:
@@ -210,9 +210,9 @@ def _sum_on(grad: Tensor, comm: Comm, src: int) -> Tensor:
 
 def _scatter(blocks: Tensor, comm: Comm, src: int) -> Tensor:
     mine = list(blocks.unbind()) if comm.rank == src else None
-    return rooted.scatter(mine, comm, src, out=torch.empty_like(blocks[0], memory_format=torch.contiguous_format))
+    return uneven.scatter(mine, comm, src, out=torch.empty_like(blocks[0], memory_format=torch.contiguous_format))
 
 
 def _gather(tensor: Tensor, comm: Comm, dst: int) -> Tensor:
-    blocks = rooted.gather(tensor, comm, dst)
+    blocks = uneven.gather(tensor, comm, dst)
     return torch.stack(blocks) if blocks is not None else tensor.new_zeros((comm.size, *tensor.shape))

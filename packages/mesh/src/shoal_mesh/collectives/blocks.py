@@ -15,9 +15,8 @@ from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import calls
-from .calls import Along, check_operand, resolve
+from .calls import Along, check_operand, materialized, resolve
 from .graph_dependences import bound
-from .reductions import materialized
 
 Blocks = Sequence[Sequence[Tensor]]
 

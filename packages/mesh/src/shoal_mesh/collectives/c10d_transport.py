@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .._torch import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
+    ReduceOp,
     ReduceScatterOptions,
     Work,
     call_of,
@@ -38,34 +39,39 @@ from ..shared_memory.channel import Channel, all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
 from ..shared_memory.recorder import CARRIED_DTYPES, record
 from ..transport import Handle, Pending, Transport, as_bytes
-from .reductions import PLAIN, REDUCE
 
+REDUCE = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTS = {torch.int64, torch.int32, torch.int8, torch.uint8}
+PLAIN = frozenset(_FLOATS | _INTS | {torch.bool})  # what every backend sends and reduces
 # Of a rank's input, from which on several hosts share work: on two of two ranks gloo alone is faster with 64 KiB.
 LEAST_BYTES = 1 << 18
 # Of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170.
 _WINDOW_BYTES = 1 << 20
-Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
-_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
-_EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
 # Reductions that NCCL has not: values are moved, and reduced on arrival.
 _ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
-def _by_op(kind: type[Options]) -> dict[str, Options]:
-    options = {op: kind() for op in REDUCE}
-    for op, each in options.items():
-        each.reduceOp = REDUCE[op]  # type: ignore[assignment]  # the stub wants the class around the enum
+def _with(options: Any, field: str, value: object) -> Any:
+    """The options of a call, with one of them set."""
+    setattr(options, field, value)
     return options
 
 
-_ALL_REDUCE, _REDUCE_SCATTER = _by_op(AllreduceOptions), _by_op(ReduceScatterOptions)
-
-
-@cache
-def _from(root: int) -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank = root
-    return options
+_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
+_ALL_REDUCE = {op: _with(AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()}
+_REDUCE_SCATTER = {op: _with(ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()}
+_FROM = cache(lambda root: _with(BroadcastOptions(), "rootRank", root))
+_EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
 
 
 class C10dTransport(Transport):
@@ -145,7 +151,7 @@ class C10dTransport(Transport):
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         self._announce(tensor, "broadcast", tensor.numel(), "", root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
-        return self._watched(self._group.broadcast([sent], _from(root)), tensor)
+        return self._watched(self._group.broadcast([sent], _FROM(root)), tensor)
 
 
 class AcrossHosts(C10dTransport):

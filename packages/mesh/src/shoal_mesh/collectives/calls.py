@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from .._torch import WORLDS, ProcessGroup, functional, has_tangent, is_compiling, is_exporting, is_traced
+from .._torch import WORLDS, is_compiling, is_traced
 from ..argument_types import kind_of, require, require_each
 from ..errors import CollectiveError, CollectiveTypeError, DimError
 from ..events import observed, observers
@@ -27,8 +28,7 @@ from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..transport import Handle, Pending, Receive, Sizes, Transport
 from .c10d_transport import AcrossHosts, C10dTransport
-from .graph_dependences import NAMESPACE, distinct, in_its_pass
-from .reductions import in_memory
+from .graph_dependences import in_graph
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
@@ -47,15 +47,10 @@ def resolve(along: object) -> Comm:
         return along
     if isinstance(along, tuple) and len(along) == 2 and isinstance(along[0], DeviceMesh):
         return along[0].comm(along[1])
-    taken = "a collective runs along a Comm or a pair (mesh, axes)"
-    if isinstance(along, DeviceMesh):
-        taken += f" (of a mesh alone pass one or several axes too: {', '.join(along.axis_names)})"
-    if isinstance(along, ProcessGroup):
-        taken += " (comm_over(ranks) has the group of these ranks)"
-    got = kind_of(along)
-    if isinstance(along, tuple):
-        got = f"a tuple of {len(along)}" if len(along) != 2 else kind_of(along[0])
-    raise CollectiveTypeError(f"{taken}, got {got}")
+    got = kind_of(along[0] if isinstance(along, tuple) and len(along) == 2 else along)
+    raise CollectiveTypeError(
+        f"a collective runs along a Comm, such as comm_over(ranks), or a pair (mesh, axes), got {got}"
+    )
 
 
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
@@ -85,6 +80,18 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
         )
     if tensor.is_sparse or tensor.is_sparse_csr:  # not `layout`, which dynamo refuses to read in a backward
         raise CollectiveError(f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first")
+
+
+def materialized(tensor: Tensor) -> Tensor:
+    """The tensor with its values in contiguous memory, as backends read them: `conj()` and `imag` may be lazy views."""
+    return tensor.contiguous() if is_compiling() else in_memory(tensor)  # a compiler resolves lazy views itself
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """`materialized` for callers that know that nothing is compiled: a compiler cannot trace the questions."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def normal_dim(tensor: Tensor, dim: int) -> int:
@@ -190,24 +197,10 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
     return transport
 
 
-def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
-    """A functional collective in the graph, complete.
-
-    It is this package's operator on gloo, where that is faster, and on groups written in Python, which C++ cannot call;
-    torch's elsewhere and in exported programs, which run without this package.
-    """
-    if not is_compiling() and has_tangent(operand):
-        raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")
-    here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
-    collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
-    result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
-    return Pending(functional.wait_tensor(result), None)
-
-
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """Reduce in place; while compiling the result is another tensor, so use what it brings."""
     if is_traced(tensor):
-        return _in_graph("all_reduce", tensor, comm, op)
+        return in_graph("all_reduce", tensor, comm, op)
     return Pending(tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background))
 
 
@@ -231,7 +224,7 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor | None = None) -> Pending:
     """(m, ...) -> (size * m, ...); writes into `out` when there is one, of which `tensor` is this rank's block."""
     if is_traced(tensor):
-        pending = _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
+        pending = in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
     else:
         tensor = in_memory(tensor)
         if out is None:
@@ -243,12 +236,33 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
 
+def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
+    """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
+    largest, rest = max(sizes), rows.shape[1:]
+    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
+    if largest * comm.size > 2 * sum(sizes):
+        flat, arrivals = rows.reshape(-1), [size * prod(rest) for size in sizes]
+        send = [flat.numel()] * comm.size
+        pending = all_to_all_v(flat.repeat(comm.size), comm, send, arrivals, background)
+        return pending.then(lambda out: out.view(sum(sizes), *rest))
+    if missing := largest - rows.shape[0]:
+        rows = torch.cat([rows, rows.new_empty((missing, *rest))])
+    pending = all_gather(rows, comm, background)
+    if are_equal(sizes):
+        return pending
+
+    def joined(padded: Tensor) -> Tensor:  # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
+        return torch.cat([block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)])
+
+    return pending.then(joined)
+
+
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """(size * m, ...) -> (m, ...)."""
     if comm.order is not None:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
-        return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
+        return in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
     shape = list(tensor.shape)
     shape[0] //= comm.size  # (12, 5) on 4 ranks: (3, 5)
@@ -262,7 +276,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
         sizes = [tensor.shape[0] // comm.size] * comm.size  # (12, 5) on 4 ranks: [3, 3, 3, 3]
-        pending = _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
+        pending = in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
     else:
         tensor = in_memory(tensor)
         out = in_huge_pages(torch.empty_like(tensor))
@@ -273,21 +287,12 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
 
 def all_to_all_v(flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False) -> Pending:
     """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
-    order = group_to_index(comm)
-    if comm.order is not None:
-        blocks = torch.split(flat, list(send))
-        flat = torch.cat([blocks[index] for index in order])
+    order, positions = group_to_index(comm), comm.order
+    if positions is not None:
+        flat = _reordered(flat, order, send)
     arrivals = [receive[index] for index in order]
     pending = all_to_all_exact(flat, comm, [send[index] for index in order], arrivals, background=background)
-    positions = comm.order
-    if positions is None:
-        return pending
-
-    def in_index_order(out: Tensor) -> Tensor:
-        blocks = torch.split(out, arrivals)
-        return torch.cat([blocks[position] for position in positions])
-
-    return pending.then(in_index_order)
+    return pending if positions is None else pending.then(lambda out: _reordered(out, positions, arrivals))
 
 
 def all_to_all_exact(
@@ -295,7 +300,7 @@ def all_to_all_exact(
 ) -> Pending:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_traced(flat):
-        return _in_graph("all_to_all_single", flat, comm, receive, send)
+        return in_graph("all_to_all_single", flat, comm, receive, send)
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
     return Pending(out, carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive))
@@ -305,7 +310,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]  # order (2, 0, 1): index 0 is rank 2
     if is_traced(tensor):
-        return _in_graph("broadcast", tensor, comm, root)
+        return in_graph("broadcast", tensor, comm, root)
     return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
 
 
@@ -328,11 +333,14 @@ def group_to_index(comm: Comm) -> list[int]:
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 
-def _reordered(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Equal blocks along dim 0 in another order; not by an index, which would be copied to the device."""
-    if not tensor.numel():
+def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tensor:
+    """Blocks along dim 0 in another order, equal ones without `sizes`; not by an index, which devices would be sent."""
+    if sizes:
+        blocks: Sequence[Tensor] = torch.split(tensor, list(sizes))
+    elif tensor.numel():
+        blocks = tensor.reshape(len(order), -1, *tensor.shape[1:]).unbind()  # (12, 5) on 4 ranks: 4 of (3, 5)
+    else:
         return tensor
-    blocks = tensor.reshape(len(order), -1, *tensor.shape[1:])  # (12, 5) on 4 ranks: (4, 3, 5)
     return torch.cat([blocks[i] for i in order])
 
 

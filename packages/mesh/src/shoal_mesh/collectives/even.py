@@ -15,14 +15,11 @@ from torch import Tensor
 
 from .._torch import is_compiling
 from ..errors import CollectiveError
-from ..groups.process_groups import Comm
+from ..events import observed
 from ..transport import Pending
 from . import calls
-from .calls import Along, checked, collective, normal_dim, refuse_uneven
-from .reductions import WireReduction, in_tree, materialized, reduction, tree_sum, unwire, wire
-
-# Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
-_ONE_EXCHANGE_BYTES = 1 << 14
+from .calls import Along, check_root, checked, collective, materialized, normal_dim, refuse_uneven
+from .reductions import reduced, reduced_blocks, reduction
 
 
 @overload
@@ -227,50 +224,26 @@ def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
     return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
 
 
-def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
-    """`P -> R`: reduce a contiguous tensor that nobody else holds."""
-    sent = own if how.dtype is None else wire(own, how.dtype)
-    if in_tree(own, how.op):
-        pending = Pending(_all_reduce_in_tree(sent, comm), None)
-    elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
-        # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
-        pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
-    else:
-        pending = calls.all_reduce_(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
+def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
+    """`one rank -> R`: a copy of the tensor of the rank with index `src`.
 
+    Args:
+        tensor: shape and dtype are equal on all ranks; its values are read on `src` only.
+        comm: a communicator of n ranks, or (mesh, axes).
+        src: index along the communicator, 0 to n - 1.
 
-def reduced_blocks(blocks: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
-    """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
-    sent = blocks if how.dtype is None else wire(blocks, how.dtype)
-    if in_tree(blocks, how.op):
-        pending = calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
-    else:
-        pending = calls.reduce_scatter(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, blocks.dtype) if how.divide or how.dtype else pending
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: no rank has the index, or the tensor requires grad.
 
-
-def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
-    """A reduction on the wire, as that of the caller's op and dtype."""
-    if how.divide:
-        pending = pending.then(lambda total: total.div_(comm.size))
-    return pending if how.dtype is None else pending.then(lambda reduced: unwire(reduced, dtype))
-
-
-def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
-    """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
-    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))  # (8, 3) of 4: (4, 2, 3)
-
-
-def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
-    """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
-    flat = tensor.view(-1)
-    if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        flat.copy_(tree_sum(calls.all_gather(flat.unsqueeze(0), comm).wait()))
-        return tensor
-    part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
-    padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
-    own = _sum_in_tree(calls.all_to_all(padded, comm).wait(), comm)
-    flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
-    return tensor
+    Example:
+        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item(), 2)
+        [1, 1]
+    """
+    comm = checked(tensor, comm)
+    check_root(src, comm, "src")
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    if comm.size == 1:
+        return own
+    facts = {"shape": tensor.shape, "src": src}
+    return observed(lambda: calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts)

@@ -13,13 +13,29 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .._torch import is_exporting, is_traced, tree_leaves
+from .._torch import functional, has_tangent, is_compiling, is_exporting, is_traced, tree_leaves
+from ..errors import CollectiveError
 from ..groups.process_groups import Comm
+from ..transport import Pending
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 """Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
 
 _calls = count(1 << 40)
+
+
+def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
+    """A functional collective in the graph, complete.
+
+    It is this package's operator on gloo, where that is faster, and on groups written in Python, which C++ cannot call;
+    torch's elsewhere and in exported programs, which run without this package.
+    """
+    if not is_compiling() and has_tangent(operand):
+        raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")
+    here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
+    collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
+    result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
+    return Pending(functional.wait_tensor(result), None)
 
 
 def distinct(tensor: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from torch.library import Library
 
 from .. import _torch
 from ..groups.process_groups import Comm
-from .even import all_gather, all_reduce, reduce_scatter
+from .even import all_gather, all_reduce, broadcast, reduce_scatter
 from .graph_dependences import NAMESPACE
-from .rooted import broadcast
 from .uneven import all_to_all_v
 
 # Declared mutable state: group name -> communicator of its present group, which is kept for as long as graphs may run.

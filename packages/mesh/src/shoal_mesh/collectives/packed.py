@@ -21,9 +21,7 @@ from ..groups.process_groups import Comm
 from ..transport import Flat, Pending, Sizes
 from . import calls
 from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
-from .even import reduced
-from .reductions import in_tree, reduction
-from .uneven import gathered, reduced_uneven_blocks
+from .reductions import in_tree, reduced, reduced_blocks, reduction
 
 _FUNCTIONAL = {
     "all_gather": "all_gather_into_tensor",
@@ -110,11 +108,11 @@ def _in_one_tensor(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, o
     if comm.size == 1:
         return Pending(message, None)
     if kind == "all_gather":
-        return gathered(message, comm, sizes, background)
+        return calls.all_gather_v(message, comm, sizes, background)
     how = reduction(message.dtype, op)
     if kind == "all_reduce":
         return reduced(message, comm, how, background)
-    return reduced_uneven_blocks(message, comm, sizes, how, background)
+    return reduced_blocks(message, comm, how, background, sizes)
 
 
 def _coalesced(  # the fields of an event, and how it runs

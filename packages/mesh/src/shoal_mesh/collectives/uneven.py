@@ -1,23 +1,25 @@
-"""Collectives whose blocks have different sizes, empty ones among them.
+"""Collectives whose blocks have different sizes, empty ones among them; with one source or target all others are empty.
 
 What they send is exact, or padded to the largest block where that sends less.
 """
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveError
+from ..argument_types import require, require_each
+from ..errors import CollectiveError, CollectiveTypeError
+from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
-from .calls import Along, are_equal, check_sizes, checked, collective, normal_dim
-from .even import all_gather, reduce_scatter, reduced, reduced_blocks
-from .reductions import WireReduction, materialized, reduction
+from .calls import Along, are_equal, check_root, check_sizes, checked, collective, materialized, normal_dim
+from .even import all_gather, reduce_scatter
+from .reductions import reduced_blocks, reduction
 
 
 @overload
@@ -65,32 +67,11 @@ def all_gather_v(
         return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
 
     def start() -> Pending:
-        pending = gathered(tensor.movedim(dim, 0), comm, sizes, async_op)
+        pending = calls.all_gather_v(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     facts = {"shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]), "dim": dim, "sizes": sizes}
     return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
-
-
-def gathered(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
-    """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
-    largest, rest = max(sizes), rows.shape[1:]
-    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
-    if largest * comm.size > 2 * sum(sizes):
-        flat, arrivals = rows.reshape(-1), [size * prod(rest) for size in sizes]
-        send = [flat.numel()] * comm.size
-        pending = calls.all_to_all_v(flat.repeat(comm.size), comm, send, arrivals, background)
-        return pending.then(lambda out: out.view(sum(sizes), *rest))
-    if missing := largest - rows.shape[0]:
-        rows = torch.cat([rows, rows.new_empty((missing, *rest))])
-    pending = calls.all_gather(rows, comm, background)
-    if are_equal(sizes):
-        return pending
-
-    def joined(padded: Tensor) -> Tensor:  # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
-        return torch.cat([block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)])
-
-    return pending.then(joined)
 
 
 @overload
@@ -136,26 +117,11 @@ def reduce_scatter_v(
     how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
-        pending = reduced_uneven_blocks(tensor.movedim(dim, 0), comm, sizes, how, async_op)
+        pending = reduced_blocks(tensor.movedim(dim, 0), comm, how, async_op, sizes)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     facts = {"dim": dim, "sizes": sizes}
     return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, facts)
-
-
-def reduced_uneven_blocks(rows: Tensor, comm: Comm, sizes: Sizes, how: WireReduction, background: bool) -> Pending:
-    """`P -> S(0)`: (sum(sizes), ...) -> (sizes[rank], ...)."""
-    largest, own = max(sizes), sizes[comm.rank]
-    if are_equal(sizes):
-        return reduced_blocks(rows, comm, how, background)
-    if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
-        first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
-        return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own))
-    # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
-    zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
-    blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
-    padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
-    return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
 
 
 @overload
@@ -210,3 +176,119 @@ def all_to_all_v(
         return calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
 
     return collective("all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes))
+
+
+def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
+    """`one rank -> S`: `out`, filled with this rank's tensor of the list that the rank with index `src` holds.
+
+    Args:
+        tensors: on `src` (n,) tensors in index order, of any shapes and the dtype of `out`; None elsewhere.
+        comm: a communicator of n ranks, or (mesh, axes).
+        src: index along the communicator, 0 to n - 1.
+        out: where this rank's tensor is written; its shape and dtype are that tensor's.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: on `src` there is not one tensor of the right dtype per rank, or `out` requires grad.
+
+    Example:
+        >>> def example() -> list[int]:
+        ...     comm = comm_over((0, 1))
+        ...     rows = [torch.tensor([1]), torch.tensor([2, 3])] if comm.rank == 0 else None
+        ...     return scatter(rows, comm, out=torch.empty(1 + comm.rank, dtype=torch.long)).tolist()
+        >>> launch(example, 2)
+        [[1], [2, 3]]
+    """
+    comm = checked(out, comm, "out")
+    check_root(src, comm, "src")
+    require(
+        tensors, Sequence | None, "scatter takes a list of tensors on the source, None elsewhere", CollectiveTypeError
+    )
+    mine = tuple(tensors or ()) if comm.rank == src else ()
+    if comm.rank == src:
+        require_each(mine, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
+        if len(mine) != comm.size:
+            given = "None" if tensors is None else len(mine)
+            raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {given}")
+        if any(t.dtype != out.dtype for t in mine):
+            raise CollectiveError(f"scatter into {out.dtype} of tensors of {sorted({str(t.dtype) for t in mine})}")
+        if mine[src].shape != out.shape:
+            raise CollectiveError(
+                f"scatter keeps a tensor of shape {tuple(mine[src].shape)} on rank {src}, out has {tuple(out.shape)}"
+            )
+    if comm.size == 1:
+        return out.copy_(mine[0])
+    send = [t.numel() for t in mine] or [0] * comm.size
+    receive = [out.numel() if i == src else 0 for i in range(comm.size)]
+
+    def run() -> Tensor:
+        flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
+        return out.copy_(calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
+
+    return observed(run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive))
+
+
+def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
+    """`S -> one rank`: every rank's tensor in index order on the rank with index `dst`, None elsewhere.
+
+    Args:
+        tensor: this rank's; shape and dtype are equal on all ranks.
+        comm: a communicator of n ranks, or (mesh, axes).
+        dst: index along the communicator, 0 to n - 1.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: no rank has the index, or the tensor requires grad.
+
+    Example:
+        >>> launch(lambda: gather(torch.tensor([dist.get_rank()]), comm_over((0, 1))), 2)
+        [[tensor([0]), tensor([1])], None]
+    """
+    comm = checked(tensor, comm)
+    check_root(dst, comm, "dst")
+    if comm.size == 1:
+        return [tensor.clone(memory_format=torch.contiguous_format)]
+    send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
+    receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
+
+    def run() -> list[Tensor] | None:
+        out = calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
+        return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
+
+    return observed(run, "gather", comm, (tensor,), same={"shape": tensor.shape, "dst": dst})
+
+
+def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
+    """`S -> S`: the tensor of the rank whose target is this one.
+
+    Args:
+        tensor: this rank's; shape and dtype are equal on all ranks.
+        comm: a communicator of n ranks, or (mesh, axes).
+        targets: (n,) for every index the index it sends to; each occurs once, [1, 2, 3, 0] shifts by one.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: `targets` is no permutation of the indices, or the tensor requires grad.
+
+    Example:
+        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
+        [1, 0]
+    """
+    comm = checked(tensor, comm)
+    check_targets(targets, comm)
+    send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
+    receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
+    if comm.size == 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def run() -> Tensor:
+        return calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait().view(tensor.shape)
+
+    return observed(run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets})
+
+
+def check_targets(targets: Sequence[int], comm: Comm) -> None:
+    """Refuse what is no permutation of the indices along a communicator."""
+    check_sizes(targets, comm, "targets")
+    if sorted(targets) != list(range(comm.size)):
+        raise CollectiveError(f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}")
