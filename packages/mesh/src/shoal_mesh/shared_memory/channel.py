@@ -15,14 +15,13 @@ import secrets
 import sys
 import weakref
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
-from .peers import ANNOUNCED, LINE, REASON_BYTES, Peers
+from .peers import Peers, head_bytes
 from .stream import Stream
 
 SLOT_BYTES = 1 << 20  # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
@@ -41,34 +40,16 @@ class Channel:
     """The shared memory of a group, seen by one rank: streams by name, that of the foreground has small rounds."""
 
     def __init__(self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]) -> None:
-        size, memory, pids = group.size(), memoryview(segment), [pid for _, pid in processes_of(group)]
-        # | token | flags | notes | announced | reasons | slots ...: where each begins, in words of 8 bytes
-        _, flags, notes, announced, reasons, head = accumulate(_head_words(size, len(slots)), initial=0)
-        words = memory[: head * 8].cast("Q")
-        own = [flags + LINE * (size * i + group.rank()) + word for i in range(len(slots)) for word in (0, 1)]
-        self.peers: Peers = Peers(group, pids, words, own, memory[reasons * 8 : head * 8], announced)
-        data, streams = torch.frombuffer(segment, dtype=torch.uint8, offset=head * 8), []
-        for i, (depth, slot_bytes) in enumerate(slots.values()):  # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
-            first, width = notes + 2 * size * _note_words(size) * i, _note_words(size)  # 2 notes of each rank
-            by_parity = [[first + (parity * size + rank) * width for rank in range(size)] for parity in (0, 1)]
-            own_slots, data = data[: depth * size * slot_bytes], data[depth * size * slot_bytes :]
-            of_ranks = [flags + LINE * (size * i + rank) for rank in range(size)]  # stream 1 of 2 ranks: lines 2, 3
-            streams.append(Stream(self.peers, of_ranks, by_parity, own_slots.view(depth, size, slot_bytes)))
-        self.foreground: Stream = streams[0]
-        self.background: dict[str, Stream] = dict(zip(list(slots)[1:], streams[1:], strict=True))
-        stream = weakref.ref(streams[0])  # no cycle: a group that is dropped gives its memory back at once
-        self.peers.last_seen = lambda: {} if (seen := stream()) is None else seen.last_seen()
-
-
-def _note_words(size: int) -> int:
-    """Words of what one rank says in one round: a request and `1 + size` numbers."""
-    return -(-(2 + size) // LINE) * LINE  # 8 words a line: 4 ranks say 6 numbers, 8 words; 7 ranks 9, 16 words
-
-
-def _head_words(size: int, streams: int) -> list[int]:
-    """Words in front of the slots: of the token, flags, notes, announcements and reasons."""
-    notes = 2 * _note_words(size)  # 4 ranks, 3 streams: 8, 4 * 24, 4 * 48, 4 * 24, 4 * 512 words
-    return [LINE, *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, REASON_BYTES // 8))]
+        size, head = group.size(), head_bytes(group.size(), len(slots))
+        pids = [pid for _, pid in processes_of(group)]
+        self.peers: Peers = Peers(group, pids, memoryview(segment)[:head], len(slots))
+        self.background: dict[str, Stream] = {}
+        data = torch.frombuffer(segment, dtype=torch.uint8, offset=head)
+        for i, (name, (depth, slot_bytes)) in enumerate(slots.items()):
+            own = depth * size * slot_bytes  # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
+            self.background[name] = Stream(self.peers, i, data[:own].view(depth, size, slot_bytes))
+            data = data[own:]
+        self.foreground: Stream = self.background.pop("foreground")
 
 
 # Declared mutable state: an entry goes with its group. None: the group keeps its backend.
@@ -86,7 +67,7 @@ def channel_of(group: ProcessGroup) -> Channel | None:
             for name, (depth, most) in {"foreground": (2, SLOT_BYTES), **BACKGROUND}.items()
         }
         per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
-        segment = on_plain_kernels(map_segment, group, sum(_head_words(size, len(slots))) * 8 + size * per_rank)
+        segment = on_plain_kernels(map_segment, group, head_bytes(size, len(slots)) + size * per_rank)
         channel = _CHANNELS[group] = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
         return channel
 

@@ -144,9 +144,9 @@ def _in_windows(  # noqa: PLR0913  # a request, and what is shown
 def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Steps:
     """Blocks of exact sizes. Each rank shows its whole input, a slot in each round.
 
-    What the others have to read of it follows from the counts that ranks publish in the first round.
+    What the others have to read of it follows from the counts of bytes that ranks say in the first round.
     """
-    width, window = flat.element_size(), stream.slot_bytes
+    width, window, peers = flat.element_size(), stream.slot_bytes, stream.peers
     flat, out = as_bytes(flat), as_bytes(out)  # a rank without any element may not know the dtype
     send, receive = [n * width for n in send], [n * width for n in receive]  # 3 of float32: 12 bytes
     what = request("all_to_all_v", flat.dtype, 0)
@@ -158,11 +158,12 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
         slots, own = stream.slots(flat.dtype, window)
         own[: shown.numel()].copy_(shown)
         if a == 0:
-            stream.say((*send, flat.numel()))
+            peers.say((*send, flat.numel()), stream.round + 1)
         yield what
         if a == 0:
-            sources.extend(_sources(stream, receive))
-            longest = max(stream.said(rank, stream.size) for rank in range(stream.size))
+            counts = [peers.said(rank, stream.round) for rank in range(stream.size)]  # for every rank, and all of them
+            sources.extend(_sources(stream, counts, receive))
+            longest = max(total for *_, total in counts)
         for rank, first, last in sources:
             low, high = max(first, a), min(last, a + window)  # block 3:9, window 4:8: 4:8
             if low < high:
@@ -171,17 +172,16 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
         a += window
 
 
-def _sources(stream: Stream, receive: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _sources(stream: Stream, counts: Sequence[Sequence[int]], receive: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Of each rank that sends something: its number, where in its input that begins, and where it ends."""
-    for rank, count in enumerate(receive):
-        sent = stream.said(rank, stream.rank)
-        if sent != count:
+    for rank, (sent, count) in enumerate(zip(counts, receive, strict=True)):
+        if sent[stream.rank] != count:
             raise stream.peers.fail(
-                f"all_to_all_v: rank {rank} of the group sends {sent} bytes to rank {stream.rank}, "
+                f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes to rank {stream.rank}, "
                 f"which expects {count}"
             )
         if count:
-            first = sum(stream.said(rank, before) for before in range(stream.rank))  # 3, 1, 2: rank 2 from 4
+            first = sum(sent[: stream.rank])  # 3, 1, 2: rank 2 from 4
             yield rank, first, first + count
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from ..errors import LockstepError, PeerError
 from .recorder import describe, dump, request
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
-
 BROKEN = 1 << 62  # what a rank that has given up writes: more than any word becomes
 REASON_BYTES = 1 << 12  # of each rank: why it has given up, for the others to repeat
 ANNOUNCED = 16  # of each rank's last calls of the backend
@@ -30,29 +30,48 @@ _CHECK_SECONDS = 0.02  # from one look of a sleeping rank at the others to the n
 _STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
 
 
-class Peers:
-    """The ranks of a group, as one of them waits for the words that they write."""
+def head_bytes(size: int, streams: int) -> int:
+    """What is in front of the slots: a line for a token, and a page of each rank (`Peers`)."""
+    return 8 * (LINE + size * _page_words(size, streams))
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        pids: Sequence[int],
-        words: memoryview,
-        own: Sequence[int],
-        reasons: memoryview,
-        announced: int,
-    ) -> None:
+
+def _page_words(size: int, streams: int) -> int:
+    counts = -(-2 * (1 + size) // LINE) * LINE  # of 2 ranks 6 words: a line
+    return LINE * (streams + 1) + ANNOUNCED + counts + REASON_BYTES // 8  # 2 ranks, 3 streams: 32 + 16 + 8 + 512
+
+
+class Peers:
+    """The ranks of a group, as one of them waits for the words that they write.
+
+    Every rank writes a page of its own: for each stream a line of the rounds that it has shown, those that it has read,
+    and its requests in even and odd rounds; then the number of its calls of the backend in a line, and the last of
+    them; what it says in even and odd rounds of the first stream, `1 + size` numbers each; why it has given up.
+    """
+
+    def __init__(self, group: ProcessGroup, pids: Sequence[int], memory: memoryview, streams: int) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.words = words
+        self.words = memory.cast("Q")
         self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
         self.name: str = _torch.group_name(group)
-        self._group, self._pids, self._own = weakref.ref(group), pids, own
-        self._reasons = reasons
-        self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)]
+        self._group, self._pids = weakref.ref(group), pids
+        pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
+        self.lines = [[page + LINE * i for page in pages] for i in range(streams)]  # by stream and rank
+        self._announced = [page + LINE * streams for page in pages]
+        self._said = [call + LINE + ANNOUNCED for call in self._announced]
+        self._reasons = [memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages]
         self._calls = 0
         self._failure: PeerError | None = None
-        self.last_seen: Callable[[], dict[int, str]] = dict  # what this one sees of the others, by rank in the group
+
+    def say(self, numbers: Sequence[int], number: int) -> None:
+        """Up to `1 + size` numbers that the others read in a round of the first stream, by its number."""
+        first = self._said[self.rank] + (1 + self.size) * (number & 1)
+        self.words[first : first + len(numbers)] = array("Q", numbers)
+
+    def said(self, rank: int, number: int) -> list[int]:
+        """What a rank has said in a round that it has shown."""
+        first = self._said[rank] + (1 + self.size) * (number & 1)
+        return self.words[first : first + 1 + self.size].tolist()
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
@@ -68,26 +87,34 @@ class Peers:
         may be in other groups.
         """
         if self._failure is None:
-            seen = {self.ranks[rank]: said for rank, said in self.last_seen().items()}
-            self._failure = kind(text + written_down(self.ranks[self.rank], text, ranks, seen), tuple(ranks))
+            self._failure = kind(text + written_down(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks))
             said, as_it_is = reason or text, kind is LockstepError
             data = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(data) > REASON_BYTES - 2:
                 data = json.dumps([said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]).encode()
-            start = self.rank * REASON_BYTES
-            self._reasons[start + 2 : start + 2 + len(data)] = data
-            self._reasons[start : start + 2] = len(data).to_bytes(2, "little")
-            for word in self._own:
-                self.words[word] = BROKEN
+            own = self._reasons[self.rank]
+            own[2 : 2 + len(data)] = data
+            own[:2] = len(data).to_bytes(2, "little")
+            for lines in self.lines:
+                self.words[lines[self.rank]] = self.words[lines[self.rank] + 1] = BROKEN
         return type(self._failure)(str(self._failure), self._failure.ranks)
+
+    def _seen(self) -> dict[int, str]:
+        """The last round of each rank in the first stream, by its global number."""
+        seen = {}
+        for rank, line in zip(self.ranks, self.lines[0], strict=True):
+            last = self.words[line]
+            seen[rank] = "before its first round, or given up"
+            if 0 < last < BROKEN:
+                seen[rank] = f"round {last} of group {self.name}: {describe(self.words[line + 2 + (last & 1)])}"
+        return seen
 
     def heard(self, rank: int) -> PeerError:
         """The error for a rank of the group that has given up; it says why."""
-        start = rank * REASON_BYTES
-        length = int.from_bytes(self._reasons[start : start + 2], "little")
+        length = int.from_bytes(self._reasons[rank][:2], "little")
         reason, ranks, as_it_is = "see its error", [self.ranks[rank]], False
         if length:
-            reason, ranks, as_it_is = json.loads(bytes(self._reasons[start + 2 : start + 2 + length]))
+            reason, ranks, as_it_is = json.loads(bytes(self._reasons[rank][2 : 2 + length]))
         if as_it_is:
             return self.fail(reason, ranks, kind=LockstepError)
         name = self._name(rank)
@@ -106,27 +133,24 @@ class Peers:
         words[own] = self._calls
         self._check_calls()
 
-    def _said(self, rank: int) -> int | None:
-        """The call that a rank has announced where this one announced its last, if it has and it is still there."""
-        ahead = self.words[self._announced[rank]] - self._calls
-        if not 0 <= ahead < ANNOUNCED:
-            return None
-        return int(self.words[self._announced[rank] + LINE + self._calls % ANNOUNCED])
-
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this one has."""
         if not self._calls:
             return
-        said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
+        said = {}
+        for rank, announced in zip(self.ranks, self._announced, strict=True):
+            if (
+                0 <= self.words[announced] - self._calls < ANNOUNCED
+            ):  # has come to this call, and still says which it was
+                said[rank] = describe(self.words[announced + LINE + self._calls % ANNOUNCED])
         if len(set(said.values())) > 1:
-            words = {self.ranks[rank]: describe(call) for rank, call in said.items()}
-            raise self.fail(different_collectives(words), minority(words))
+            raise self.fail(different_collectives(said), minority(said))
 
     def check_others(self) -> None:
         """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
         self.check()
         for rank in range(self.size):
-            if rank != self.rank and self.words[LINE * (1 + rank)] == BROKEN:
+            if rank != self.rank and self.words[self.lines[0][rank]] == BROKEN:
                 raise self.heard(rank)
             # A rank that has started the collective may return before it is complete.
             late = self.words[self._announced[rank]] < self._calls
@@ -173,10 +197,10 @@ class Peers:
                 other,
             )
 
-    def differ(self, flags: Sequence[int], requests: Sequence[int]) -> PeerError:
+    def differ(self, lines: Sequence[int], requests: Sequence[int]) -> PeerError:
         """The error where ranks request different things: one that has given up says why."""
-        for rank, flag in enumerate(flags):
-            if rank != self.rank and self.words[flag] == BROKEN:
+        for rank, line in enumerate(lines):
+            if rank != self.rank and self.words[line] == BROKEN:
                 return self.heard(rank)
         words = {rank: describe(other) for rank, other in zip(self.ranks, requests, strict=True)}
         return self.fail(different_collectives(words), minority(words))

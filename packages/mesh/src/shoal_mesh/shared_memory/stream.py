@@ -20,7 +20,7 @@ A collective is a generator of steps. It writes its slot and yields its request;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from .. import _torch
 from ..errors import CollectiveError
 from .peers import BROKEN, Peers
-from .recorder import describe, record
+from .recorder import record
 
 FREE = -1
 """What steps yield, instead of a request, to wait for their next slot to be free; the first one is when they begin."""
@@ -40,7 +40,7 @@ _MOST_VIEWS = 1024  # of slots, by dtype, length and blocks, kept because making
 class Stream:
     """One sequence of rounds of a group, seen by one rank."""
 
-    def __init__(self, peers: Peers, flags: Sequence[int], notes: Sequence[Sequence[int]], slots: Tensor) -> None:
+    def __init__(self, peers: Peers, number: int, slots: Tensor) -> None:
         self.peers = peers
         self.rank: int = peers.rank
         self.size: int = peers.size
@@ -48,11 +48,10 @@ class Stream:
         self.slot_bytes: int = slots.shape[2]
         self.open: Underway | None = None  # the collective that has been started last, until it is complete
         self._slots = slots  # (depth, size, bytes)
-        # Word by rank: the rounds that it has shown, and next to it those that it has read.
-        self._flags = flags
-        self._others = [(flag, rank) for rank, flag in enumerate(flags) if rank != peers.rank]
-        self._notes = notes  # word by parity of the round and rank: the request, and `1 + size` numbers
-        self._round = self._slot = 0
+        self._lines = peers.lines[number]
+        self._others = [(line, rank) for rank, line in enumerate(self._lines) if rank != peers.rank]
+        self.round: int = 0  # that was shown last
+        self._slot = 0
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def start(self, steps: Steps) -> Underway:
@@ -84,57 +83,37 @@ class Stream:
         self._slot = (self._slot + 1) % self.depth
         return views[self._slot]
 
-    def say(self, numbers: Sequence[int]) -> None:
-        """Up to 1 + size numbers that the others can read in the round that is shown next (`said`)."""
-        first = self._notes[self._round + 1 & 1][self.rank] + 1
-        for i, number in enumerate(numbers, first):
-            self.peers.words[i] = number
-
-    def said(self, rank: int, index: int) -> int:
-        """A number that the rank has said in the round that is being read."""
-        return self.peers.words[self._notes[self._round & 1][rank] + 1 + index]
-
     def show(self, request: int) -> None:
         """Show the own slot, and what this rank is doing."""
         record(self.peers.name, request)
-        self._round += 1
-        words = self.peers.words
-        words[self._notes[self._round & 1][self.rank]] = request
-        words[self._flags[self.rank]] = self._round
+        self.round += 1
+        words, line = self.peers.words, self._lines[self.rank]
+        words[line + 2 + (self.round & 1)] = request
+        words[line] = self.round
 
     def has_read(self) -> None:
         """Say that this rank has read all rounds that it has shown."""
-        self.peers.words[self._flags[self.rank] + 1] = self._round
+        self.peers.words[self._lines[self.rank] + 1] = self.round
 
     def is_ready(self, awaited: int) -> bool:
         """Whether `wait` would not."""
-        word, least = (1, self._round + 1 - self.depth) if awaited == FREE else (0, self._round)
-        return all(self.peers.words[flag + word] >= least for flag, _ in self._others)
+        word, least = (1, self.round + 1 - self.depth) if awaited == FREE else (0, self.round)
+        return all(self.peers.words[line + word] >= least for line, _ in self._others)
 
     def wait(self, awaited: int) -> None:
         """Until the next slot is free, or all ranks have shown the round; then see that all do the same."""
         if awaited == FREE:
-            for flag, rank in self._others:
-                self.peers.wait(flag + 1, self._round + 1 - self.depth, rank)
+            for line, rank in self._others:
+                self.peers.wait(line + 1, self.round + 1 - self.depth, rank)
             return
-        words, shown = self.peers.words, self._round
-        for flag, rank in self._others:
-            if not shown <= words[flag] < BROKEN:
-                self.peers.wait(flag, shown, rank)
-        notes = self._notes[shown & 1]
-        for note in notes:
-            if words[note] != awaited:
-                raise self.peers.differ(self._flags, [words[each] for each in notes])
-
-    def last_seen(self) -> dict[int, str]:
-        """The last round of each rank, by its number in the group."""
-        seen = {}
-        for rank, flag in enumerate(self._flags):
-            last = self.peers.words[flag]
-            what = describe(self.peers.words[self._notes[last & 1][rank]]) if 0 < last < BROKEN else ""
-            shown = f"round {last} of group {self.peers.name}: {what}"
-            seen[rank] = shown if what else "before its first round, or given up"
-        return seen
+        words, shown = self.peers.words, self.round
+        for line, rank in self._others:
+            if not shown <= words[line] < BROKEN:
+                self.peers.wait(line, shown, rank)
+        request = 2 + (shown & 1)
+        for line in self._lines:
+            if words[line + request] != awaited:
+                raise self.peers.differ(self._lines, [words[each + request] for each in self._lines])
 
 
 class Underway:
