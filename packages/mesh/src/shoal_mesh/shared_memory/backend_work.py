@@ -14,7 +14,7 @@ from .._torch import ProcessGroup, Store, Work
 from ..argument_types import name_ranks
 from ..errors import PeerError
 from .channel import Channel, machine, processes_of
-from .peers import different_collectives, minority, state_of, wait_until, written_down
+from .peers import different_collectives, state_of, wait_until, written_down
 from .recorder import last_of_backend
 
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
@@ -102,8 +102,8 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
         text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
         if all("ended" in state for state in lost.values()):  # gloo may have aborted it, for what another rank sent
             started = _roll_call(group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS)
-            if started and (different := _differing(started)):
-                text = f"{text}; {different[0]}"
+            if started and len(set(started.values())) > 1:
+                text = f"{text}; {different_collectives(started)[0]}"
         # A rank beside a lost one has most likely returned because it failed for that one, sooner than this rank.
         return text, tuple(rank for rank, state in lost.items() if "returned" not in state) or tuple(lost)
     started = _roll_call(group, ranks, me, _ROLL_CALL_SECONDS)
@@ -112,8 +112,9 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
     if silent := tuple(rank for rank in ranks if rank not in started):
         verbs = "have not reported it: they are" if len(silent) > 1 else "has not reported it: it is"
         return f"{name_ranks(silent)} {verbs} elsewhere, stuck or out of reach", silent
-    same = "all ranks have reported it and started the same last: one has left one out, or the network is slow"
-    return _differing(started) or (same, ())
+    if len(set(started.values())) > 1:
+        return different_collectives(started)
+    return "all ranks have reported it and started the same last: one has left one out, or the network is slow", ()
 
 
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
@@ -156,10 +157,3 @@ def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
     thread.start()
     thread.join(seconds + 1)
     return answer[0] if answer else None
-
-
-def _differing(started: dict[int, str]) -> tuple[str, tuple[int, ...]] | None:
-    """What to say if ranks have started different collectives last, and who is in the minority."""
-    if len(set(started.values())) == 1:
-        return None
-    return different_collectives(started), minority(started)

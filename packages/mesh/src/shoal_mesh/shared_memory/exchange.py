@@ -106,11 +106,9 @@ class SharedMemoryTransport(Transport):
         if not all(is_carried(each, op) and each.dtype in CARRIED_DTYPES for each in tensors):
             return None
         stream = self._channel.background["gathers" if kind == "all_gather" else "reductions"]
-        if kind == "all_gather":
-            return stream.start(_packed_all_gather(stream, tensors, sizes, receive))
-        if kind == "reduce_scatter":
-            return stream.start(_packed_reduce_scatter(stream, tensors, sizes, own, op, receive))
-        return stream.start(_all_reduce(stream, tensors, op, receive))
+        if kind == "all_reduce":
+            return stream.start(_all_reduce(stream, tensors, op, receive))
+        return stream.start(_packed(stream, kind, tensors, sizes, own, op, receive))
 
 
 def is_carried(tensor: Tensor, op: str) -> bool:
@@ -203,63 +201,40 @@ def _window(flat: Tensor, a: int, b: int) -> Tensor:
 # --- many tensors in one message --------------------------------------------------------------------------------------
 
 
-def _rounds(stream: Stream, what: int, length: int, own: Packer, read: Read, most_bytes: int) -> Steps:
-    """Rounds that each show a window of a message, and read it of all ranks."""
-    window = min(stream.slot_bytes, most_bytes) // own.dtype.itemsize
+def _packed(  # noqa: PLR0913  # a request, and what arrives
+    stream: Stream, kind: str, tensors: Sequence[Tensor], counts: Sizes, block: int, op: str, receive: Receive
+) -> Steps:
+    """`receive` gets each rank's message, to be read while it is called, or the reduction of one block of all messages.
+
+    Of a gather `counts[i]` are the elements of rank i, of a reduce-scatter those of block i.
+    """
+    own, dtype = Packer(tensors), tensors[0].dtype
+    del tensors
+    gathers, start, window_bytes = kind == "all_gather", sum(counts[:block]), stream.slot_bytes
+    # counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are reduced on rank 1.
+    spans, length = [(0, n) for n in counts], max(counts)
+    if not gathers:
+        spans, length = [(start, start + counts[block])], own.length
+        window_bytes = min(window_bytes, _PACKED_WINDOW_BYTES)
+    what, window = request(kind, dtype, sum(counts), op), window_bytes // dtype.itemsize
+    out: list[Tensor] = []
     for a in range(0, max(length, 1), window):
         if a and stream.depth == 1:
             yield FREE
         b = min(a + window, length)
-        slots, slot = stream.slots(own.dtype, b - a)
+        slots, slot = stream.slots(dtype, b - a)
         own.pack(slot, a)
         yield what
-        read(slots, a, b)
-
-
-def _packed_all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sizes, receive: Receive) -> Steps:
-    """`receive` gets each rank's message, `counts[i]` elements from rank i, to be read while it is called."""
-    own, dtype, most = Packer(tensors), tensors[0].dtype, max(counts)
-    del tensors
-    whole: list[Tensor] = []  # what takes several rounds
-
-    def read(slots: Tensor, a: int, b: int) -> None:
-        if b - a == most and len(set(counts)) == 1:
-            receive(slots)
+        if gathers and b - a == length:
+            receive(slots if len(set(counts)) == 1 else [row[:n] for row, n in zip(slots, counts, strict=True)])
             return
-        rows = [slots[rank, : max(n - a, 0)] for rank, n in enumerate(counts)]  # counts 6, 3 from 4 on: 2 and 0
-        if b - a == most:
-            receive(rows)
-            return
-        if not whole:
-            whole.extend(torch.empty(n, dtype=dtype) for n in counts)
-        for into, row in zip(whole, rows, strict=True):
-            into[a : a + row.numel()].copy_(row)
-
-    what = request("all_gather", dtype, sum(counts))
-    yield from _rounds(stream, what, most, own, read, stream.slot_bytes)
-    if whole:
-        receive(whole)
-
-
-def _packed_reduce_scatter(
-    stream: Stream, tensors: Sequence[Tensor], counts: Sizes, block: int, op: str, receive: Receive
-) -> Steps:
-    """`receive` gets the reduction of one block of the message, of which block i has `counts[i]` elements."""
-    own, dtype = Packer(tensors), tensors[0].dtype
-    del tensors
-    start, count = sum(counts[:block]), counts[block]  # counts (2, 5), block 1: from 2, 5 elements
-    out: list[Tensor] = []
-
-    def read(slots: Tensor, a: int, b: int) -> None:
-        if not out:
-            out.append(torch.empty(count, dtype=dtype))
-        # counts (2, 5), block 1: elements 2 to 7, of which a window from 4 to 8 brings 4 to 7.
-        low, high = max(a, start), min(b, start + count)
-        if low < high:
-            reduce_rows(slots[:, low - a : high - a], op, out[0][low - start : high - start])
-
-    what = request("reduce_scatter", dtype, own.length, op)
-    yield from _rounds(stream, what, own.length, own, read, _PACKED_WINDOW_BYTES)
+        out = out or [torch.empty(last - first, dtype=dtype) for first, last in spans]
+        for i, (first, last) in enumerate(spans):
+            low, high = max(a, first), min(b, last)  # 2:7, of which a window 4:8 brings 4:7
+            if low < high and gathers:
+                out[i][low:high].copy_(slots[i, low - a : high - a])
+            elif low < high:
+                reduce_rows(slots[:, low - a : high - a], op, out[i][low - first : high - first])
     receive(out)
 
 

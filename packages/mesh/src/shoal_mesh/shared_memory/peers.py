@@ -137,14 +137,12 @@ class Peers:
         """Raise if a rank has announced another call than this one has."""
         if not self._calls:
             return
-        said = {}
-        for rank, announced in zip(self.ranks, self._announced, strict=True):
-            if (
-                0 <= self.words[announced] - self._calls < ANNOUNCED
-            ):  # has come to this call, and still says which it was
-                said[rank] = describe(self.words[announced + LINE + self._calls % ANNOUNCED])
+        said = {}  # of those that have come to this call, and still say which it was
+        for rank, announced in enumerate(self._announced):
+            if 0 <= self.words[announced] - self._calls < ANNOUNCED:
+                said[rank] = self.words[announced + LINE + self._calls % ANNOUNCED]
         if len(set(said.values())) > 1:
-            raise self.fail(different_collectives(said), minority(said))
+            raise self._differ(said)
 
     def check_others(self) -> None:
         """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
@@ -202,8 +200,10 @@ class Peers:
         for rank, line in enumerate(lines):
             if rank != self.rank and self.words[line] == BROKEN:
                 return self.heard(rank)
-        words = {rank: describe(other) for rank, other in zip(self.ranks, requests, strict=True)}
-        return self.fail(different_collectives(words), minority(words))
+        return self._differ(dict(enumerate(requests)))
+
+    def _differ(self, requests: Mapping[int, int]) -> PeerError:
+        return self.fail(*different_collectives({self.ranks[rank]: describe(r) for rank, r in requests.items()}))
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
@@ -234,10 +234,10 @@ def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[i
     return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen})
 
 
-def different_collectives(words: Mapping[int, str]) -> str:
-    """What errors say of global ranks that have started these."""
+def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+    """What errors say of global ranks that have started these, and who is at fault."""
     said = ", ".join(f"rank {rank}: {what}" for rank, what in words.items())
-    return f"ranks started different collectives on one communicator: {said}"
+    return f"ranks started different collectives on one communicator: {said}", minority(words)
 
 
 def minority(values: Mapping[int, object]) -> tuple[int, ...]:
