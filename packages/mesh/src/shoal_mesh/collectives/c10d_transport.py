@@ -40,16 +40,8 @@ from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_r
 from ..shared_memory.recorder import CARRIED_DTYPES, record
 from ..transport import Handle, Pending, Transport, as_bytes
 
-REDUCE = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.AVG,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-    "band": ReduceOp.BAND,
-    "bor": ReduceOp.BOR,
-    "bxor": ReduceOp.BXOR,
-}
+_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+REDUCE = {op: getattr(ReduceOp, op.upper()) for op in _OPS}
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTS = {torch.int64, torch.int32, torch.int8, torch.uint8}
 PLAIN = frozenset(_FLOATS | _INTS | {torch.bool})  # what every backend sends and reduces
@@ -160,33 +152,33 @@ class AcrossHosts(C10dTransport):
     The groups that it combines are made at the first large message.
     """
 
-    __slots__ = ("_connected", "_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
+    __slots__ = ("_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
 
     def __init__(self, comm: Comm, per_host: int) -> None:
         super().__init__(comm, None)
         self._plain, self._ranks, self._per_host = C10dTransport(comm, None), sorted(comm.line), per_host
         self._host, self._own = divmod(comm.group.rank(), per_host)
-        self._connected = False
-        self._parts: tuple[Transport, ...] = ()  # inside the host and between hosts; none where memory is not shared
+        # Inside the host and between hosts; none where memory is not shared, None before the first large message.
+        self._parts: tuple[Transport, ...] | None = None
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         is_large = tensor.dtype in CARRIED_DTYPES and tensor.nbytes >= LEAST_BYTES
         if background or uneven or not is_large or not is_carried(tensor, op):
             return self._plain
-        if not self._connected:
-            self._connect()
+        if self._parts is None:
+            self._parts = self._connected()
         return self if self._parts else self._plain
 
-    def _connect(self) -> None:
+    def _connected(self) -> tuple[Transport, ...]:
         """Make the groups inside the hosts and between them, and agree with all ranks that they share memory."""
         first = self._host * self._per_host
         inside = comm_for("inside_host", self._ranks[first : first + self._per_host], "gloo")
         between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
         channel = channel_of(inside.group)
-        if on_plain_kernels(all_have, channel, self._group) and channel is not None:
-            own = SharedMemoryTransport(channel, C10dTransport(inside, channel))
-            self._parts = own, C10dTransport(between, channel, self._name)
-        self._connected = True
+        if not on_plain_kernels(all_have, channel, self._group) or channel is None:
+            return ()
+        own = SharedMemoryTransport(channel, C10dTransport(inside, channel))
+        return own, C10dTransport(between, channel, self._name)
 
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
         """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat.
@@ -196,7 +188,7 @@ class AcrossHosts(C10dTransport):
         """
         record(self._name, (kind, tensor.dtype, tensor.numel(), *what))
         try:
-            on_plain_kernels(steps, *self._parts, len(self._ranks) // self._per_host)
+            on_plain_kernels(steps, *(self._parts or ()), len(self._ranks) // self._per_host)
         except PeerError as error:
             first_failure(self._name, str(error), error.ranks)
             raise

@@ -28,9 +28,10 @@ from . import calls
 from .c10d_transport import PLAIN, REDUCE
 from .calls import are_equal, materialized
 
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
-_SENT_AS = _WIDER | _REAL
+_SENT_AS = {
+    torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64,
+    torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64,
+}  # fmt: skip
 _BITWISE = {"band", "bor", "bxor"}
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
@@ -69,30 +70,12 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
         )
     if dtype.is_complex and op not in {"sum", "avg"}:
         raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
-    kernel, divide = ("sum", True) if op == "avg" else (op, False)
-    return WireReduction(kernel, _wire_dtype(dtype, op), divide)
-
-
-def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:
-    if dtype in PLAIN:
-        return None
-    if dtype in _SENT_AS:
-        return _SENT_AS[dtype]
-    if dtype.is_floating_point:  # float8 and others: accumulate with more bits
-        return torch.float32
-    raise CollectiveError(f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved")
-
-
-def wire(tensor: Tensor, to: torch.dtype) -> Tensor:
-    """A contiguous tensor of dtype `to` to reduce in place of `tensor`: same shape, (..., 2) for complex."""
-    if tensor.is_complex():
-        return torch.view_as_real(materialized(tensor))
-    return tensor.to(to)
-
-
-def unwire(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor of the caller's dtype, out of what `wire` returned."""
-    return torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype)
+    sent_as = None
+    if dtype not in PLAIN:  # of float8 and others that are not listed more bits are summed
+        sent_as = _SENT_AS.get(dtype, torch.float32 if dtype.is_floating_point else None)
+        if sent_as is None:
+            raise CollectiveError(f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved")
+    return WireReduction("sum" if op == "avg" else op, sent_as, op == "avg")
 
 
 _entered = 0
@@ -156,7 +139,7 @@ def tree_sum(terms: Tensor) -> Tensor:
 
 def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nobody else holds."""
-    sent = own if how.dtype is None else wire(own, how.dtype)
+    sent = own if how.dtype is None else _as_sent(own, how.dtype)
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm), None)
     elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
@@ -180,7 +163,7 @@ def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: boo
         blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
         padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
         return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
-    sent = rows if how.dtype is None else wire(rows, how.dtype)
+    sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
     if in_tree(rows, how.op):
         pending = calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
     else:
@@ -188,11 +171,18 @@ def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: boo
     return _as_asked(pending, comm, how, rows.dtype) if how.divide or how.dtype else pending
 
 
+def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of a dtype to reduce in place of another: same shape, (..., 2) for complex."""
+    return torch.view_as_real(materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
+
+
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
     """A reduction on the wire, as that of the caller's op and dtype."""
     if how.divide:
         pending = pending.then(lambda total: total.div_(comm.size))
-    return pending if how.dtype is None else pending.then(lambda reduced: unwire(reduced, dtype))
+    if how.dtype is None:
+        return pending
+    return pending.then(lambda sent: torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype))
 
 
 def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:

@@ -237,9 +237,7 @@ class RankPool:
             ready = wait(list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for connection in list(waiting):
-                if connection not in ready:
-                    continue
+            for connection in [each for each in waiting if each in ready]:
                 rank = waiting[connection]
                 answer = self._receive(connection, rank)
                 if answer is not None:

@@ -202,21 +202,19 @@ def _failure(error: BaseException) -> Failure:
 
 def _locals(trace: TracebackType | None) -> str:
     """The short values of the variables of the innermost frame outside of installed packages."""
-    frame = None
-    while trace is not None:
-        if "site-packages" not in trace.tb_frame.f_code.co_filename and __package__ not in trace.tb_frame.f_globals.get(
-            "__name__", ""
-        ):
-            frame = trace.tb_frame
-        trace = trace.tb_next
-    if frame is None:
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(trace)
+        if "site-packages" not in frame.f_code.co_filename and __package__ not in frame.f_globals.get("__name__", "")
+    ]
+    if not frames:
         return ""
     short = reprlib.Repr()
     short.maxother = short.maxstring = 160
     lines = []
-    for name, value in list(frame.f_locals.items())[:20]:
+    for name, value in list(frames[-1].f_locals.items())[:20]:
         try:
             lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
         except Exception:  # a broken __repr__ must not hide the failure
             lines.append(f"    {name} = <{type(value).__name__}>\n")
-    return f"  variables of {frame.f_code.co_name}:\n{''.join(lines)}" if lines else ""
+    return f"  variables of {frames[-1].f_code.co_name}:\n{''.join(lines)}" if lines else ""
