@@ -37,14 +37,11 @@ from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import BackendWork, first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
-from ..shared_memory.recorder import CARRIED_DTYPES, record
+from ..shared_memory.recorder import CARRIED_DTYPES, OPS, record
 from ..transport import Handle, Pending, Transport, as_bytes
 
-_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
-REDUCE = {op: getattr(ReduceOp, op.upper()) for op in _OPS}
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_INTS = {torch.int64, torch.int32, torch.int8, torch.uint8}
-PLAIN = frozenset(_FLOATS | _INTS | {torch.bool})  # what every backend sends and reduces
+REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
+PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
 # Of a rank's input, from which on several hosts share work: on two of two ranks gloo alone is faster with 64 KiB.
 LEAST_BYTES = 1 << 18
 # Of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170.

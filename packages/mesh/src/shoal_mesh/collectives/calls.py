@@ -26,7 +26,7 @@ from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
-from ..transport import Handle, Pending, Receive, Sizes, Transport
+from ..transport import Pending, Sizes, Transport
 from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import in_graph
 
@@ -314,19 +314,6 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
 
 
-def packed(
-    kind: str, tensors: Sequence[Tensor], comm: Comm, receive: Receive, sizes: Sizes = (), op: str = ""
-) -> Handle | None:
-    """Many tensors in one message in the background; None where the caller packs them."""
-    if comm.size == 1 or is_traced(tensors[0]):
-        return None
-    carrier, order = carrier_of(comm, tensors[0], op), comm.order
-    if kind != "all_gather" or order is None:
-        return carrier.packed(kind, tensors, receive, sizes, comm.rank, op)
-    sizes = [sizes[index] for index in group_to_index(comm)]
-    return carrier.packed(kind, tensors, lambda rows: receive([rows[i] for i in order]), sizes, comm.rank, op)
-
-
 def group_to_index(comm: Comm) -> list[int]:
     """Rank in the group -> index along the communicator, the inverse of `comm.order`."""
     indices = range(comm.size)  # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
@@ -348,10 +335,6 @@ def in_huge_pages(new: Tensor) -> Tensor:
     """The tensor, whose memory nobody has written yet: a large one on the CPU will be in huge pages.
 
     Systems give them to programs that ask (`madvise`, the usual setting).
-
-    Example:
-        >>> in_huge_pages(torch.empty(1 << 23)).shape
-        torch.Size([8388608])
     """
     if new.nbytes >= LARGE_BYTES and new.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # address 5000, pages of 4096: 8192

@@ -85,11 +85,20 @@ def start_packed(
 
 def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending[Flat]:
     pending: Pending[Flat] = Pending((), None)
-    if not in_tree(tensors[0], op):
-        receive = pending.lend if kind == "all_gather" else partial(setattr, pending, "value")
-        pending.work = calls.packed(kind, tensors, comm, receive, sizes, op)
-    if pending.work is not None:
-        return pending
+    if not (comm.size == 1 or is_traced(tensors[0]) or in_tree(tensors[0], op)):
+        order = comm.order if kind == "all_gather" else None
+
+        def receive(arrived: Flat) -> None:
+            if kind == "all_gather":
+                pending.lend(arrived if order is None else [arrived[rank] for rank in order])
+            else:
+                pending.value = arrived
+
+        of_group = sizes if order is None else [sizes[index] for index in calls.group_to_index(comm)]
+        carrier = calls.carrier_of(comm, tensors[0], op)
+        pending.work = carrier.packed(kind, tensors, receive, of_group, comm.rank, op)
+        if pending.work is not None:
+            return pending
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
     is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
     message = _in_one_tensor(kind, tensors, comm, sizes, op, background)

@@ -46,12 +46,7 @@ class WireReduction(NamedTuple):
 
 
 def reduction(dtype: torch.dtype, op: str) -> WireReduction:
-    """How `dtype` is reduced with `op`; CollectiveError if there is no such op, or it has no meaning for the dtype.
-
-    Example:
-        >>> reduction(torch.int16, "sum")
-        WireReduction(op='sum', dtype=torch.int32, divide=False)
-    """
+    """How `dtype` is reduced with `op`; CollectiveError if there is no such op, or it has no meaning for the dtype."""
     if type(op) is not str:
         require(op, str, f"a reduction is one of {', '.join(REDUCE)}", CollectiveTypeError)
     return _reduction(dtype, op)
