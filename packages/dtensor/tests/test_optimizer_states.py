@@ -149,6 +149,15 @@ def test_no_state_is_made_where_a_step_needs_a_closure() -> None:
         assert get_optimizer_state_dict(model, optimizer)["state"] == {} and not optimizer.state
 
 
+@pytest.mark.parametrize("options", [StateDictOptions(), FULL], ids=["shards", "full"])
+def test_a_model_is_loaded_without_optimizers(options: StateDictOptions) -> None:
+    with fake_world(1):
+        model, other = made(1, sharded=True), made(2, sharded=True)
+        state = dict(zip(("model_state_dict", "optim_state_dict"), torchs.get_state_dict(model, []), strict=True))
+        torchs.set_state_dict(other, [], **state, options=options)
+        same(other, made(1, sharded=False), "loaded")
+
+
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD, dampening"])
 def test_reading_changes_nothing_on_two_ranks(kind: str) -> None:

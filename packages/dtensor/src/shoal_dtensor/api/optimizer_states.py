@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -41,27 +41,21 @@ class _Complete(State):
 
 @contextmanager
 def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """In the block, trainable parameters without state have that with which their first step begins.
-
-    After it the state is what it was, or what the block has loaded.
-    """
+    """In the block, trainable parameters without state have that with which their first step begins."""
     with ExitStack() as ends:
         for optimizer in optimizers:
             before = optimizer.state
             complete: Any = _Complete({param: entry for param, entry in before.items() if entry != {}})
-            complete.update(_first_states(optimizer))
+            complete.update(_first_states(optimizer, lambda param: param.requires_grad))
             optimizer.state = complete
-            ends.callback(_end_first_states, optimizer, before, complete)
+            ends.callback(setattr, optimizer, "state", before)
         yield
 
 
-def _first_states(optimizer: Optimizer) -> State:
-    """By parameter, for those that have none and will have one."""
+def _first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
+    """By parameter, for those wanted that have none and will have one."""
     groups = [
-        {
-            **group,
-            "params": [each for each in group["params"] if each.requires_grad and optimizer.state.get(each, {}) == {}],
-        }
+        {**group, "params": [each for each in group["params"] if wanted(each) and not optimizer.state.get(each)]}
         for group in optimizer.param_groups
     ]
     if steps_as(optimizer, SGD.__module__):  # makes its state at the end of a step
@@ -74,32 +68,13 @@ def _first_states(optimizer: Optimizer) -> State:
     return make_state(optimizer, groups)
 
 
-def _end_first_states(optimizer: Optimizer, before: Any, complete: Any) -> None:
-    """Give the state back, or of loaded state take that away which says there is none.
-
-    With dampening, a first step is none from a buffer of zeros.
-    """
-    if optimizer.state is complete:
-        optimizer.state = before
-    elif steps_as(optimizer, SGD.__module__):
-        for group in optimizer.param_groups:
-            for param in group["params"] if group["dampening"] else ():
-                buffer = optimizer.state.get(param, {}).get("momentum_buffer")
-                if buffer is not None and buffer.isnan().all():
-                    del optimizer.state[param]
-
-
-@contextmanager
-def trained(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """In the block, some frozen parameters are not: torch loads no state of frozen ones."""
-    frozen = [param for param in parameters if not param.requires_grad and param.is_floating_point()]
-    try:
-        for param in frozen:
-            param.requires_grad_()
-        yield
-    finally:
-        for param in frozen:
-            param.requires_grad_(False)
+def add_frozen_states(optimizers: Iterable[Optimizer], target: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Have what optimizers can load include the first states of frozen parameters too, where state is given."""
+    named = names_of(optimizers, target["param_groups"])
+    frozen = {param: name for name, param in named.items() if given.get(name) and not param.requires_grad}
+    for optimizer in optimizers:
+        first = _first_states(optimizer, lambda param: param in frozen and param.is_floating_point())
+        target["state"].update({frozen[param]: entry for param, entry in first.items()})
 
 
 def names_of(optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -131,26 +106,53 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
     return {"state": by_name["state"], "param_groups": filled}
 
 
-def completed(
-    state: Mapping[str, Any], target: Mapping[str, Any], stepped: Collection[str], *, strict: bool
-) -> dict[str, Any]:
-    """The state with what it lacks as the target has it; a StateDictError that names that, if strict.
-
-    Parameters that are not `stepped`, of which the target has first states only, keep none.
-    """
-    given, groups = dict(state.get("state", {})), list(state.get("param_groups", ()))
-    if given and all(isinstance(key, int) for key in given):
-        return dict(state)  # the state dict of an optimizer, by numbers
+def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Raise a StateDictError that names what the state lacks of a target."""
+    given, groups = state.get("state", {}), state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
-    lacking = [group for group in target["param_groups"] if group["params"] and named.isdisjoint(group["params"])]
     missing = [f"{n}.{each}" for n, entry in target["state"].items() for each in entry if each not in given.get(n, {})]
-    missing += [f"the options of {group['params'][0]}" for group in lacking]
-    if strict and missing:
+    lacking = [group["params"] for group in target["param_groups"] if group["params"]]
+    missing += [f"the options of {names[0]}" for names in lacking if named.isdisjoint(names)]
+    if missing and not _is_by_number(given):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise StateDictError(
             f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves these as they are"
         )
-    for name, entry in target["state"].items():
-        if name in stepped or name in given:
-            given[name] = {**entry, **given.get(name, {})}
-    return {**state, "state": given, "param_groups": lacking + groups}
+
+
+def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Load state and options by names of parameters; what is not given stays as the target has it."""
+    given, groups, own_groups = state.get("state", {}), state.get("param_groups", ()), iter(target["param_groups"])
+    for optimizer in optimizers:
+        own = [next(own_groups) for _ in optimizer.param_groups]
+        named = names_of([optimizer], own)
+        entries = {
+            name: {**target["state"].get(name, {}), **given.get(name, {})}
+            for name, param in named.items()
+            if given.get(name) or optimizer.state.get(param)
+        }
+        options = [{**_options_of(group, groups), "params": group["params"]} for group in own]
+        by_name = {"state": entries, "param_groups": options}
+        optimizer.load_state_dict(dict(state) if _is_by_number(given) else by_name)
+        if steps_as(optimizer, SGD.__module__):
+            _forget_first_buffers(optimizer)
+
+
+def _options_of(group: Mapping[str, Any], given: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The last given group that shares a parameter; the group itself if there is none."""
+    names = set(group["params"])
+    return [group, *(each for each in given if each["params"] == group["params"] or names & {*each["params"]})][-1]
+
+
+def _is_by_number(given: Mapping[Any, Any]) -> bool:
+    """Whether this is the state in the state dict of an optimizer, by numbers of parameters."""
+    return bool(given) and all(isinstance(key, int) for key in given)
+
+
+def _forget_first_buffers(optimizer: Optimizer) -> None:
+    """Take away loaded state that says there is none: with dampening, a first step is none from a buffer of zeros."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["dampening"] else ():
+            buffer = optimizer.state.get(param, {}).get("momentum_buffer")
+            if buffer is not None and buffer.isnan().all():
+                del optimizer.state[param]

@@ -9,9 +9,8 @@ one of them is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,7 +25,14 @@ from .._torch.interception import around_state_dicts
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
-from .optimizer_states import completed, names_of, nested, optimizers_of, trained, with_first_states
+from .optimizer_states import (
+    add_frozen_states,
+    check_complete,
+    load_states,
+    nested,
+    optimizers_of,
+    with_first_states,
+)
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Path = tuple[str | int, ...]
@@ -132,7 +138,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     api, options = _read(options)
     if options.full_state_dict:
         target = api.get_model_state_dict(model)
-        model_state_dict = _sharded(model_state_dict, target, options, check_keys=options.strict)
+        model_state_dict = _sharded(model_state_dict, target, options)
     return api.set_model_state_dict(model, dict(model_state_dict), options=_sharded_options(options))
 
 
@@ -160,8 +166,7 @@ def set_optimizer_state_dict(
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)
     get = partial(api.get_optimizer_state_dict, model, optimizers)
-    with _loadable(lambda given: get(options=given), optimizers, optim_state_dict, options) as (state, sharded):
-        api.set_optimizer_state_dict(model, optimizers, state, options=sharded)
+    _load_states(lambda given: get(options=given), optimizers, optim_state_dict, options)
 
 
 def set_state_dict(
@@ -214,14 +219,13 @@ def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args:
     *owners, state, options = args
     if not _has_dtensors(owners[0]):
         return original(*args)
-    if len(owners) == 2:
-        with _loadable(partial(original_get, *owners), owners[1], state, options) as (state, sharded):
-            return original(*owners, state, sharded)
+    if any(owners[1:]):
+        return _load_states(partial(original_get, *owners), owners[1], state, options)
     if not options.full_state_dict:
         return original(*args)
     options_of_shards = _sharded_options(options)
     target = original_get(*owners, replace(options_of_shards, ignore_frozen_params=False))
-    state = _sharded(state, target, options, check_keys=options.strict)
+    state = _sharded(state, target, options)
     return original(*owners, state, options_of_shards)
 
 
@@ -249,24 +253,19 @@ def _sharded_options(options: Any) -> Any:
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
 
-@contextmanager
-def _loadable(
+def _load_states(
     get: Callable[[Any], Any], optimizers: Sequence[torch.optim.Optimizer], state: Any, options: Any
-) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What torch is to load in the block, with which options: checked, complete, in the layouts of the optimizers."""
-    sharded = replace(_sharded_options(options), flatten_optimizer_state_dict=False, strict=False)
-    with_state = {param for optimizer in optimizers for param, entry in optimizer.state.items() if entry != {}}
+) -> None:
+    """Load state of optimizers, of which `get` gives the state dict, in their layouts; nothing is changed before."""
     with with_first_states(optimizers):
-        groups = get(sharded)["param_groups"]
-        state = nested(state, groups)
-        structure = _structure(state, options)
-        given, named = structure.get("state", {}), names_of(optimizers, groups)
-        stepped = {name for name, param in named.items() if param in with_state}
-        with trained(each for name, each in named.items() if given.get(name)), with_first_states(optimizers):
-            target = get(sharded)
-            _check(structure, target)
-            whole = completed(structure if options.full_state_dict else state, target, stepped, strict=options.strict)
-            yield _laid_out(whole, state, target, options) if options.full_state_dict else whole, sharded
+        target = get(replace(_sharded_options(options), flatten_optimizer_state_dict=False))
+    state = nested(state, target["param_groups"])
+    structure = _structure(state, options)
+    add_frozen_states(optimizers, target, structure.get("state", {}))
+    _check(structure, target)
+    if options.strict:
+        check_complete(structure, target)
+    load_states(optimizers, _laid_out(structure, state, target, options) if options.full_state_dict else state, target)
 
 
 # --- full state dicts -------------------------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
 
 def _mapped(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Nested dicts and lists with a function of (path, tensor) in place of each tensor, in the order of the dicts."""
-    if isinstance(value, torch.Tensor | _TensorInfo):
+    if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, Mapping):
         return {key: _mapped(each, function, (*path, key)) for key, each in value.items()}
@@ -296,18 +295,15 @@ def _mapped(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -
     return value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TensorInfo:
-    """Stands for a tensor that rank 0 broadcasts."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _sharded(state: Mapping[str, Any], target: Mapping[str, Any], options: Any, *, check_keys: bool) -> dict[str, Any]:
-    """`R -> placements`: a full state dict with the layouts of the target; checked before any tensor moves."""
+def _sharded(state: Mapping[str, Any], target: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    """`R -> placements`: a full state dict of a model in the layouts of the target; checked before any tensor moves."""
     structure = _structure(state, options)
-    _check(structure, target, check_keys=check_keys)
+    if options.strict and structure.keys() != target.keys():
+        raise StateDictError(
+            f"the state dict does not fit the model: missing {sorted(target.keys() - structure.keys())}, unexpected "
+            f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
+        )
+    _check(structure, target)
     return _laid_out(structure, state, target, options)
 
 
@@ -320,7 +316,7 @@ def _laid_out(
     device = devices[0] if devices else torch.device("cpu")
 
     def shard(path: Path, info: Any) -> Any:
-        if not isinstance(info, _TensorInfo):
+        if not info.dim():
             return info
         full = _broadcast(state, path, info, device) if options.broadcast_from_rank0 else _at(state, path).detach()
         like = _at(target, path)
@@ -334,10 +330,14 @@ def _laid_out(
 
 
 def _structure(state: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
-    """The state dict, of rank 0 if it broadcasts, with the shapes and dtypes of its tensors in their place."""
+    """The state dict, of rank 0 if it broadcasts, with tensors on the meta device in place of all but numbers."""
+
+    def without_values(_: Path, each: torch.Tensor) -> torch.Tensor:
+        return torch.empty(each.shape, dtype=each.dtype, device="meta") if each.dim() else each
+
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
-        structure = _mapped(state, lambda _, each: _TensorInfo(each.shape, each.dtype) if each.dim() else each)
+        structure = _mapped(state, without_values)
     if options.broadcast_from_rank0:
         structure = agree(lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent")[0]
     if not isinstance(structure, Mapping):
@@ -345,7 +345,7 @@ def _structure(state: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
     return structure
 
 
-def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: torch.device) -> torch.Tensor:
+def _broadcast(state: Mapping[str, Any], path: Path, info: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`V -> R`: the tensor at a path of the state dict of rank 0."""
     if dist.get_rank() == 0:
         full: torch.Tensor = _at(state, path).detach().to(device).contiguous()
@@ -355,13 +355,8 @@ def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: 
     return full
 
 
-def _check(structure: Mapping[str, Any], target: Mapping[str, Any], *, check_keys: bool = False) -> None:
+def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
-    if check_keys and structure.keys() != target.keys():
-        raise StateDictError(
-            f"the state dict does not fit the model: missing {sorted(target.keys() - structure.keys())}, unexpected "
-            f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
-        )
 
     def check(path: Path, info: Any) -> Any:
         like = _at(target, path)
