@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn, strided
@@ -22,23 +22,19 @@ Kinds = type | tuple[type, ...]
 _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
 
 
-def check_mesh(where: str, mesh: object) -> None:
-    """Refuse what is not a mesh of shoal, torch's own with the way to convert them."""
+def check_mesh(
+    where: str, mesh: object, error: type[ArgumentTypeError] | type[LayoutError] = ArgumentTypeError
+) -> None:
+    """Refuse what is not a mesh of shoal, such as torch's own, or an axis by its name, with the ways to one."""
     if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError(f"{where}: expected a DeviceMesh of shoal_mesh, got {_described(mesh)}")
-
-
-def check_device_mesh(where: str, mesh: object) -> None:
-    """Refuse what is not a mesh of shoal: torch's own, or an axis by its name.
-
-    Raises:
-        LayoutError: naming the ways to a mesh.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(
+        raise error(
             f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
-            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
+            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh); "
+            f"got {mesh!r:.80}"
         )
+
+
+check_device_mesh = partial(check_mesh, error=LayoutError)
 
 
 def check_type(
@@ -117,7 +113,5 @@ def _described(value: object) -> str:
     """Class and value, and how to convert what is torch's own."""
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    converters = {"DeviceMesh": "mesh_from_torch", "DTensor": "from_torch"}
-    own = kind.__module__.startswith("torch.distributed") and kind.__name__ in converters
-    hint = f"; shoal_dtensor.interop.{converters[kind.__name__]} converts it" if own else ""
-    return f"{name} {value!r:.80}{hint}"
+    is_torchs = kind.__module__.startswith("torch.distributed") and kind.__name__ == "DTensor"
+    return f"{name} {value!r:.80}{'; shoal_dtensor.interop.from_torch converts it' if is_torchs else ''}"
