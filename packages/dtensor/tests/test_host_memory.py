@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal_dtensor.host_memory import Download, arrival_on, device_of_numbers, upload, upload_packed
+from shoal_dtensor.host_memory import arrival_on, device_of_numbers, download, upload, upload_packed
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -26,10 +26,10 @@ def test_what_is_packed_is_cast_and_may_be_written_to_at_once() -> None:
 def test_what_is_downloaded_is_a_copy_of_every_dtype() -> None:
     tensors = [torch.ones(2, 3), torch.arange(3), torch.full((), 5.0), torch.arange(6.0).view(2, 3).t()]
     expected = [tensor.clone() for tensor in tensors]
-    under_way = Download(tensors)
+    arrived = download(tensors)
     for tensor in tensors:
         tensor.zero_()
-    for got, want in zip(under_way.wait(), expected, strict=True):
+    for got, want in zip(arrived(), expected, strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
     assert arrival_on(CPU) is None

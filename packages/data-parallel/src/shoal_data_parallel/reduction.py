@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, given_away, redistribute_shards, takes
+from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, redistribute_shards, takes
 from shoal_mesh import DeviceMesh, purpose
 
 from .sharded_parameters import DataAxes, ShardedParameter
@@ -168,7 +168,7 @@ class GroupReduction:
         del self._in_flight  # which holds the gradients on the device
         group = self.group
         on_host = group.axes.mesh.device_type != "cpu" and any(group.parameters[i].leaf.is_cpu for i in group.trained)
-        self._gradients = Download(reduced).wait if on_host else lambda: reduced
+        self._gradients = download(reduced) if on_host else lambda: reduced
         # A gradient that this rank has is there: nobody has to look.
         if not all(self._own) and not isinstance(flags, FakeTensor):
             self._flags = flags.reshape(-1, len(self._own))[0]

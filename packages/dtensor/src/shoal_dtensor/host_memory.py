@@ -8,7 +8,7 @@ May import: _torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,31 +65,26 @@ def start_copy(tensor: Tensor) -> Tensor:
     return copied.copy_(tensor, non_blocking=True)
 
 
-class Download:
-    """Copies of a device's tensors in memory of the host, under way: one for each dtype.
+def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start copies of a device's tensors in memory of the host, one for each dtype; what is returned waits for them.
 
     Example:
-        >>> Download([torch.ones(2), torch.ones(1, 1)]).wait()
+        >>> download([torch.ones(2), torch.ones(1, 1)])()
         [tensor([1., 1.]), tensor([[1.]])]
     """
+    arriving = [*tensors]
+    for members in _alike([tensor.dtype for tensor in tensors]):
+        packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))
+        for i, flat in zip(members, torch.split(packed, [tensors[i].numel() for i in members]), strict=True):
+            arriving[i] = flat.view(tensors[i].shape)
+    event = arrival_on(tensors[0].device)
 
-    __slots__ = ("_arriving", "_event")
+    def arrived() -> list[Tensor]:
+        if event is not None:
+            event.synchronize()
+        return arriving
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._arriving = [*tensors]
-        for members in _alike([tensor.dtype for tensor in tensors]):
-            packed = torch.cat([tensors[i].reshape(-1) for i in members])
-            parts = torch.split(start_copy(packed), [tensors[i].numel() for i in members])
-            for i, flat in zip(members, parts, strict=True):
-                self._arriving[i] = flat.view(tensors[i].shape)
-        self._event = arrival_on(tensors[0].device)
-
-    def wait(self) -> list[Tensor]:
-        """The copies, when all have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self._arriving
+    return arrived
 
 
 def arrival_on(device: torch.device) -> torch.Event | None:

@@ -38,8 +38,8 @@ from .argument_types import (
     takes as takes,
 )
 from .host_memory import (
-    Download as Download,
     device_of_numbers as device_of_numbers,
+    download as download,
     upload as upload,
     upload_packed as upload_packed,
 )
