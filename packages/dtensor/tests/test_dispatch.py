@@ -16,7 +16,7 @@ from torch import Tensor
 from sharded_tensors import sharded
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, implicit_replication
 from shoal_dtensor._torch.operators import direct
-from shoal_dtensor._torch.tensors import _around, around
+from shoal_dtensor._torch.tensors import around
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.redistribute.plan import plan
@@ -221,16 +221,15 @@ def test_several_outputs_each_have_their_own_spec(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(outputs[0].to_local(), F.layer_norm(x.to_local(), (6,)))
 
 
-def test_the_constructor_of_torch_makes_what_ours_makes(mesh: DeviceMesh) -> None:
+def test_the_constructor_of_torch_makes_what_a_spec_says(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.randn(4, 6), dim=1).t()
-    for make in (around, _around):
-        made = make(DTensor, x._local_tensor, x._spec, False)
-        assert type(made) is DTensor
-        assert made._local_tensor is x._local_tensor
-        assert made._spec is x._spec
-        assert (made.shape, made.stride(), made.dtype, made.device) == (x.shape, x.stride(), x.dtype, x.device)
-        assert not made.requires_grad
-        assert make(DTensor, x._local_tensor, x._spec, True).requires_grad
+    made = around(DTensor, x._local_tensor, x._spec, requires_grad=False)
+    assert type(made) is DTensor
+    assert made._local_tensor is x._local_tensor
+    assert made._spec is x._spec
+    assert (made.shape, made.stride(), made.dtype, made.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert not made.requires_grad
+    assert around(DTensor, x._local_tensor, x._spec, requires_grad=True).requires_grad
 
 
 # --- the local call ---------------------------------------------------------------------------------------------------

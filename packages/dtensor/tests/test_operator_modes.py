@@ -1,4 +1,4 @@
-"""Modes that see functions and operators.  Covers: modes in _torch/interception.py."""
+"""Modes that see functions and operators.  Covers: modes in _torch/interception.py and _torch/tensors.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal_dtensor._torch.interception import ReplacedAttention, dispatch_modes, selectively_checkpointed, unwatched
+from shoal_dtensor._torch.interception import ReplacedAttention
+from shoal_dtensor._torch.tensors import dispatch_modes, selectively_checkpointed, unwatched
 
 
 def test_selective_checkpointing_is_seen_and_left_out() -> None:

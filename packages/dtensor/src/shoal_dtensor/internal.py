@@ -15,20 +15,20 @@ from ._torch.interception import (
     FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
     TorchDispatchMode as TorchDispatchMode,
-    dispatch_modes as dispatch_modes,
-    selectively_checkpointed as selectively_checkpointed,
-    unwatched as unwatched,
 )
 from ._torch.tensors import (
     FakeTensor as FakeTensor,
     TensorNote as TensorNote,
     apply as apply,
     backward_number as backward_number,
+    dispatch_modes as dispatch_modes,
     in_backward as in_backward,
     make_wrapper as make_wrapper,
     memory_of as memory_of,
     pytree as pytree,
     saving_state as saving_state,
+    selectively_checkpointed as selectively_checkpointed,
+    unwatched as unwatched,
     unwatched_functions as unwatched_functions,
 )
 from .api.constructors import distributed_by as distributed_by

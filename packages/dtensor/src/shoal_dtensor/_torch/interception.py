@@ -21,12 +21,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
 _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as long as it does
@@ -115,24 +111,7 @@ class _AfterImport:
         return spec
 
 
-# --- modes that see functions and operators ---------------------------------------------------------------------------
-
-# Number of dispatch modes that are active.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
-def selectively_checkpointed() -> bool:
-    """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
-    selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode
-    return dispatch_modes() > 0 and any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
-
-
-def unwatched() -> AbstractContextManager[object]:
-    """A block whose operators selective activation checkpointing does not see, so that it saves none of their results.
-
-    For collectives on fresh results: they are run again in the recomputation.
-    """
-    return _disable_current_modes() if selectively_checkpointed() else nullcontext()
+# --- modes that see functions ----------------------------------------------------------------------------------------
 
 
 def _unseen(function: Any) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .compiling import is_tracing
 
@@ -46,21 +48,8 @@ class TensorNote:
         return None
 
 
-def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> Any:
-    """A wrapper of class `cls` with `local` as its `_local_tensor` and `spec` as its `_spec`.
-
-    Size and stride are those of `spec.tensor_meta`, dtype and device those of `local`.
-    """
-    shape, stride, _dtype = spec.tensor_meta
-    dtensor = make_wrapper(
-        cls, shape, stride, None, None, local.dtype, torch.strided, local.device, requires_grad=requires_grad
-    )
-    dtensor._local_tensor, dtensor._spec = local, spec
-    return dtensor
-
-
-# torch has the same in C++, made for its own DTensor: 0.7 us where the above takes 1.1.
-around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
+# A wrapper of a class around a local tensor with a spec, whose `tensor_meta` says its size and stride.
+around: Callable[..., Any] = torch.Tensor._dtensor__new__
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -115,6 +104,12 @@ unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C
 # Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
+# A number for the backward pass that is running on this thread; -1 outside of one.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+# Have the backward pass that is running call a function when all gradients are computed.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
 # The autograd node whose backward, or whose hook, is running.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
@@ -124,6 +119,24 @@ def function_of(node: Any) -> type[torch.autograd.Function] | None:
     return getattr(node, "_forward_cls", None)
 
 
+# Number of dispatch modes that are active.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def selectively_checkpointed() -> bool:
+    """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
+    selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode
+    return dispatch_modes() > 0 and any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """A block whose operators selective activation checkpointing does not see, so that it saves none of their results.
+
+    For collectives on fresh results: they are run again in the recomputation.
+    """
+    return _disable_current_modes() if selectively_checkpointed() else nullcontext()
+
+
 def saving_state() -> tuple[bool, object]:
     """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -131,17 +144,7 @@ def saving_state() -> tuple[bool, object]:
 
 def in_backward() -> bool:
     """Whether autograd's engine is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def backward_number() -> int:
-    """A number for the backward pass that is running on this thread; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Have the backward pass that is running call a function when all gradients are computed."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    return backward_number() != -1
 
 
 def thread_object(key: str) -> Any:
