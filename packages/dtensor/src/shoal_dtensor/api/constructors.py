@@ -174,7 +174,7 @@ def distribute_module(
     before, after = _with_module("input_fn", input_fn), _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
         raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
-    shared: dict[int, nn.Parameter | torch.Tensor] = {}
+    shared: dict[torch.Tensor, DTensor] = {}
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
@@ -206,7 +206,7 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
     )
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> None:
+def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[torch.Tensor, DTensor]) -> None:
     """Replicate what is still plain; one plain tensor becomes one DTensor however many modules hold it."""
     from ..modules.owners import carry_attached  # here: tensors are made without it
 
@@ -214,12 +214,10 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> N
         for name, held in table.items():
             if held is None or isinstance(held, DTensor):
                 continue
-            replicated = shared.get(id(held))
-            if replicated is None:
-                replicated = shared[id(held)] = distribute_tensor(held, mesh)
-                shared[-id(held)] = held
-                carry_attached(held, replicated)
-            table[name] = replicated  # type: ignore[assignment]  # a DTensor parameter is a Parameter
+            if held not in shared:
+                shared[held] = distribute_tensor(held, mesh)
+                carry_attached(held, shared[held])
+            table[name] = shared[held]  # type: ignore[assignment]  # a DTensor parameter is a Parameter
 
 
 # --- factories --------------------------------------------------------------------------------------------------------

@@ -179,9 +179,6 @@ def in_turns(
     """
     turns: list[tuple[list[tuple[int, Item]], list[Owner]]] = []
     for number, (item, needed) in enumerate(items):
-        if not (needed or in_order):
-            turns.append(([(number, item)], []))
-            continue
         same = [turn for turn in turns if in_order or not set(turn[1]).isdisjoint(needed)]
         owners = list(dict.fromkeys([*(owner for turn in same for owner in turn[1]), *needed]))
         merged = sorted([*(pair for turn in same for pair in turn[0]), (number, item)], key=lambda pair: pair[0])
