@@ -55,12 +55,7 @@ def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Seque
 
 
 def start_copy(tensor: Tensor) -> Tensor:
-    """A copy in memory of the host, which is there when what the device has been given so far is done.
-
-    Example:
-        >>> start_copy(torch.ones(2))
-        tensor([1., 1.])
-    """
+    """A copy in memory of the host, which is there when what the device has been given so far is done."""
     copied = torch.empty_like(tensor, device="cpu", pin_memory=pins(tensor.device))
     return copied.copy_(tensor, non_blocking=True)
 

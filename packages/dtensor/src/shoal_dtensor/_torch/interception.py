@@ -63,10 +63,6 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
 # --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside --------------------------------
 
 _API = "torch.distributed.checkpoint.state_dict"
-_READERS_AND_LOADERS = (
-    ("_get_model_state_dict", "_load_model_state_dict"),
-    ("_get_optim_state_dict", "_load_optim_state_dict"),
-)
 
 
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
@@ -77,7 +73,8 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
     """
 
     def wrap(api: Any) -> None:
-        for reader, loader in _READERS_AND_LOADERS:
+        for kind in ("model", "optim"):
+            reader, loader = f"_get_{kind}_state_dict", f"_load_{kind}_state_dict"
             original_get, original_load = getattr(api, reader), getattr(api, loader)
             setattr(api, reader, partial(get, original_get))
             setattr(api, loader, partial(load, original_load, original_get))

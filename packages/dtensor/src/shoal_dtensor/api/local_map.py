@@ -76,8 +76,8 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             _refuse_uneven(specs)
         mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        call = functools.partial(_call_of, func, specs) if run_check and not is_tracing() else None
-        return _outputs(result, out_placements, mesh, call)
+        about = functools.partial(_output_of, func, specs) if run_check and not is_tracing() else None
+        return _outputs(result, out_placements, mesh, about)
 
     if not is_tracing():
         never_compiled(mapped)
@@ -129,15 +129,15 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
         )
 
 
-def _call_of(func: Any, specs: Sequence[Spec]) -> str:
-    """Text that tells the outputs of a function from those of others, equal on all ranks."""
+def _output_of(func: Any, specs: Sequence[Spec], index: int) -> str:
+    """Text that tells an output of a function from those of others, equal on all ranks."""
     name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
     line = getattr(getattr(func, "__code__", None), "co_firstlineno", 0)
-    return f"local_map of {'.'.join(name)} (line {line}) on {specs}"
+    return f"output {index} of local_map of {'.'.join(name)} (line {line}) on {specs}"
 
 
-def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, call: Callable[[], str] | None) -> Any:
-    """What the function returned, with DTensors for its tensors; `call` says of which call, if ranks compare them."""
+def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, about: Callable[[int], str] | None) -> Any:
+    """What the function returned, with DTensors for its tensors; `about` tells outputs apart, if ranks compare them."""
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
@@ -152,9 +152,8 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, call: Ca
         if mesh is None:
             raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
         options: dict[str, Any] = {}
-        if call is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
-            about = functools.partial(lambda i, call: f"output {i} of {call()}", i, call)
-            spec = layout_of_ranks(item, mesh, placements, None, about=about, values=True)
+        if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
+            spec = layout_of_ranks(item, mesh, placements, None, about=functools.partial(about, i), values=True)
             placements, options = spec.placements, {"shape": spec.shape, "shard_order": spec.shard_order}
         outputs.append(DTensor.from_local(item, mesh, placements, **options))
     return pytree.tree_unflatten(outputs, structure)
