@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -213,61 +213,52 @@ def layout_of_ranks(
         mine = upload(numbers, device)
         if values:
             mine[0] = digest_of([local], mesh.device_type)
-    rows = rows_of_ranks(mesh, about, mine)
+    rows = dict(zip(product(*map(range, mesh.shape)), rows_of_ranks(mesh, about, mine), strict=True))
     digests: dict[tuple[int, ...], set[int]] = {}
-    for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):
+    for coordinate, (digest, *_) in rows.items():
         shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
-        digests.setdefault(shard, set()).add(row[0])
+        digests.setdefault(shard, set()).add(digest)
     if any(len(of_replicas) > 1 for of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
             f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() is a tensor of which "
             "every rank has a summand"
         )
-    return _layout_of_shapes([tuple(row[1:]) for row in rows], local, mesh, placements, shard_order)
+    shapes = {coordinate: tuple(sizes[:ndim]) for coordinate, (_, ndim, *sizes) in rows.items()}
+    return _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order)
 
 
 def _layout_of_shapes(
-    shapes: Sequence[tuple[int, ...]],
-    local: torch.Tensor,
+    shapes: Mapping[tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """The layout of shards of these shapes, each (ndim, sizes), by the row-major index of their ranks in the mesh."""
-    if len({row[0] for row in shapes}) != 1:
-        raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
-    even = _even_shape(local.shape, placements, mesh.shape) if len(set(shapes)) == 1 else None
-    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order, even)
-    result, total = list(normal), [*local.shape]
-    axes_of = dict(order)
-    for dim in range(local.ndim):
-        axes = axes_of.get(dim, ())
+    """The layout of shards of these shapes, by the coordinates of their ranks in the mesh."""
+    first = next(iter(shapes.values()))
+    if len({*map(len, shapes.values())}) != 1:
+        raise PlacementError(f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims")
+    even = _even_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
+    normal, order = normalize_placements(placements, mesh.shape, len(first), shard_order, even)
+    result, total = list(normal), list(first)
+    for dim, axes in order:
         # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of rows 3, 3, 2, 2
-        by_coordinate: dict[tuple[int, ...], int] = {}
-        for coordinate, row in zip(product(*map(range, mesh.shape)), shapes, strict=True):
-            where = tuple(coordinate[axis] for axis in axes)
-            if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
-                raise PlacementError(
-                    f"from_local: dim {dim} of the local tensors has different sizes along mesh axes that do not "
-                    f"shard it: {[r[1 + dim] for r in shapes]} over the mesh of shape {mesh.shape}"
-                )
+        by_coordinate = {tuple(at[axis] for axis in axes): shape[dim] for at, shape in shapes.items()}
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
-        total[dim] = sum(sizes)
         if any(isinstance(normal[axis], StridedShard) for axis in axes):
-            total[dim] = _length([normal[axis] for axis in axes], total[dim])
-        elif axes:
+            total[dim] = _length([normal[axis] for axis in axes], sum(sizes))
+        else:
             sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
+            total[dim] = sharding.length
             for axis, placement in sharding.placements(dim).items():
                 result[axis] = placement
-    spec = Spec(mesh, result, total, None, local.dtype, order)
-    is_strided = any(isinstance(p, StridedShard) for p in result)
-    for coordinate, row in zip(product(*map(range, mesh.shape)), shapes, strict=True) if is_strided else ():
-        expected = spec.local_shape_at(coordinate)  # what the runs of strided dims have together
-        if expected != row[1 : 1 + len(expected)]:
+    spec = Spec(mesh, result, total, None, dtype, order)
+    for coordinate, shape in shapes.items():
+        if (expected := spec.local_shape_at(coordinate)) != shape:
             raise PlacementError(
-                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
-                f"{coordinate}, that rank passes {row[1 : 1 + len(expected)]}"
+                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate {coordinate}, that "
+                f"rank passes {shape}; a dim has one size along mesh axes that do not shard it"
             )
     return spec
 
