@@ -41,24 +41,24 @@ def test_a_call_whose_inputs_fit_is_simple() -> None:
 def test_an_input_that_does_not_fit_is_moved() -> None:
     decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.slow_path
-    ((place, item, way),) = decision.moves
-    assert place in (0, 1) and item is None and way.collectives == 1 and not decision.write_backs
+    ((place, way),) = decision.moves.items()
+    assert place in (0, 1) and way.collectives == 1 and not decision.write_backs
 
 
 def test_an_input_behind_a_number_is_moved() -> None:
     decision = decide(aten.polygamma.default, [4, spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
-    assert [(place, item) for place, item, _ in decision.moves] == [(1, None)]
+    assert [*decision.moves] == [0]  # of the tensors, the first
 
 
 def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
     decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.result_kind is ResultKind.FIRST
-    assert [move.place for move in decision.moves] == [1] and decision.outputs == (spec(Shard(0)),)
+    assert [*decision.moves] == [1] and decision.outputs == (spec(Shard(0)),)
     # relu of a partial value needs the value: it is reduced, and the result given back as a partial value.
     decision = decide(aten.relu_.default, [spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
-    assert [move.plan.dst.placements for move in decision.write_backs] == [(Partial(),)]
+    assert [plan.dst.placements for plan in decision.write_backs.values()] == [(Partial(),)]
 
 
 @pytest.mark.parametrize(

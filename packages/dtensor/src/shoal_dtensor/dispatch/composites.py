@@ -8,8 +8,8 @@ Where each of them holds the same shard of such a tensor, that is the sum of the
 
 A reduction of values that are partial along other axes must commute with theirs.  All else is refused.
 
-An operator on lists does the same to every element: it runs on one after the other where one writes what is
-redistributed for another, or on those of one mesh by themselves.
+An operator on lists does the same to every element: it runs on one after the other where some are redistributed, for
+one may write what is redistributed for another, or on those of one mesh by themselves.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from .._torch.operators import OpOverload, group_ranks, reduction_name
-from .._torch.tensors import around, count_write, shares_memory
+from .._torch.tensors import around, count_write
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
-from .results import Decision
 
 # Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
 # broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
@@ -139,16 +138,6 @@ BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_str
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
-
-
-def must_run_sequentially(decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a `foreach` call must take its elements one by one: one writes what is redistributed for another."""
-    targets = [tensor for place in decision.unreported_writes if isinstance(place, int) for tensor in args[place]]
-    tensors = [container[at] for container, at in (move.within(args, kwargs) for move in decision.moves)]
-    return len(args[0]) > 1 and (
-        len({*map(id, targets)}) < len(targets)
-        or any(one is not other and shares_memory(one, other) for one in tensors for other in targets)
-    )
 
 
 def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]] | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
 from warnings import warn
@@ -29,7 +30,7 @@ from ..errors import OperatorArgumentError
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
-from .composites import BY_STRIDES, check_strided, groups_by_mesh, must_run_sequentially, run_in_groups
+from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
 from .global_call import run_on_few, specs_of
 from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
 from .propagate import decide, rule_of
@@ -180,15 +181,14 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
     if verified:
         verify_plain(cls, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
-    has_copies = [entry for entry in key if entry is cls.copied_view]
-    tensors = flatten([*args, *kwargs.values()]) if has_copies else ()
+    tensors = flatten([*args, *kwargs.values()])
     copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, scope, copies)
     if verified:
         decision = replace(decision, slow_path=True, verifies_plain=True)
     if _LOG.isEnabledFor(logging.DEBUG):  # the operator on its specs, what is redistributed first, what comes out
-        moves = "".join(f"\n  argument {move.place}: {move.plan}" for move in decision.moves)
+        moves = "".join(f"\n  input {i}: {plan}" for i, plan in decision.moves.items())
         outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
         _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, (*specs, *named_specs.values()))), outputs, moves)
     cache.remember(key, decision)
@@ -198,7 +198,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
-    if decision.foreach and decision.moves and must_run_sequentially(decision, args, kwargs):
+    if decision.foreach and decision.moves and len(args[0]) > 1:
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         count_writes(decision.unreported_writes, args, kwargs)  # what it refuses of a list, no element shows
         return results
@@ -209,17 +209,21 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
             return decision.call(*args, **kwargs)
     if decision.notice:
         warn(decision.notice, stacklevel=2)
+    owners = [*flatten([*args, *kwargs.values()])]
     if decision.moves:
-        local, named = [*local], {**named}
+        at, fresh = count(), bool(decision.write_backs)
+
+        def moved(tensor: Tensor) -> Tensor:
+            plan = decision.moves.get(i := next(at))
+            return tensor if plan is None else run_cached(plan, tensor, owners[i], fresh=fresh)
+
         with purpose(decision.reason) if decision.reason else nullcontext():
-            for move in decision.moves:
-                (tensors, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
-                tensors[at] = run_cached(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
+            local, named = mapped([*local], Tensor, moved), mapped({**named}, Tensor, moved)
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
-    for move in decision.write_backs:
-        (results, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
-        write_back(move.plan, results[at], owners[at])
+    written = [*flatten([*local, *named.values()])] if decision.write_backs else []
+    for i, plan in decision.write_backs.items():
+        write_back(plan, written[i], owners[i])
     count_writes(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
         seen, result = as_seen(op, decision, result)
@@ -236,8 +240,6 @@ def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwa
     """DTensors around the tensors of a result, wherever they are in it."""
     if decision.result_kind is _NONE:
         return result
-    if decision.result_kind is _ONE:
-        return around(cls, result, decision.outputs[0], False)
     originals = [*flatten([*args, *kwargs.values()])]
     if decision.result_kind is ResultKind.DYNAMIC:
         return wrap_dynamic(cls, result, next(item._spec for item in originals if isinstance(item, cls)))

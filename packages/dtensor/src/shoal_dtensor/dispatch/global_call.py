@@ -8,7 +8,7 @@ run on tensors of few elements in place of it, once for all calls with the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -71,15 +71,6 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
     for value in values:
         mapped(value, Spec, specs.append)
     return specs
-
-
-def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:
-    """Where each tensor is: the position or name of its argument, its index there if that is a list."""
-    for place, value in arguments:
-        if isinstance(value, TensorMeta):
-            yield place, None
-        elif is_list(value):
-            yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
 
 
 # --- what it returns --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .._torch.operators import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import has_symbols, is_list
+from ..layout.tensor_meta import flatten, has_symbols, is_list
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
@@ -34,13 +34,11 @@ from .global_call import (
     constants_of,
     example_of,
     metas_of,
-    places_of,
     specs_in,
 )
 from .plain_tensors import instead
 from .results import (
     Decision,
-    InputMove,
     ResultKind,
     check_outs,
     check_writes,
@@ -184,14 +182,12 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
     Lists are walked in step, other arguments are shared.
     """
     values = (*call.args, *call.kwargs.values())
-    of_item: dict[int | None, list[int]] = {None: []}  # flat indices by element; None: of shared arguments
-    for j, (_, item) in enumerate(places_of(enumerate(values))):
-        of_item.setdefault(item, []).append(j)
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
         element = [value[i] if is_list(value) and value else value for value in values]
         args, kwargs = element[: len(call.args)], dict(zip(call.kwargs, element[len(call.args) :], strict=True))
-        indices, results = sorted(of_item[None] + of_item.get(i, [])), range(i, len(call.outputs), count)
+        indices = [place[i if is_list(call[name]) else 0] for name, place in call.places.items() if place]
+        results = range(i, len(call.outputs), count)
         tensors, outputs = tuple(call.tensors[j] for j in indices), tuple(call.outputs[j] for j in results)
         yield OpCall(call.op, tuple(args), kwargs, tensors, outputs), indices, results
 
@@ -230,15 +226,19 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         fits = to.shape != out.shape or to.same_layout(out)
         wanted.append(out if fits else out.with_(placements=to.placements, shard_order=to.shard_order))
     changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
-    plans = tuple((i, plan(a, b)) for i, a, b in changed)
+    plans = {i: plan(a, b) for i, a, b in changed}
     written = (*call.written, *range(len(sharding.inputs), len(specs)))
     stored = (*written, *call.updated)
     check_writes(call.op, specs, stored, copies)
-    write_backs = tuple((i, plan(b, a)) for i, a, b in changed if i in stored)
+    write_backs = {i: plan(b, a) for i, a, b in changed if i in stored}
     allowed = scope.communication == "allow"
-    moving = any(p.collectives for _, p in plans)
+    moving = any(p.collectives for p in plans.values())
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
-    notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
+    notice = (
+        ""
+        if allowed
+        else notice_of(what, _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh), scope)
+    )
     aliased, kind = call.aliased, result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     local_call = LocalCall(call, sharding.inputs, sharding.outputs)
@@ -249,8 +249,8 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     run = binding() if run is None else run
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
-    places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())] if plans or written else []
-    unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
+    positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
+    stores = [name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))]
     copied = call.schema.is_view and bool(plans or sharding.communicating or copies or rule.kind == "copy")
     watched = what if not allowed and not sharding.communicating else ""
     return Decision(
@@ -258,10 +258,10 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         ResultKind.DYNAMIC if dynamic else kind,
         sharding.outputs,
         aliased,
-        unreported,
+        tuple([positions.get(name, name) for name in stores]) if kind is ResultKind.NONE else (),
         slow_path=bool(plans or copied or notice or watched),
-        moves=tuple([InputMove(*places[i], p) for i, p in plans]),
-        write_backs=tuple([InputMove(*places[i], p) for i, p in write_backs]),
+        moves=plans,
+        write_backs=write_backs,
         view_copied=copied,
         foreach=rule.kind == "each",
         reason=what if moving else "",

@@ -9,7 +9,7 @@ anything reads them.  All ranks write and read in the same order, so they do thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
@@ -42,19 +42,6 @@ class ResultKind(IntEnum):
     COMPOSITE = 6  # DTensors already
 
 
-class InputMove(NamedTuple):
-    """An input that must be redistributed before the call, or a written one that is redistributed back after it."""
-
-    place: int | str  # its position, or its name
-    item: int | None  # its index if the argument is a list; None if it is the argument itself
-    plan: Plan  # how it is redistributed
-
-    def within(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What contains the input among these arguments, and the index or name that it has there."""
-        container = args if isinstance(self.place, int) else kwargs
-        return (container, self.place) if self.item is None else (container[self.place], self.item)
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class Decision:
     """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns."""
@@ -67,9 +54,11 @@ class Decision:
     # the arguments that an operator without result writes to, which torch does not count
     unreported_writes: tuple[int | str, ...] = ()
     slow_path: bool = False  # whether there is more to do, which the following say
-    moves: tuple[InputMove, ...] = ()  # the inputs that must be redistributed first
+    moves: Mapping[int, Plan] = field(
+        default_factory=dict
+    )  # how inputs must be redistributed first, by their flat indices
     # the written ones among them, from where they were written to their own layout
-    write_backs: tuple[InputMove, ...] = ()
+    write_backs: Mapping[int, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
     foreach: bool = False  # whether the operator does the same to every element of its lists, one after the other
