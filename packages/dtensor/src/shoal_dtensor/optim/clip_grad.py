@@ -76,9 +76,13 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
     own = _looked_up(specs)
-    _check_plain(owners if own.plain else ())
+    if own.plain:
+        _check_plain(owners)
     if own.partial:
-        _finish_partial(owners)
+        with coalesce():
+            for owner in owners:
+                if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
+                    owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -130,14 +134,6 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
             )
 
 
-def _finish_partial(owners: Sequence[Tensor]) -> None:
-    """Finish gradients that are still partial."""
-    with coalesce():
-        for owner in owners:
-            if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
-                owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
-
-
 def _total(
     own: _Contribution,
     shards: Sequence[Tensor],
@@ -148,15 +144,13 @@ def _total(
     """The norm of all gradients together."""
     if order == 2 and sums_are_in_tree():
         return _exact_total(own, shards, gradients)
-    totals = []
+    op, totals = "max" if order == inf else "sum", []
     for part in own.parts:
         mine = [shards[i] for i in part.counted if shards[i].numel()]
         value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
-        value = value.to(torch.float64, copy=True)  # as for partial norms: squares must not overflow
-        value = value if order == inf else value.square_() if order == 2 else value.pow_(order)
-        totals.append(_over_ranks(gradients, part, value, "max" if order == inf else "sum"))
-    total = reduce(torch.maximum if order == inf else torch.add, totals)
-    total = total if order == inf else total.sqrt_() if order == 2 else total.pow_(1 / order)
+        value = value.to(torch.float64, copy=True)  # as for partial norms: powers must not overflow
+        totals.append(_over_ranks(gradients, part, value if op == "max" else value.pow_(order), op))
+    total = reduce(torch.maximum, totals) if op == "max" else reduce(torch.add, totals).pow_(1 / order)
     return total.to(own.dtype)
 
 
@@ -205,26 +199,23 @@ _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as as
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     """A gradient that is replicated along an axis is counted by the axis's first coordinate."""
-    dtypes = [item.dtype if isinstance(item, Spec) else item for item in gradients]
-    meshes = dict.fromkeys(item.mesh for item in gradients if isinstance(item, Spec))
-    parts = []
-    for mesh in meshes:
-        sharded = {
-            i: {axis for sharding in spec.dim_shardings for axis in sharding.axes if mesh.shape[axis] > 1}
-            for i, spec in enumerate(gradients)
-            if isinstance(spec, Spec) and spec.mesh == mesh
-        }
-        coordinate = mesh.get_coordinate()
-        axes = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
-        if coordinate is None:
-            parts.append(_Part(min(sharded), (), ()))
+    members: dict[Any, list[int]] = {}  # of each mesh; None: plain ones
+    for i, item in enumerate(gradients):
+        members.setdefault(getattr(item, "mesh", None), []).append(i)
+    plain, parts = tuple(members.pop(None, ())), []
+    for mesh, indices in members.items():
+        orders = {i: getattr(gradients[i], "shard_order", ()) for i in indices}
+        sharded = {i: {axis for _, axes in order for axis in axes} for i, order in orders.items()}
+        if (coordinate := mesh.get_coordinate()) is None:
+            parts.append(_Part(indices[0], (), ()))
             continue
+        axes = tuple(sorted({axis for own in sharded.values() for axis in own if mesh.shape[axis] > 1}))
         counted = [i for i, own in sharded.items() if not any(coordinate[axis] for axis in axes if axis not in own)]
-        parts.append(_Part(min(sharded), axes, tuple(counted)))
-    plain = tuple(i for i, item in enumerate(gradients) if not isinstance(item, Spec))
+        parts.append(_Part(indices[0], axes, tuple(counted)))
     if plain:
         parts.append(_Part(plain[0], (), plain))
     partial = any(item.partials for item in gradients if isinstance(item, Spec))
+    dtypes = [item.dtype if isinstance(item, Spec) else item for item in gradients]
     return _Contribution(tuple(parts), reduce(torch.promote_types, dtypes), bool(plain), partial)
 
 
@@ -236,16 +227,9 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
 
 
 def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
-    """(2,) int64: the sum over shards of the first and of the next bits of squares.
+    """(2,) int64: the sum over shards, all below 2 ** exponent, of the first and of the next bits of squares.
 
-    Args:
-        shards: any shapes and floating-point dtypes, below 2 ** exponent.
-        exponent: an integer on their device, of the power of two that all are divided by.
-        elements: how many terms there are at most, on all ranks together.
-
-    Example:
-        >>> square_limbs([torch.tensor([0.5])], torch.tensor(0), 1).tolist()
-        [1152921504606846976, 0]
+    `elements` is how many terms there are at most, on all ranks together.
     """
     bits = _bits(elements)
     limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
@@ -259,12 +243,7 @@ def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> T
 
 
 def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
-    """The norm, of the limbs of all ranks.
-
-    Example:
-        >>> norm_of_limbs(square_limbs([torch.tensor([3.0, 4.0])], torch.tensor(3), 2).tolist(), 3, 2)
-        5.0
-    """
+    """The norm, of the limbs of all ranks."""
     bits = _bits(elements)
     first, rest = limbs
     return ldexp(sqrt(ldexp(float((first << bits) + rest), -2 * bits)), exponent)

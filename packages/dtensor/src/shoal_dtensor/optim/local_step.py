@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -212,64 +211,49 @@ def install_local_step() -> None:
 _MUON_GROUP = 2**25
 
 
-@dataclass(slots=True, eq=False)
-class _Matrix:
-    """A parameter in a step: its shard, and the layouts of its update, as computed and gathered."""
-
-    shape: torch.Size
-    shard: Tensor
-    update: Tensor
-    moves: tuple[Spec, Spec] | None
-
-
 @torch.no_grad()
 def _muon_step(optimizer: Any) -> None:
     """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around."""
     for group in optimizer.param_groups:
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
+        moves = [_to_whole(param) if isinstance(param, DTensor) else None for param in params]
         shards: list[Any] = []
         grads: list[Any] = []
         momenta: list[Any] = []
         _collect_shards(optimizer, group, shards, grads, momenta)
-        matrices = [_matrix(group, *each) for each in zip(params, shards, grads, momenta, strict=True)]
-        _apply_updates(group, matrices)
+        updates: list[Tensor] = []
+        for grad, momentum in zip(grads, momenta, strict=True):
+            momentum.lerp_(grad, 1 - group["momentum"])
+            update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            updates.append(update.to(torch.bfloat16, copy=True))  # is written to
+        rate = float(group["lr"])
+        gathered = _gathered([(update, move) for update, move in zip(updates, moves, strict=True) if move is not None])
+        for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
+            full = orthogonalized(update if move is None else next(gathered), group)
+            if move is not None:
+                (full,) = redistribute_shards([full.contiguous()], [move[::-1]]).wait()
+            shard.mul_(1 - rate * group["weight_decay"])
+            shard.add_(full, alpha=-adjusted_rate(rate, group, param.shape))
 
 
-def _matrix(group: dict[str, Any], param: Any, shard: Any, grad: Any, momentum: Any) -> _Matrix:
-    """Advance the momentum of a parameter, element by element; its update before it is orthogonalized."""
-    moves = None
-    if isinstance(param, DTensor):
-        spec = param._spec
-        if spec.partials:
-            raise PlacementError(
-                f"Muon: a parameter has placements {param.placements}; a partial value has no elements of its "
-                "own. Redistribute it to Replicate or Shard"
-            )
-        local = spec.with_(dtype=torch.bfloat16)
-        moves = local, local.with_(placements=[Replicate()] * spec.mesh.ndim)
-    momentum.lerp_(grad, 1 - group["momentum"])
-    update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    return _Matrix(param.shape, shard, update.to(torch.bfloat16, copy=True), moves)  # is written to
+def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
+    """The layouts of a parameter's update, as computed and gathered."""
+    spec = param._spec.with_(dtype=torch.bfloat16)
+    if spec.partials:
+        raise PlacementError(
+            f"Muon: a parameter has placements {param.placements}; a partial value has no elements of its own. "
+            "Redistribute it to Replicate or Shard"
+        )
+    return spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim)
 
 
-def _apply_updates(group: dict[str, Any], matrices: Sequence[_Matrix]) -> None:
-    """Orthogonalize updates and add them."""
-    rate = float(group["lr"])
-    groups = in_groups(matrices, lambda matrix: 2 * matrix.shape.numel(), _MUON_GROUP)  # of bfloat16
-    in_flight = [_gather(first) for first in groups[:1]]
-    for at, current in enumerate(groups):
-        in_flight += [_gather(following) for following in groups[at + 1 : at + 2]]
-        gathered = in_flight.pop(0).wait()
-        for matrix in current:
-            full = orthogonalized(matrix.update if matrix.moves is None else gathered.pop(0), group)
-            if matrix.moves is not None:
-                (full,) = redistribute_shards([full.contiguous()], [matrix.moves[::-1]]).wait()
-            matrix.shard.mul_(1 - rate * group["weight_decay"])
-            matrix.shard.add_(full, alpha=-adjusted_rate(rate, group, matrix.shape))
-
-
-def _gather(matrices: Sequence[_Matrix]) -> ShardsInFlight:
-    """The updates of the sharded ones of some matrices, on their way."""
-    sharded = [(matrix.update, matrix.moves) for matrix in matrices if matrix.moves is not None]
-    with purpose("a step of Muon gathers updates"):
-        return redistribute_shards([update for update, _ in sharded], [moves for _, moves in sharded])
+def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
+    """Whole updates in their order; a group of them is on its way while those of the group before are used."""
+    groups = in_groups(updates, lambda update: 2 * update[1][0].shape.numel(), _MUON_GROUP)  # of bfloat16
+    in_flight: list[ShardsInFlight] = []
+    for group in [*groups, []]:
+        with purpose("a step of Muon gathers updates"):
+            in_flight.append(redistribute_shards([update for update, _ in group], [move for _, move in group]))
+        arrived = in_flight.pop(0).wait() if len(in_flight) > 1 else []
+        while arrived:
+            yield arrived.pop(0)
