@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
@@ -29,7 +28,6 @@ from ..layout.tensor_meta import (
     dense_stride,
     flatten,
     has_symbols,
-    is_list,
     mapped,
     traced_with,
 )
@@ -58,13 +56,6 @@ def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
 
 
-def metas_of(value: Any) -> Any:
-    """An argument with the `TensorMeta` of every spec in it; lists become tuples."""
-    if is_list(value):
-        return tuple([metas_of(item) for item in value])
-    return value.tensor_meta if isinstance(value, Spec) else value
-
-
 def specs_in(values: Iterable[Any]) -> list[Spec]:
     """The specs in several arguments, in order."""
     specs: list[Spec] = []
@@ -90,18 +81,14 @@ def by_meta_kernel(
 
     What the operator refuses is an OperatorArgumentError, or an OperatorIndexError.
     """
-    build = _builder(args, kwargs, _empty)
+    build = _builder(args, kwargs)
     try:
-        result = shapes_of(op, build, specs[0].mesh.device_type)
+        metas = _metas_of(shapes_of(op, build, specs[0].mesh.device_type))
     except DataDependentError:
-        result = ()
-    except (RuntimeError, ValueError) as error:
-        raise OperatorArgumentError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
-    except IndexError as error:
-        raise OperatorIndexError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
-    metas = _metas_of(result)
-    if has_symbols(metas):
-        metas = tuple(TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype) for meta in metas)
+        metas = ()
+    except (RuntimeError, ValueError, IndexError) as error:
+        refused = OperatorIndexError if isinstance(error, IndexError) else OperatorArgumentError
+        raise refused(f"{op}({', '.join(map(repr, specs))}): {error}") from error
     return GlobalOutputs(metas, partial(direct, op, build, metas))
 
 
@@ -147,7 +134,7 @@ def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
         return None  # no index is one of a dim of no elements, and some kernels do not check
-    build = _builder(args, kwargs, _ones if device_type == "cpu" else _empty)
+    build = _builder(args, kwargs, has_values=device_type == "cpu")
     try:
         metas = _metas_of(results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type))
         if any(dense_order(meta.shape, meta.stride) is None for meta in metas):
@@ -160,36 +147,27 @@ def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -
     return GlobalOutputs(metas, lambda: binding)
 
 
-def _builder(
-    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[Any, torch.device], torch.Tensor]
-) -> Build:
-    """A function that makes the arguments on a device, each tensor by `make` of its spec or meta."""
+def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool = False) -> Build:
+    """A function that makes the arguments on a device, each tensor like its spec or meta.
+
+    With values they are on the CPU, whatever is asked for: ones, and zeros of integers. 0 is an index of every dim that
+    has elements, 1 is behind a dim of one, and some kernels (nll_loss_backward) do not check and write there.
+    """
 
     def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        def made(value: Any) -> Any:
+        def make(value: Any) -> Any:
             if isinstance(value, torch.device):
                 return device
             if isinstance(value, torch.Generator):
                 return None  # shapes do not depend on it, and kernels without memory refuse one
-            return make(value, device)
+            on = torch.device("cpu") if has_values else device
+            made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=on)
+            return made.fill_(0 if _is_of_integers(value) else 1) if has_values else made
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
-        return mapped(args, kinds, made), mapped({**kwargs}, kinds, made)
+        return mapped(args, kinds, make), mapped({**kwargs}, kinds, make)
 
     return build
-
-
-def _empty(meta: Spec | TensorMeta, device: torch.device) -> Tensor:
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-
-
-def _ones(meta: Spec | TensorMeta, device: torch.device) -> Tensor:
-    """Ones on the CPU, for any device asked for; zeros of integers.
-
-    0 is an index of every dim that has elements, 1 is behind a dim of one, and some kernels (nll_loss_backward) do not
-    check and write there.
-    """
-    return _empty(meta, torch.device("cpu")).fill_(0 if _is_of_integers(meta) else 1)
 
 
 def _is_of_integers(meta: Spec | TensorMeta) -> bool:
@@ -197,7 +175,7 @@ def _is_of_integers(meta: Spec | TensorMeta) -> bool:
 
 
 def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
-    return tuple([TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result)])
+    return tuple([TensorMeta(recorded(t.shape), recorded(t.stride()), t.dtype) for t in flatten(result)])
 
 
 # --- sizes that torch.compile keeps as symbols ------------------------------------------------------------------------

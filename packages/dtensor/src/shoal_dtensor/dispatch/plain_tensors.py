@@ -97,20 +97,17 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     if not accepted:
         raise MixedTensorError(_mixed(what, shapes))
     if lowest != highest:
+        way_out = (
+            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
+            "DTensor.from_local and its placements"
+            if in_backward()
+            else "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from "
+            "random numbers, for which the ranks' generators must be in step (check_random_state)"
+        )
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
-            f"of {mesh}, so it is not replicated. {_OF_A_HOOK if in_backward() else _OF_A_FUNCTION}"
+            f"of {mesh}, so it is not replicated. {way_out}"
         )
-
-
-_OF_A_HOOK = (
-    "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
-    "DTensor.from_local and its placements"
-)
-_OF_A_FUNCTION = (
-    "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from random numbers, "
-    "for which the ranks' generators must be in step (check_random_state)"
-)
 
 
 # What to say of operators that another function calls, which users are to replace.
@@ -122,6 +119,8 @@ _INSTEAD = {
     "options=StateDictOptions(full_state_dict=True))",
     "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
     "with a plan computes without the kernel that fuses it",
+    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
+    "cat.default": "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate",
 }
 
 
@@ -132,13 +131,10 @@ def instead(what: str) -> str:
 
 def _mixed(what: str, shapes: str) -> str:
     replicated = ", or count plain tensors as replicated in implicit_replication()"
-    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
-    wrapped = "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
     return (
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with distribute_tensor "
         f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter of fully_shard is "
-        "gathered by a call of its module, or by unshard()"
-        f"{wrapped if what == 'aten.cat.default' and not in_backward() else ''}{instead(what)}"
+        f"gathered by a call of its module, or by unshard(){instead(what)}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .._torch.operators import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, has_symbols, is_list
+from ..layout.tensor_meta import flatten, has_symbols, is_list, mapped
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
@@ -33,7 +34,6 @@ from .global_call import (
     by_meta_kernel,
     constants_of,
     example_of,
-    metas_of,
     specs_in,
 )
 from .plain_tensors import instead
@@ -93,7 +93,7 @@ def _decide(
             return Decision.composite(composite)
         rule = _without_rule(op, scope)
     specs = (*specs_in(args), *specs_in(kwargs.values()))
-    outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
+    outs = tuple(specs_in([kwargs.get(name) for name in schema_of(op).outs]))
     inputs = specs[: len(specs) - len(outs)]
     shown = None if outs else by_few_elements(op, rule, args, kwargs, inputs)
     metas, binding = shown or by_meta_kernel(op, args, kwargs, specs)
@@ -103,8 +103,8 @@ def _decide(
             f"pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, metas)
-    named = {name: metas_of(value) for name, value in kwargs.items()}
-    call = OpCall(op, tuple(map(metas_of, args)), named, tuple([spec.tensor_meta for spec in inputs]), metas)
+    given, named = mapped((tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta"))
+    call = OpCall(op, given, named, tuple([spec.tensor_meta for spec in inputs]), metas)
     if rule is _LOCAL:
         sharding = _as_first_input(call, inputs)
     elif rule.kind == "each":
