@@ -27,6 +27,7 @@ from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload, is_collective
 from .._torch.tensors import around
 from ..errors import OperatorArgumentError
+from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
@@ -243,13 +244,11 @@ def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwa
     originals = [*flatten([*args, *kwargs.values()])]
     if decision.result_kind is ResultKind.DYNAMIC:
         return wrap_dynamic(cls, result, next(item._spec for item in originals if isinstance(item, cls)))
-    placed = zip(decision.outputs, decision.aliased, strict=True)
 
-    def wrapped(local: Any) -> Any:  # an output that aliases a written input is that input itself
-        spec, index = next(placed)
+    def wrapped(local: Tensor, spec: Spec, index: int | None) -> Any:  # one that is a written input is that itself
         return around(cls, local, spec, False) if index is None else originals[index]
 
-    return mapped(result, Tensor, wrapped)
+    return decision.with_outputs(result, wrapped)
 
 
 def cache_info() -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ class Decision:
         """Call a function on the DTensors themselves: it computes the operator by other operators."""
         return cls(function, ResultKind.COMPOSITE, slow_path=True)
 
+    def with_outputs(self, result: Any, function: Callable[[Tensor, Spec, int | None], Any]) -> Any:
+        """A result with `function` of each tensor, its spec, and the index of the input that it is, in its place."""
+        placed = zip(self.outputs, self.aliased, strict=True)
+        return mapped(result, Tensor, lambda local: function(local, *next(placed)))
+
 
 def result_kind(call: OpCall) -> ResultKind:
     """What becomes of the result of a local call."""
@@ -124,22 +129,17 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
             spec = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
         specs[i] = spec
         out_of_order = out_of_order or _is_out_of_order(local, spec)
-    outputs = tuple(specs)
-    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
+    seen = decision if specs == [*decision.outputs] else replace(decision, outputs=tuple(specs))
     if not out_of_order or schema_of(op).is_view:
         return seen, result
 
-    def in_order(result: Any) -> Any:
-        placed = zip(outputs, decision.aliased, strict=True)
+    def in_order(local: Tensor, spec: Spec, alias: int | None) -> Tensor:
+        return local if alias is not None else in_memory_order(spec)(local)
 
-        def ordered(local: torch.Tensor) -> torch.Tensor:
-            spec, alias = next(placed)
-            return local if alias is not None else in_memory_order(spec)(local)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return seen.with_outputs(decision.call(*args, **kwargs), in_order)
 
-        return mapped(result, Tensor, ordered)
-
-    run = decision.call
-    return replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs))), in_order(result)
+    return replace(seen, call=run), seen.with_outputs(result, in_order)
 
 
 def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
@@ -264,14 +264,6 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     return run
 
 
-class _ViewSource(NamedTuple):
-    """Where the values of a redistributed view come from."""
-
-    base: Any
-    version: int  # of the base when the values were taken
-    take: Callable[[], Any]  # takes the view again
-
-
 def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
     """What a view operator has returned by copying; its tensors follow the base from here on."""
     base = next(flatten([*args, *kwargs.values()]))
@@ -287,7 +279,7 @@ def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views
 
     if not (is_tracing() or base.is_inference()):  # there nothing is written, or nobody counts
         for item, view in enumerate(flatten(views)):
-            view._source = _ViewSource(base, base._version, partial(take, item))
+            view._source = base, base._version, partial(take, item)
     return views
 
 
@@ -300,9 +292,10 @@ def following_base(slot: Any) -> property:
 
 def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
     """The local tensor of such a view, whose values were `local` when it was last read."""
-    source: _ViewSource | None = view.__dict__.get("_source")
-    if source is None or source.base._version == source.version:
+    source = view.__dict__.get("_source")
+    if source is None or source[0]._version == source[1]:
         return local
-    view._local_tensor = values = source.take()._local_tensor
-    view._source = source._replace(version=source.base._version)
+    base, _, take = source
+    view._local_tensor = values = take()._local_tensor
+    view._source = base, base._version, take
     return values  # type: ignore[no-any-return]  # a tensor
