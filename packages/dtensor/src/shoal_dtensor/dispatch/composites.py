@@ -28,26 +28,16 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 
-# Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
-# broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
-_ON_SHARDS: dict[str, tuple[int | None, int | None]] = {
-    "c10d::allreduce_": (1, 2),
-    "c10d::allreduce_coalesced_": (1, 2),
-    "c10d::broadcast_": (1, None),
-    "c10d::check_for_nan": (None, None),
-    "_c10d_functional::all_reduce": (2, 1),
-    "_c10d_functional::all_reduce_": (2, 1),
-    "_c10d_functional::all_reduce_coalesced": (2, 1),
-    "_c10d_functional::all_reduce_coalesced_": (2, 1),
-    "_c10d_functional::broadcast": (2, None),
-    "_c10d_functional::broadcast_": (2, None),
-}
-_UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+# These, and their forms in place, return what they are given, reduced or broadcast; what gathers, scatters or exchanges
+# makes tensors of other shapes, which only mesh axes can name.
+_REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "allreduce", "allreduce_coalesced"})
+_ON_SHARDS = _REDUCTIONS | {"broadcast", "check_for_nan"}
+_UNCHANGED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
     """A function that runs a collective of `torch.distributed` on DTensors, or refuses it, on all ranks alike."""
-    name = op._schema.name
+    name = op._schema.name.partition("::")[2]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoRuleError(
@@ -57,7 +47,8 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = [first] if isinstance(first, Tensor) else list(first)
-        group, reduction = (None if at is None else args[at - 1] for at in _ON_SHARDS[name])
+        given = dict(zip([argument.name for argument in op._schema.arguments[1:]], args, strict=False))
+        group, reduction = given.get("process_group", given.get("group_name")), given.get("reduce_op")
         for tensor in tensors:
             _check(op, tensor, group, None if reduction is None else reduction_name(reduction))
         shards = [tensor._local_tensor for tensor in tensors]
@@ -74,7 +65,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
     if name in _UNCHANGED:
         return lambda tensor: tensor  # nothing is in flight: `run` has waited
-    return run if name in _ON_SHARDS else refuse
+    return run if name.removesuffix("_") in _ON_SHARDS else refuse
 
 
 def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
@@ -149,8 +140,8 @@ def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and value.ndim for value in values):
         return None
-    count = len(next(value for value in values if isinstance(value, list | tuple)))
-    groups: dict[Any, list[int]] = {None: []}  # by mesh; None: of plain tensors
+    count = len(args[0])
+    groups: dict[Any, list[int]] = {}  # by mesh; None: of plain tensors
     without_dims: list[int] = []
     for i, element in enumerate(zip(*(value for value in values if _is_walked(value, count)), strict=True)):
         tensors = [value for value in element if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)]
@@ -158,11 +149,9 @@ def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         if len(meshes) > 1:
             return None
         (groups.setdefault(meshes.pop(), []) if meshes else without_dims).append(i)
-    if not groups[None]:
-        del groups[None]
     if len(groups) < 2:
         return None
-    groups[next(mesh for mesh in groups if mesh is not None)] += without_dims
+    next(members for mesh, members in groups.items() if mesh is not None).extend(without_dims)
     return [*groups.values()]
 
 

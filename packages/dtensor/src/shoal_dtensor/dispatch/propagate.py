@@ -152,9 +152,8 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
     """
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
-    example = OpCall(call.op, *map(example_of, (call.args, call.kwargs, call.tensors, call.outputs)))
-    specs, outputs, outs = example_of((problem.specs, problem.outputs, problem.outs))
-    chosen = _sharding(rule, example, problem._replace(specs=specs, outputs=outputs, outs=outs))
+    example = OpCall(call.op, *example_of((call.args, call.kwargs, call.tensors, call.outputs)))
+    chosen = _sharding(rule, example, ShardingProblem(*example_of(problem)))
     there = [
         spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)
@@ -198,8 +197,8 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
     outputs: dict[int, Spec] = {}
     communicating: set[int] = set()
     for element, indices, results in elements_of(call):
-        fixed = tuple((j, None) for j in element.written)
-        problem = ShardingProblem(tuple(inputs[j] for j in indices), element.outputs, fixed, (), rule.unordered)
+        specs = tuple([inputs[j] for j in indices])
+        problem = ShardingProblem(specs, element.outputs, element.fixed, (), rule.unordered)
         sharding = _sharding(rule, element, problem)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
@@ -220,11 +219,10 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     copies: frozenset[int],
 ) -> Decision:
     """The decision that gives every input of a call the spec that its sharding asks for."""
+    outs = specs[len(sharding.inputs) :]  # `out=` takes a result in its own layout, if that can be
     wanted = [*sharding.inputs]
-    for i, out in enumerate(specs[len(sharding.inputs) :]):  # `out=` takes a result in its own layout, if that can be
-        to = sharding.outputs[i] if i < len(sharding.outputs) else out
-        fits = to.shape != out.shape or to.same_layout(out)
-        wanted.append(out if fits else out.with_(placements=to.placements, shard_order=to.shard_order))
+    for out, to in zip(outs, (*sharding.outputs, *outs[len(sharding.outputs) :]), strict=False):
+        wanted.append(out.with_(placements=to.placements, shard_order=to.shard_order))
     changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = {i: plan(a, b) for i, a, b in changed}
     written = (*call.written, *range(len(sharding.inputs), len(specs)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -110,7 +109,7 @@ def checkpoint_chunks(tensor: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_chunk_list__"):  # torch's LocalShardsWrapper holds several shards
         return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
-    return list(_chunks(tensor._spec))
+    return chunks_of(box for box, _ in _boxes(tensor._spec))
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[Any]:
@@ -122,11 +121,6 @@ def chunks_of(boxes: Iterable[Box]) -> list[Any]:
 
 def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
     return [] if spec.coordinate is None else spec.boxes(spec.coordinate)
-
-
-@lru_cache(maxsize=256)  # many parameters of a model have one spec
-def _chunks(spec: Spec) -> tuple[Any, ...]:
-    return tuple(chunks_of(box for box, _ in _boxes(spec)))
 
 
 def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
