@@ -107,15 +107,10 @@ def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence
 
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
     """Whether every input is already placed as a row asks along a mesh axis, which communicates only if it may."""
-    if row.traffic is not None and not communicating:
-        return False
-    for entry, spec in zip(row.inputs, problem.specs, strict=True):
-        if isinstance(entry, S):
-            if axis not in spec.dim_shardings[entry.dim].axes:
-                return False
-        elif spec.placements[axis] is not entry:
-            return False
-    return True
+    return (row.traffic is None or communicating) and all(
+        axis in spec.dim_shardings[entry.dim].axes if isinstance(entry, S) else spec.placements[axis] is entry
+        for entry, spec in zip(row.inputs, problem.specs, strict=True)
+    )
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
@@ -123,23 +118,17 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
 
     A partial entry is reached from the same partial or from a replicated value, not from shards.
     """
-    return [
-        row
-        for row in rows
-        if _is_followed(row, problem, axis)
-        and all(
-            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
-            for entry, spec in zip(row.inputs, problem.specs, strict=False)
-        )
-    ]
-
-
-def _is_followed(row: Row, problem: ShardingProblem, axis: int) -> bool:
-    """Whether some operand is placed as a row asks along a mesh axis."""
-    entries = [*row.inputs, *row.outputs[: len(problem.outs)]] if problem.outs else row.inputs
-    unordered = problem.unordered and is_plain(row)
-    layouts = zip(entries, (*problem.specs, *problem.outs), strict=False)
-    return any([_is_placed_so(entry, spec, axis, unordered) for entry, spec in layouts])  # noqa: C419  # half the time
+    candidates = []
+    for row in rows:
+        unordered = problem.unordered and is_plain(row)
+        operands = [*zip(row.inputs, problem.specs, strict=True)]
+        results = [*zip(row.outputs, problem.outs, strict=False)]
+        is_followed = True in [_is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results]
+        if is_followed and all(
+            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE) for entry, spec in operands
+        ):
+            candidates.append(row)
+    return candidates
 
 
 def is_plain(row: Row) -> bool:
@@ -278,20 +267,13 @@ def sharding_behind(entry: S, factor: AnyDimSharding, length: int) -> AnyDimShar
 
 
 def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSharding | None:
-    """A dim sharded by two rows: one of them in runs that the other leaves unsharded, or nested; None if neither."""
+    """A dim sharded by two rows: one in runs that the other leaves unsharded, or of one all is at one coordinate."""
     levels = [dict(s.levels) if isinstance(s, StridedDimSharding) else {1: s} for s in (one, other)]
     if not levels[0].keys() & levels[1].keys():
         return fold_levels(levels[0] | levels[1], length)
-    return _nested(one, other) if isinstance(one, DimSharding) and isinstance(other, DimSharding) else None
-
-
-def _nested(one: DimSharding, other: DimSharding) -> DimSharding | None:
-    """A dim sharded by two rows: possible where one of them gives all to one coordinate (a selected element)."""
     for outer, inner in ((one, other), (other, one)):
-        if outer.step == outer.length:
-            # outer (0, 4), inner (3, 1): ranks have (0, 0, 3, 1)
-            sizes = tuple(n if whole else 0 for whole in outer.sizes for n in inner.sizes)
-            return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
+        if isinstance(outer, DimSharding) and outer.step == length:  # (0, 4) of a selected element, and (3, 1) in it
+            return _shared(outer, inner, length)
     return None
 
 
