@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -140,11 +139,8 @@ def _even_spec(  # noqa: PLR0913  # what it depends on
 ) -> Spec:
     """The spec if every rank holds as much as this one (or explicit sizes say how much)."""
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
-    even = _even_shape(local_shape, placements, mesh.shape)
-    normal, order = normalize_placements(placements, mesh.shape, len(local_shape), shard_order, even)
-    shape = list(local_shape)
-    for dim, axes in order:  # (2, 8) with dim 0 sharded by axes of 2 and 4: (16, 8)
-        shape[dim] = _length([normal[axis] for axis in axes], shape[dim] * prod(mesh.shape[axis] for axis in axes))
+    shape = _global_shape(local_shape, placements, mesh.shape)
+    normal, order = normalize_placements(placements, mesh.shape, len(local_shape), shard_order, shape)
     spec = Spec(mesh, normal, shape, stride or _dense_like(local_shape, local_stride, shape), dtype, order)
     _check_local_shape(spec, local_shape)
     return spec
@@ -158,26 +154,17 @@ def _check_local_shape(spec: Spec, shape: torch.Size) -> None:
         )
 
 
-def _length(placements: Sequence[Placement], even: int) -> int:
-    """Elements of a dim, from the explicit sizes of the placements that shard it; `even` where they have none."""
-    sized = [p for p in placements if isinstance(p, Shard | StridedShard) and p.sizes]
-    return sum(sized[-1].sizes or ()) * getattr(sized[-1], "split_factor", 1) if sized else even
-
-
-def _even_shape(
-    local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
-) -> list[int] | None:
-    """The global shape of even shards, where torch's strided placements need it; None where they have no even one."""
+def _global_shape(local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[int]:
+    """The shape of a tensor of even shards; dims whose placements say the sizes of all shards have these together."""
     shape, ndim = list(local_shape), len(local_shape)
-    axes = zip(placements, mesh_shape, strict=False)
-    sharded = [(placement, size) for placement, size in axes if isinstance(placement, Shard | StridedShard)]
-    strided = [p for p, _ in sharded if isinstance(p, StridedShard) and p.sizes is None]
-    if not strided or not all(-ndim <= p.dim < ndim for p, _ in sharded):
-        return None
-    if any(local_shape[p.dim] % p.split_factor for p in strided):
-        return None
-    for placement, size in sharded:  # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
-        shape[placement.dim] *= size
+    lengths: dict[int, int] = {}
+    for placement, ways in zip(placements, mesh_shape, strict=False):
+        if isinstance(placement, Shard | StridedShard) and -ndim <= placement.dim < ndim:
+            shape[placement.dim] *= ways  # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+            if placement.sizes:
+                lengths[placement.dim] = sum(placement.sizes) * getattr(placement, "split_factor", 1)
+    for dim, length in lengths.items():
+        shape[dim] = length
     return shape
 
 
@@ -239,20 +226,19 @@ def _layout_of_shapes(
     first = next(iter(shapes.values()))
     if len({*map(len, shapes.values())}) != 1:
         raise PlacementError(f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims")
-    even = _even_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
+    even = _global_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
     normal, order = normalize_placements(placements, mesh.shape, len(first), shard_order, even)
-    result, total = list(normal), list(first)
+    result, total = list(normal), _global_shape(first, normal, mesh.shape)
     for dim, axes in order:
+        if any(isinstance(normal[axis], StridedShard) for axis in axes):
+            continue
         # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of rows 3, 3, 2, 2
         by_coordinate = {tuple(at[axis] for axis in axes): shape[dim] for at, shape in shapes.items()}
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
-        if any(isinstance(normal[axis], StridedShard) for axis in axes):
-            total[dim] = _length([normal[axis] for axis in axes], sum(sizes))
-        else:
-            sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
-            total[dim] = sharding.length
-            for axis, placement in sharding.placements(dim).items():
-                result[axis] = placement
+        sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
+        total[dim] = sharding.length
+        for axis, placement in sharding.placements(dim).items():
+            result[axis] = placement
     spec = Spec(mesh, result, total, None, dtype, order)
     for coordinate, shape in shapes.items():
         if (expected := spec.local_shape_at(coordinate)) != shape:
