@@ -1,4 +1,4 @@
-"""Covers: what `logging` hears under `shoal`: decisions in dispatch/dispatch.py, plans in redistribute/plan.py."""
+"""Covers: what `logging` hears: decisions (dispatch/dispatch.py), plans (redistribute/execution/execute.py)."""
 
 from __future__ import annotations
 

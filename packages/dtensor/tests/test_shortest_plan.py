@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from heapq import heappop, heappush
 from itertools import combinations, count, pairwise, permutations, product
@@ -17,9 +18,9 @@ from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
 from shoal_dtensor.redistribute.search.edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from shoal_dtensor.redistribute.search.links import axes_of, mask_of
-from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Bound, Route, routes
-from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State
+from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Bound, cheapest_plans
+from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State, axes_of, mask_of
+from shoal_dtensor.redistribute.steps import Plan
 from shoal_mesh import Link, abstract_mesh
 from shoal_mesh.internal import Topology
 
@@ -110,11 +111,11 @@ def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, .
     src, dst = random_pair(rng, *case)
     links = links_of(src.mesh, random_links(rng, len(case[0])))
     best, _ = optimum(Space(src, dst, links))
-    route = routes(src, dst, links)[0]
-    assert route.floor <= best * (1 + 1e-9)
-    proven = route.floor >= route.seconds * (1 - 1e-9)
+    found = cheapest_plans(src, dst, links)[0]
+    assert found.floor <= best * (1 + 1e-9)
+    proven = found.floor >= found.seconds * (1 - 1e-9)
     assert proven or len(case[0]) > 2, "on two axes the search always ends"
-    assert not proven or route.seconds <= best * (1 + 1e-9), f"{src} {dst} {links} {route}"
+    assert not proven or found.seconds <= best * (1 + 1e-9), f"{src} {dst} {links} {found}"
 
 
 @settings(max_examples=40)
@@ -268,7 +269,7 @@ def test_hops_that_lead_nowhere_are_not_priced(priced: list[str], outer: Link, m
     specs = [Spec(mesh, rng.choices(options, k=3), (257, 257, 257)) for _ in range(30)]
     links = links_of(mesh, Topology((outer, FAST, FAST)))
     for src, dst in pairwise(specs):
-        routes(src, dst, links)
+        cheapest_plans(src, dst, links)
     assert len(priced) < most, len(priced)
 
 
@@ -277,8 +278,8 @@ def test_a_search_ends_after_so_many_prices(priced: list[str]) -> None:
     mesh = abstract_mesh((3, 5, 6, 2))
     src = Spec(mesh, (Shard(0), Partial("max"), Shard(1), Shard(0)), (8192, 8192))
     dst = Spec(mesh, (Partial("max"), Partial("max"), Replicate(), Shard(0)), (8192, 8192))
-    route = routes(src, dst, links_of(mesh, Topology((Link(12e-6, 18e9), FAST, FAST, FAST))))[0]
-    assert route.floor < route.seconds
+    found = cheapest_plans(src, dst, links_of(mesh, Topology((Link(12e-6, 18e9), FAST, FAST, FAST))))[0]
+    assert found.floor < found.seconds
     assert MOST_PRICED / 2 < len(priced) <= MOST_PRICED + 16
 
 
@@ -297,15 +298,15 @@ def test_one_hop_that_nothing_beats_is_taken_without_a_search(
 ) -> None:
     spec = Spec(abstract_mesh((64,)), (src,), (128, 64))
     links = links_of(spec.mesh)
-    searched = routes(spec, spec.with_(placements=(dst,)), links, wanted=2)[0]
+    searched = cheapest_plans(spec, spec.with_(placements=(dst,)), links, wanted=2)[0]
     monkeypatch.delattr(Candidates, "inside")  # what is a hop away
-    (direct,) = routes(spec, spec.with_(placements=(dst,)), links)
+    (direct,) = cheapest_plans(spec, spec.with_(placements=(dst,)), links)
     assert steps(direct) == steps(searched)
 
 
-def steps(route: Route) -> list[tuple[object, ...]]:
-    """What a route does, without the states, of which every search has its own."""
-    return [(*edge[:3], [dim.axes for dim in edge.after.dims], *edge[4:]) for edge in route.edges]
+def steps(found: Plan) -> list[tuple[object, ...]]:
+    """What a plan does: its steps are equal where they are the same object."""
+    return [tuple(getattr(step, each.name) for each in fields(step)) for step in found.steps]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -314,7 +315,7 @@ def test_one_hop_is_taken_only_where_a_search_takes_it(seed: int) -> None:
     mesh_shape, shape = rng.choice([((4,), (8, 12)), ((3,), (5, 7)), ((2, 4), (16, 6)), ((2, 2), (4096, 1024))])
     src, dst = random_pair(rng, mesh_shape, shape)
     links = links_of(src.mesh, random_links(rng, len(mesh_shape)))
-    one, several = routes(src, dst, links)[0], routes(src, dst, links, wanted=3)[0]
+    one, several = cheapest_plans(src, dst, links)[0], cheapest_plans(src, dst, links, wanted=3)[0]
     assert (steps(one), one.seconds) == (steps(several), several.seconds)
 
 

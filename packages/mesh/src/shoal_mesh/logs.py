@@ -1,7 +1,7 @@
 """What a program decides and sends, on request: as records of `logging` under `shoal`, or as ranges of a profile.
 
 `SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers: `shoal.collectives`
-(each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, when it is planned) and
+(each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, before it first runs) and
 `shoal.decisions` (each operator, when it is decided). Programs that configure `logging` themselves use these names.
 
 May import: errors, events.

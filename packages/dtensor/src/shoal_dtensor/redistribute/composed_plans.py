@@ -21,21 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.dim_sharding import DimSharding
 from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from ..layout.tensor_meta import TensorMeta
 from .blocks import boxes_of_rank, flows
+from .search.space import Links
 from .steps import Plan, Step
-
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
-    from .search.links import Links
-
 
 # --- to and from strided dims -----------------------------------------------------------------------------------------
 

@@ -6,31 +6,19 @@ cached, and the cache is bounded.
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
-from math import prod
-from typing import TYPE_CHECKING, Any
 
 from shoal_mesh import DeviceMesh, topology_of
 from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
-from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.spec import Spec
 from ..layout.tensor_meta import constant, has_symbols
 from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
-from .search.edges import Edge
-from .search.links import Links, axes_of, mask_of
-from .search.shortest_plan import Route, routes
-from .search.space import Space, State
+from .search.shortest_plan import cheapest_plans
+from .search.space import Links, mask_of
 from .steps import Plan, Step
 
-if TYPE_CHECKING:
-    from functools import _CacheInfo  # what `lru_cache` answers has no public name
-
-    from ..layout.spec import Spec
-
-
-_LOG = logging.getLogger("shoal.plans")  # SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
 
@@ -80,9 +68,7 @@ def _moves_equal_blocks(step: Step) -> bool:
 @lru_cache(maxsize=CACHE_SIZE)
 def _plan(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int) -> Plan:
     """The plan over the given links, else those that the meshes have: the version stands for them."""
-    chosen = _choose(src, dst, topology, memory_limit)
-    _LOG.debug("%s", chosen)
-    return chosen
+    return _choose(src, dst, topology, memory_limit)
 
 
 def _choose(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None) -> Plan:
@@ -101,23 +87,12 @@ def _choose(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int |
     if src.is_strided or dst.is_strided:
         return plan_strided(src, dst, within)
     links = links_of(src.mesh, topology)
-    return _build(src, dst, links, _route(src.example or src, dst.example or dst, links, memory_limit))
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _route(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Route:
-    """What `price` needs of a plan."""
-    _check(src, dst)
-    return routes(src, dst, links, memory_limit)[0]
+    return cheapest_plans(src, dst, links, memory_limit)[0]
 
 
 def price(src: Spec, dst: Spec) -> float:
-    """Expected seconds of the cheapest plan, without making it; 0.0 if nothing has to be done."""
-    if src is dst:
-        return 0.0
-    if src.is_strided or dst.is_strided or (src.mesh is not dst.mesh and src.mesh != dst.mesh):
-        return plan(src, dst).seconds
-    return _route(src, dst, links_of(src.mesh), None).seconds
+    """Expected seconds of the cheapest plan; of sizes that are symbols for those that the compiler traces with."""
+    return 0.0 if src is dst else plan(src.example or src, dst.example or dst).seconds
 
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
@@ -132,18 +107,12 @@ def alternatives(
     _check(src, dst)
     if src.is_strided or dst.is_strided:
         return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
-    links = links_of(src.mesh, topology)
-    return [_build(src, dst, links, route) for route in routes(src, dst, links, memory_limit, count)]
-
-
-def cache_info() -> _CacheInfo:
-    """Hits, misses and size of the cache of plans over the meshes' own links."""
-    return _plan.cache_info()
+    return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit, count)
 
 
 def cache_clear() -> None:
     """Forget all plans and topologies."""
-    for cached in (_links, _plan, _route):
+    for cached in (_links, _plan):
         cached.cache_clear()
 
 
@@ -164,44 +133,3 @@ def _check(src: Spec, dst: Spec) -> None:
             f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, "
             f"got {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
         )
-
-
-def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
-    """The steps of a route, each with the specs between which it leads."""
-    last = len(route.edges) - 1
-    space = Space(src.example or src, dst.example or dst, links) if last > 0 else None  # of what is between
-    steps: list[Step] = []
-    here = src
-    for i, edge in enumerate(route.edges):
-        there = dst if i == last or space is None else _spec(src, dst, space, edge.after)
-        steps.append(_step(here, there, edge))
-        here = there
-    received = sum(edge.received for edge in route.edges)
-    return Plan(src, dst, tuple(steps), route.seconds, received, route.peak, route.floor)
-
-
-def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
-    """The spec of a state."""
-    placements: list[Placement] = [Replicate()] * len(src.placements)
-    for axis in axes_of(state.pending | space.partial & ~state.becoming):  # P, R -> R, P at first: axis 0
-        here = src if (state.pending | state.scaled) >> axis & 1 else dst
-        before = here.placements[axis]
-        placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
-    for dim, sharded in enumerate(state.dims):
-        for each in sharded.lineage[1:]:
-            placements[each.axes[-1]] = each.placement or Shard(dim)
-    order = tuple((dim, sharded.axes) for dim, sharded in enumerate(state.dims) if sharded.axes)
-    return src.with_(placements=placements, stride=dst.stride, shard_order=order)
-
-
-def _step(here: Spec, there: Spec, edge: Edge) -> Step:
-    """The step for an edge."""
-    ops, sizes = dict(here.partials), here.mesh.shape
-    summed, averaged = (prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg"))
-    more: dict[str, Any] = {}
-    if edge.kind == "Scale":
-        more = {"factor": summed, "divisor": averaged}  # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
-    elif edge.kind in ("AllReduce", "ReduceScatter"):
-        kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
-        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}  # avg over 4: sum / 4
-    return Step(edge.kind, here, there, edge.axes, edge.tensor_dims, edge.seconds, edge.received, edge.peak, **more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +13,9 @@ from shoal_mesh.internal import pack_blocks, unpack_blocks
 
 from ..errors import PlacementError
 from ..layout.boxes import slices_of
+from ..layout.spec import Spec
 from .composed_plans import unfold_spec
 from .execution.kernels import members
-
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
-
 
 BUCKET_BYTES = 1 << 24  # of the tensors that are sent together, which are alive until then
 _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]  # the tensor, and what is to be its shard

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 from ..layout.boxes import Box, intersect, volume
 from ..layout.placements import Partial
+from ..layout.spec import Spec
 from .execution.kernels import blocks_of, members
 from .reductions import wire_itemsize
 from .steps import Plan, Step
-
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
-
 
 Traffic = dict[tuple[int, int], float]
 

@@ -13,11 +13,12 @@ all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +39,14 @@ from shoal_mesh import (
 from shoal_mesh.internal import Flat, Pending, start_packed
 
 from ...layout.placements import norm_order
+from ...layout.spec import Spec
 from ...layout.tensor_meta import memory_order, remembered
 from ..steps import Plan, Step
 from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
 
-if TYPE_CHECKING:
-    from ...layout.spec import Spec
-
-
 Stage = Callable[[Tensor], Tensor]
 
+_LOG = logging.getLogger("shoal.plans")  # SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
 REMEMBERED = 4096  # plans, as many as `plan` remembers
 
 
@@ -72,6 +71,7 @@ def _program(plan: Plan) -> tuple[Stage, ...]:
 @remembered(REMEMBERED)
 def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
     """What this rank does in each step; nothing outside the mesh."""
+    _LOG.debug("%s", plan)
     return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
 
 

@@ -2,7 +2,7 @@
 
 `Bound` says what the rest of a way takes at least.  A state is left aside only if every way through it provably takes
 as long as one that is known.  So where the search looked at all layouts and ended by itself, no sequence of these edges
-takes less in the cost model.  After `MOST_PRICED` prices it stops with the best way so far, and `Route.floor` is how
+takes less in the cost model.  After `MOST_PRICED` prices it stops with the best way so far, and `Plan.floor` is how
 fast any way could be at best.
 
 Of ways that take equally long the first one is taken, direct ones first, so every rank gets the same plan.
@@ -10,23 +10,19 @@ Of ways that take equally long the first one is taken, direct ones first, so eve
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import combinations, count
 from math import inf, prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import RedistributeError
+from ...layout.placements import Partial, Placement, Replicate
+from ...layout.spec import Spec
+from ..steps import Plan, Step
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .links import axes_of, mask_of
-from .space import Candidates, Space, State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ...layout.spec import Spec
-    from .links import Links
-
+from .space import Candidates, Links, Space, State, axes_of, mask_of
 
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at
 # some layouts only.
@@ -36,30 +32,63 @@ _ALIKE = 1 - 1e-9  # a way must be faster by more than rounding errors to be pre
 Edges = tuple[Edge, ...]
 
 
-class Route(NamedTuple):
-    """A way through the search space."""
-
-    seconds: float  # expected time
-    edges: Edges  # in order
-    peak: int  # bytes at the worst moment, the source box included
-    floor: float  # seconds that any way takes at least; `seconds` if none is faster
-
-
-def routes(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Route]:
-    """The cheapest routes that stay within `memory_limit` bytes, cheapest first: `wanted` of them if there are so many.
+def cheapest_plans(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Plan]:
+    """The cheapest plans that stay within `memory_limit` bytes, cheapest first: `wanted` of them if there are so many.
 
     The first is the cheapest of all; the others are the cheapest that the search came across.  RedistributeError if no
-    route stays within the limit.
+    plan stays within the limit.
     """
-    space = Space(src, dst, links)
-    found = _Search(space, memory_limit, wanted).run()
-    if not found:
-        least = min(route.peak for route in _Search(space, None, 32).run())
+    space = Space(src.example or src, dst.example or dst, links)
+    search = _Search(space, memory_limit, wanted)
+    floor = search.run()
+    if not search.found:
+        leanest = _Search(space, None, 32)
+        leanest.run()
+        least = min([leanest.peak(edges) for _, _, edges in leanest.found])
         raise RedistributeError(
             f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan found needs "
             f"{least} (source box {space.start.box}, destination box {space.goal.box})"
         )
-    return found
+    plans = []
+    for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[:wanted]:
+        received = sum(edge.received for edge in edges)
+        floor_of = min(seconds, floor)
+        plans.append(Plan(src, dst, _steps(src, dst, space, edges), seconds, received, search.peak(edges), floor_of))
+    return plans
+
+
+def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]:
+    """The steps of a way, each with the specs between which it leads."""
+    between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
+    ends = zip((src, *between), (*between, dst), edges, strict=False)  # not one where there is no edge
+    return tuple([_step(here, there, edge) for here, there, edge in ends])
+
+
+def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
+    """The spec of a state."""
+    placements: list[Placement] = [Replicate()] * len(src.placements)
+    for axis in axes_of(state.pending | space.partial & ~state.becoming):  # P, R -> R, P at first: axis 0
+        here = src if (state.pending | state.scaled) >> axis & 1 else dst
+        before = here.placements[axis]
+        placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
+    for dim, sharded in enumerate(state.dims):
+        for axis, placement in sharded.sharding.placements(dim).items():
+            placements[axis] = placement
+    order = tuple((dim, sharded.axes) for dim, sharded in enumerate(state.dims) if sharded.axes)
+    return src.with_(placements=placements, stride=dst.stride, shard_order=order)
+
+
+def _step(here: Spec, there: Spec, edge: Edge) -> Step:
+    """The step for an edge."""
+    ops, sizes = dict(here.partials), here.mesh.shape
+    summed, averaged = (prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg"))
+    more: dict[str, Any] = {}
+    if edge.kind == "Scale":
+        more = {"factor": summed, "divisor": averaged}  # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
+    elif edge.kind in ("AllReduce", "ReduceScatter"):
+        kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
+        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}  # avg over 4: sum / 4
+    return Step(edge.kind, here, there, edge.axes, edge.tensor_dims, edge.seconds, edge.received, edge.peak, **more)
 
 
 class _Trail(NamedTuple):
@@ -86,15 +115,13 @@ class _Search:
         self.heap: list[tuple[float, int, _Trail]] = []  # trails to go on with, by seconds of what they may lead to
         self.ticket = count()  # of what is equally good the first is taken: no two trails are ever compared
         self.priced = 0
-        self.found: list[tuple[float, int, Edges]] = []  # whole ways
+        self.found: list[tuple[float, int, Edges]] = []  # whole ways, in order of cost
         self.worst = inf  # what a way has to beat
         self.near: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
 
-    def run(self) -> list[Route]:
-        """Routes in order of cost."""
-        floor = min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
-        found = dict.fromkeys(Route(s, edges, self.peak(edges), min(s, floor)) for s, _, edges in self.found)
-        return list(found)[: self.wanted]
+    def run(self) -> float:
+        """Fill `found`; seconds that any way takes at least, unless it is among them."""
+        return min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
 
     def starts(self) -> Iterator[State]:
         """The source; and where axes that are partial at both ends are reduced and made partial again.

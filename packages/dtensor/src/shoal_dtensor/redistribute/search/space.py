@@ -15,60 +15,86 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import permutations, product
-from math import comb, perm
-from typing import TYPE_CHECKING, NamedTuple
+from math import comb, inf, perm
+from typing import NamedTuple
 
 from ...errors import RedistributeError
 from ...layout.dim_sharding import DimSharding
-from ...layout.placements import Placement, Shard, norm_order
+from ...layout.placements import Replicate, norm_order
+from ...layout.spec import Spec
 from ..reductions import wire_itemsize
-from .links import axes_of, mask_of
-
-if TYPE_CHECKING:
-    from ...layout.spec import Spec
-    from .links import Links
-
 
 MOST_LAYOUTS = 300  # that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
 _LINEAR = frozenset({"sum", "avg"})
+COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
+
+
+# --- links, and sets of axes ------------------------------------------------------------------------------------------
+
+
+class Links:
+    """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
+
+    A group over several axes is given as a mask with one bit for each: see `mask_of`.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]) -> None:
+        self.sizes = sizes  # ranks along each axis
+        self.latency = latency  # seconds that one collective over the axis takes at least
+        self.bandwidth = bandwidth  # bytes per second that a rank can receive over the axis
+        self._copy_bandwidth = COPY_SPEEDUP * max(bandwidth, default=1.0)
+        self._negligible = min(latency, default=0.0) / 100
+        # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2.
+        self._groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
+        for size, late, speed in zip(sizes, latency, bandwidth, strict=True):
+            self._groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in self._groups]
+
+    def ranks(self, axes: int) -> int:
+        """Number of ranks of a group over `axes`."""
+        return self._groups[axes][0]
+
+    def seconds(self, axes: int, received: float) -> float:
+        """Time of one collective over `axes` in which the busiest rank receives so many bytes."""
+        _, latency, bandwidth = self._groups[axes]
+        return latency + received / bandwidth
+
+    def copy(self, copied: float) -> float:
+        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start.
+
+        Below that, of two ways with equal collectives the direct one is taken, which moves the fewest bytes.
+        """
+        seconds = copied / self._copy_bandwidth
+        return seconds if seconds > self._negligible else 0.0
+
+
+def mask_of(axes: Iterable[int]) -> int:
+    """A set of axes as bits: axes 0 and 2 are 0b101."""
+    return sum([1 << axis for axis in axes])
+
+
+@lru_cache(maxsize=1024)
+def axes_of(mask: int) -> tuple[int, ...]:
+    """The axes of a mask, ascending: of 0b101 they are (0, 2)."""
+    return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
 
 
 class ShardedDim:
-    """One sharding of a tensor dim: the shards of `outer` (None: the whole dim) divided by an axis of so many ranks.
+    """One sharding of a tensor dim; equal ones are one object."""
 
-    That is like torch.chunk, or as in `sharding` by the placement of the axis.
-    """
+    __slots__ = ("axes", "even", "longest", "mask", "outers", "sharding")
 
-    __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers", "placement")
-
-    def __init__(
-        self,
-        outer: ShardedDim | None,
-        axis: int,
-        ranks: int,
-        sharding: DimSharding | None = None,
-        placement: Placement | None = None,
-    ) -> None:
-        self._ranks, self._sharding, self.placement = ranks, sharding, placement
-        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()  # that shard the dim, outermost first
-        self.mask: int = mask_of(self.axes)
-        # The coarser ones: the dim whole, sharded by the first axis, and so on.
-        self.outers: tuple[ShardedDim, ...] = outer.lineage if outer else ()
-        # Elements of the longest shard, and whether all are that long.
-        if sharding is not None:
-            self.longest, self.even = sharding.step, sharding.even
-        elif outer is not None:
-            # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all that long
-            self.longest, self.even = -(-outer.longest // ranks), outer.even and outer.longest % ranks == 0
-
-    @property
-    def sharding(self) -> DimSharding:
-        """What the axes make of the dim; made when it is asked for, as it may have an entry for every rank."""
-        if self._sharding is None:
-            self._sharding = self.outers[-1].sharding.chunked(self.axes[-1], self._ranks)
-        return self._sharding
+    def __init__(self, sharding: DimSharding, outers: tuple[ShardedDim, ...] = ()) -> None:
+        self.sharding = sharding
+        self.outers = outers  # the coarser ones: the dim whole, sharded by the first axis, and so on
+        self.axes: tuple[int, ...] = sharding.axes  # that shard the dim, outermost first
+        self.mask: int = mask_of(sharding.axes)
+        self.longest: int = sharding.step  # elements of the longest shard
+        self.even: bool = sharding.even  # whether all are that long
 
     @property
     def lineage(self) -> tuple[ShardedDim, ...]:
@@ -115,13 +141,14 @@ class Space:
     """
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
+        src, dst = _over_large_axes(src), _over_large_axes(dst)
         self.links = links
         self.itemsize = src.dtype.itemsize
         self.change = cache(_change)
         self._states: dict[tuple[Dims, int, int, int], State] = {}
         self._inside: dict[tuple[ShardedDim, int], list[ShardedDim]] = {}
         self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
-        old, new = ({a: op for a, op in spec.partials if self.large >> a & 1} for spec in (src, dst))
+        old, new = dict(src.partials), dict(dst.partials)
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
         self.partial = mask_of(new)  # in `dst`
         self.kept = mask_of(both)  # at both ends
@@ -132,7 +159,7 @@ class Space:
         # How much wider elements are while they are reduced.
         self.widening = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
         pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept  # P, R -> R, P: 0b01, 0b10
-        self.whole: Dims = tuple([ShardedDim(None, -1, 1, DimSharding.whole(n)) for n in src.shape])
+        self.whole: Dims = tuple([ShardedDim(DimSharding.whole(n)) for n in src.shape])
         start, self.wanted = self._dims_of(src), self._dims_of(dst)
         self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
         self.goal: State = self.state(self.wanted, 0, 0, 0)
@@ -144,7 +171,8 @@ class Space:
         """Its shards divided by one more axis: like torch.chunk, then as in the source and the destination."""
         found = self._inside.get((outer, axis))
         if found is None:
-            found = self._inside[outer, axis] = [ShardedDim(outer, axis, self.links.sizes[axis])]
+            chunked = outer.sharding.chunked(axis, self.links.sizes[axis])
+            found = self._inside[outer, axis] = [ShardedDim(chunked, outer.lineage)]
         return found
 
     def state(self, dims: Dims, pending: int, becoming: int, scaled: int) -> State:
@@ -161,25 +189,12 @@ class Space:
         for dim, sharded in enumerate(self.whole):
             sharding = spec.dim_sharding(dim)
             for count, axis in enumerate(sharding.axes, 1):
-                if self.large >> axis & 1:
-                    sharded = self._inside_of(sharded, axis, spec.placements[axis], sharding, count)
+                found, wanted = self.inside(sharded, axis), sharding.outer(count)
+                if all(each.sharding != wanted for each in found):
+                    found.append(ShardedDim(wanted, sharded.lineage))
+                sharded = next(each for each in found if each.sharding == wanted)
             dims.append(sharded)
         return tuple(dims)
-
-    def _inside_of(
-        self, outer: ShardedDim, axis: int, placement: Placement, sharding: DimSharding, count: int
-    ) -> ShardedDim:
-        """The one that `sharding` is by the `count` outermost axes, of which the last is `axis`."""
-        found = self.inside(outer, axis)
-        assert isinstance(placement, Shard), "axes of a dim sharding have Shard placements"
-        if placement.sizes is None and placement.multiple_of == 1:
-            return found[0]
-        wanted = sharding.outer(count)
-        for same in found:
-            if (same.sharding.step, same.sharding.ragged) == (wanted.step, wanted.ragged):
-                return same
-        found.append(ShardedDim(outer, axis, self.links.sizes[axis], wanted, placement))
-        return found[-1]
 
     def moving(self, here: State) -> int:
         """The axes over which anything may still happen: all but those that are partial as in `dst`."""
@@ -189,6 +204,16 @@ class Space:
         """The state after pending axes were reduced that shard a dim now."""
         used = sum(sharded.mask for sharded in dims)
         return self.state(dims, before.pending & ~used, before.becoming, before.scaled)
+
+
+def _over_large_axes(spec: Spec) -> Spec:
+    """The spec with axes of one rank replicated."""
+    sizes = spec.mesh.shape
+    if 1 not in sizes:
+        return spec
+    placements = [p if n > 1 else Replicate() for p, n in zip(spec.placements, sizes, strict=True)]
+    order = [(dim, tuple([axis for axis in axes if sizes[axis] > 1])) for dim, axes in spec.shard_order]
+    return spec.with_(placements=placements, shard_order=tuple(order))
 
 
 def _change(old: ShardedDim, new: ShardedDim) -> Change:
