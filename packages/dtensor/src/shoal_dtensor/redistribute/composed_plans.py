@@ -17,7 +17,7 @@ better used so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -47,14 +47,14 @@ def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> 
             before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
             after: tuple[Step, ...] = () if two is dst else (Step("Reshape", two, dst),)
             return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
-    between = gather_strided(src, [d for d in range(src.ndim) if _is_strided(src, d) or _is_strided(dst, d)])
+    between = gather_strided(src, dst)
     return concatenated(within(src, between), within(between, dst))
 
 
-def gather_strided(spec: Spec, dims: Sequence[int] | None = None) -> Spec:
-    """`spec` with some dims (the folded ones, when left out) held whole by every rank."""
-    chosen = [d for d in range(spec.ndim) if _is_strided(spec, d)] if dims is None else dims
-    axes = {axis for d in chosen for axis in spec.dim_shardings[d].axes}
+def gather_strided(spec: Spec, *others: Spec) -> Spec:
+    """`spec` with the dims that are folded, in it or in others, held whole by every rank."""
+    shardings = zip(*[each.dim_shardings for each in (spec, *others)], strict=True)
+    axes = {axis for own, *rest in shardings if StridedDimSharding in map(type, (own, *rest)) for axis in own.axes}
     return spec.with_(placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)])
 
 
@@ -70,10 +70,6 @@ def concatenated(*plans: Plan) -> Plan:
     steps = tuple(step for plan in plans for step in plan.steps)
     seconds, sent = sum(plan.seconds for plan in plans), sum(plan.bytes_sent for plan in plans)
     return Plan(plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans))
-
-
-def _is_strided(spec: Spec, dim: int) -> bool:
-    return isinstance(spec.dim_shardings[dim], StridedDimSharding)
 
 
 def _unfolded_shape(spec: Spec) -> UnfoldedShape:

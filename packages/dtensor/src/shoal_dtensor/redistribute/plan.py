@@ -34,18 +34,12 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
     Raises:
         RedistributeError: if the specs describe different tensors, reductions of different kinds would have
             to be reordered, or no plan stays within the limit.
-
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Partial, Replicate, Shard, Spec
-        >>> src = Spec(abstract_mesh((4,)), (Shard(0),), (8, 8))
-        >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
-        ['AllToAll']
     """
+    version = topology_version()
     if src.example is None and dst.example is None:
-        return _plan(src, dst, topology, memory_limit, topology_version())
+        return _plan(src, dst, topology, memory_limit, version)
     if None not in (src.example, dst.example) and not (src.is_strided or dst.is_strided or src.mesh != dst.mesh):
-        chosen = _choose(src, dst, topology, memory_limit)
+        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version)  # kept, symbols would keep their compiler
         if all(map(_moves_equal_blocks, chosen.steps)):
             return chosen
     return plan(constant(src), constant(dst), topology=topology, memory_limit=memory_limit)
@@ -68,26 +62,20 @@ def _moves_equal_blocks(step: Step) -> bool:
 @lru_cache(maxsize=CACHE_SIZE)
 def _plan(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int) -> Plan:
     """The plan over the given links, else those that the meshes have: the version stands for them."""
-    return _choose(src, dst, topology, memory_limit)
-
-
-def _choose(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None) -> Plan:
     _check(src, dst)
-    across = src.mesh is not dst.mesh and src.mesh != dst.mesh
-    topology = None if across else topology
 
     def within(one: Spec, other: Spec) -> Plan:
-        return _choose(one, other, topology, memory_limit)
+        return _plan(one, other, None if across else topology, memory_limit, version)
 
-    if across and (src.is_strided or dst.is_strided):
+    across, strided = src.mesh != dst.mesh, src.is_strided or dst.is_strided
+    if across and strided:
         between = gather_strided(src if src.is_strided else dst)
         return concatenated(within(src, between), within(between, dst))
     if across:
         return plan_across(src, dst, within, (links_of(src.mesh), links_of(dst.mesh)), memory_limit)
-    if src.is_strided or dst.is_strided:
+    if strided:
         return plan_strided(src, dst, within)
-    links = links_of(src.mesh, topology)
-    return cheapest_plans(src, dst, links, memory_limit)[0]
+    return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit)[0]
 
 
 def price(src: Spec, dst: Spec) -> float:

@@ -68,16 +68,7 @@ class Step:
         return ""
 
     def line(self) -> str:
-        """The step in one line: what, over which axes, bytes and expected time.
-
-        Example:
-            >>> from shoal_mesh import abstract_mesh
-            >>> from shoal_dtensor import Replicate, Shard, Spec
-            >>> from shoal_dtensor.redistribute.plan import plan
-            >>> src = Spec(abstract_mesh((4,), ("tp",)), (Shard(0),), (1024, 1024))
-            >>> plan(src, src.with_(placements=(Replicate(),))).steps[0].line().split("  ")[0]
-            'AllGather over (tp) dims [0]'
-        """
+        """The step in one line: `AllGather over (tp) dims [0]  3.0 MiB  29.5 us`."""
         names = self.src.mesh.axis_names
         over = f" over ({', '.join(names[a] for a in self.axes)})" if self.axes else ""
         head = f"{self.name}{over}{self.detail()}"
@@ -139,14 +130,7 @@ class Plan:
 
 
 def layout(spec: Spec) -> str:
-    """Placements, with the shard order where it is not ascending.
-
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Shard, Spec
-        >>> layout(Spec(abstract_mesh((2, 2)), (Shard(0), Shard(0)), (4,), shard_order=((0, (1, 0)),)))
-        '[S(0), S(0)] order 0:(1,0)'
-    """
+    """Placements, with the shard order where it is not ascending: `[S(0), S(0)] order 0:(1,0)`."""
     text = f"[{', '.join(map(str, spec.placements))}]"
     odd = [f"{dim}:({','.join(map(str, axes))})" for dim, axes in spec.shard_order if list(axes) != sorted(axes)]
     return f"{text} order {' '.join(odd)}" if odd else text
@@ -167,12 +151,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people.
-
-    Example:
-        >>> format_seconds(2.5e-6), format_seconds(0.25)
-        ('2.5 us', '250.0 ms')
-    """
+    """A time for people: `2.5 us`, `250.0 ms`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

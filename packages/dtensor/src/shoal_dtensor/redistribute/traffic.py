@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from ..layout.boxes import Box, intersect, volume
+from ..layout.boxes import intersect, volume
 from ..layout.placements import Partial
 from ..layout.spec import Spec
 from .execution.kernels import blocks_of, members
@@ -49,15 +49,7 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
             return dict.fromkeys(group, float(volume(step.dst.box(c))))
         case "AllReduce":  # reduce one's part of it, then get the parts of the others
             return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
-        case "AllGather" | "AllToAll":
-            return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
-    assert step.name == "Exchange", f"unknown step {step.name}"
     return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
-
-
-def _common(a: Box, b: Box) -> int:
-    both = intersect(a, b)
-    return 0 if both is None else volume(both)
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:
@@ -91,5 +83,6 @@ def least_bytes(src: Spec, dst: Spec) -> float:
     for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
         wanted = dst.box(c)
         have = {src.box(m) for m in members(dst, free, c)}
-        total += max(0, volume(wanted) - sum(_common(box, wanted) for box in have))  # 4 x 4, S(0) -> S(1) on 2: 8 - 4
+        common = sum(volume(both) for box in have if (both := intersect(box, wanted)) is not None)
+        total += max(0, volume(wanted) - common)  # 4 x 4, S(0) -> S(1) on 2: 8 - 4
     return src.dtype.itemsize * total / ranks

@@ -195,8 +195,6 @@ class _Search:
         seconds, here, _ = trail
         if here.pending:
             self.reduce(trail)
-        if seconds + self.bound(here) >= self.worst * _ALIKE:
-            return
         links = self.space.links
         for ahead, after in self.nearest(here):
             if seconds + ahead >= self.worst or self.is_over():
@@ -221,8 +219,6 @@ class _Search:
         """
         space, here = self.space, trail.here
         self.offer(trail.then([all_reduce(space, here)]))
-        if trail.seconds + self.bound(here) >= self.worst * _ALIKE:
-            return
         for edge in joined(space, here):
             self.offer(trail.then([edge]))
         for dims in self.candidates.inside(here.dims, here.pending)[1:]:  # P, P on one dim: by 1, 0, 0 and 1, 1 and 0

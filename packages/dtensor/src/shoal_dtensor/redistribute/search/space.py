@@ -15,7 +15,7 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import permutations, product
 from math import comb, inf, perm
 from typing import NamedTuple
@@ -144,9 +144,10 @@ class Space:
         src, dst = _over_large_axes(src), _over_large_axes(dst)
         self.links = links
         self.itemsize = src.dtype.itemsize
+        # For equal arguments always the same object.
         self.change = cache(_change)
-        self._states: dict[tuple[Dims, int, int, int], State] = {}
-        self._inside: dict[tuple[ShardedDim, int], list[ShardedDim]] = {}
+        self.inside = cache(self._inside)
+        self.state = cache(partial(State, self))
         self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
         old, new = dict(src.partials), dict(dst.partials)
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
@@ -163,25 +164,17 @@ class Space:
         start, self.wanted = self._dims_of(src), self._dims_of(dst)
         self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
         self.goal: State = self.state(self.wanted, 0, 0, 0)
-        if pending or becoming:
-            _check_ops(src, old)
-            _check_ops(dst, new)
+        for spec, kinds in ((src, ops), (dst, {*new.values()})) if pending or becoming else ():
+            if not _commute(kinds):
+                raise RedistributeError(
+                    f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a spec has none, so they "
+                    "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into "
+                    "being."
+                )
 
-    def inside(self, outer: ShardedDim, axis: int) -> list[ShardedDim]:
+    def _inside(self, outer: ShardedDim, axis: int) -> list[ShardedDim]:
         """Its shards divided by one more axis: like torch.chunk, then as in the source and the destination."""
-        found = self._inside.get((outer, axis))
-        if found is None:
-            chunked = outer.sharding.chunked(axis, self.links.sizes[axis])
-            found = self._inside[outer, axis] = [ShardedDim(chunked, outer.lineage)]
-        return found
-
-    def state(self, dims: Dims, pending: int, becoming: int, scaled: int) -> State:
-        """The state, always the same object."""
-        key = dims, pending, becoming, scaled
-        state = self._states.get(key)
-        if state is None:
-            state = self._states[key] = State(self, *key)
-        return state
+        return [ShardedDim(outer.sharding.chunked(axis, self.links.sizes[axis]), outer.lineage)]
 
     def _dims_of(self, spec: Spec) -> Dims:
         """How a spec shards its dims."""
@@ -232,25 +225,15 @@ def _held(old: ShardedDim, new: ShardedDim) -> float:
         return old.longest / max(1, new.longest) if old.even else 0.0  # 8 on (2, 2), by both axes -> by one: 2 / 4
     if old.axes != new.axes:
         return 0.0  # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
-    before, after, worst = old.sharding, new.sharding, 1.0
-    for a, b, n, m in zip(before.offsets, after.offsets, before.sizes, after.sizes, strict=True):
-        if m:
-            worst = min(worst, max(0, min(a + n, b + m) - max(a, b)) / m)
-    return worst
+    before, after = old.sharding, new.sharding
+    shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
+    common = [max(0, min(a + n, b + m) - max(a, b)) / m for a, n, b, m in shards if m]
+    return min(common, default=1.0)
 
 
 def _commute(ops: set[str]) -> bool:
     """Whether these reductions may be done in any order: sum and average commute, any other one with itself."""
     return len(ops) < 2 or ops <= _LINEAR
-
-
-def _check_ops(spec: Spec, ops: dict[int, str]) -> None:
-    kinds = {*ops.values()}
-    if not _commute(kinds):
-        raise RedistributeError(
-            f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a spec has none, so they "
-            "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into being."
-        )
 
 
 # --- what to look at --------------------------------------------------------------------------------------------------
