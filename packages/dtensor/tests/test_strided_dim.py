@@ -125,6 +125,7 @@ def test_a_folded_dim_has_no_interval() -> None:
 
 def test_runs_and_shards_must_fit() -> None:
     assert fold_levels({4: DimSharding((0,), (2,), (2, 1))}, 13) is None
+    assert fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12) is None
     with pytest.raises(PlacementError, match="do not fit together"):
         Spec(abstract_mesh((2,)), (StridedShard(0, split_factor=4, sizes=(2, 1)),), (13,))
     with pytest.raises(PlacementError, match="negative"):

@@ -49,12 +49,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if it is empty.
-
-    Example:
-        >>> intersect(((0, 4), (0, 2)), ((2, 6), (1, 5)))
-        ((2, 4), (1, 2))
-    """
+    """The common part of two boxes; None if it is empty."""
     common = tuple([(max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True)])
     return common if all(i < j for i, j in common) else None
 

@@ -28,11 +28,8 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
     """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`.
 
-    Trailing shards are smaller, or empty when there are fewer units than shards.
-
-    Example:
-        >>> chunk_sizes(10, 4), chunk_sizes(2, 4), chunk_sizes(10, 2, unit=4)
-        ((3, 3, 3, 1), (1, 1, 0, 0), (8, 2))
+    Trailing shards are smaller, or empty when there are fewer units than shards: 10 over 4 are (3, 3, 3, 1), and 2 over
+    4 are (1, 1, 0, 0).
     """
     return _sizes(length, _step(length, shards, unit), shards)
 
@@ -75,18 +72,10 @@ class DimSharding:
         element     0 1 | 2 3 || 4 5 | 6
         coordinate  0,0   0,1    1,0   1,1
 
-    Args:
-        axes: mesh axes that shard the dim, outermost first; empty when it is replicated.
-        axis_sizes: their sizes.
-        sizes: elements of every shard, row-major over `axes`; `(length,)` when it is replicated.
-
-    Example:
-        >>> sharding = DimSharding((0, 1), (2, 2), (2, 2, 2, 1))
-        >>> sharding.offsets, sharding.interval((1, 0)), sharding.step, sharding.ragged
-        ((0, 2, 4, 6), (4, 6), 2, None)
+    It is made of the sizes of all shards, row-major over the axes: (2, 2, 2, 1), which are steps of 2, not ragged.
     """
 
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # mesh axes that shard the dim, outermost first; empty when it is replicated
     axis_sizes: tuple[int, ...]
     length: int  # global number of elements
     step: int  # elements of the longest shard
@@ -251,8 +240,7 @@ def shard_dim(
 ) -> DimSharding:
     """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements.
 
-    Raises:
-        PlacementError: if explicit sizes do not add up to what the outer axes leave.
+    PlacementError if explicit sizes do not add up to what the outer axes leave.
     """
     sharding = DimSharding.whole(length)
     for axis in axes:

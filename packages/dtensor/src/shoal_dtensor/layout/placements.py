@@ -319,12 +319,7 @@ class Partial(Placement):
 
 @cache
 def norm_order(reduce_op: str) -> float | None:
-    """The order of a p-norm among the reductions; None for any other.
-
-    Example:
-        >>> norm_order("norm2"), norm_order("norm0.5"), norm_order("sum")
-        (2.0, 0.5, None)
-    """
+    """The order of a p-norm among the reductions (of "norm0.5" 0.5); None for any other."""
     return float(reduce_op[4:]) if str(reduce_op).startswith("norm") else None
 
 

@@ -28,11 +28,6 @@ class StridedDimSharding:
 
         element  0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
         rank       0       1        0       1
-
-    Example:
-        >>> sharding = StridedDimSharding(((3, DimSharding((0,), (2,), (2, 1))),), 9)  # (3, 3), its second dim as 2 + 1
-        >>> sharding.size((0,)), sharding.size((1,)), sharding.shape
-        (6, 3, (3, 3))
     """
 
     # pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so; shards of a level
@@ -76,12 +71,7 @@ class StridedDimSharding:
         return [i for start, stop in self.intervals(coordinate) for i in range(start, stop)]
 
     def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
-        """Global `[start, stop)` of every run of elements that the rank at a mesh coordinate holds, in its order.
-
-        Example:
-            >>> StridedDimSharding(((2, DimSharding((0,), (2,), (3, 3))),), 12).intervals((1,))
-            [(3, 6), (9, 12)]
-        """
+        """Global `[start, stop)` of every run of elements that the rank at a mesh coordinate holds, in its order."""
         runs = [(0, 1)]  # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
         for n, sharding in self._folded:
             start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
@@ -113,15 +103,7 @@ AnyDimSharding = DimSharding | StridedDimSharding
 
 
 def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimSharding | None:
-    """A dim of `length` elements with these shardings (runs -> sharding of one run); None if they do not fit together.
-
-    Example:
-        >>> plain = DimSharding((0,), (2,), (6, 6))
-        >>> fold_levels({1: plain}, 12) is plain
-        True
-        >>> fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12) is None
-        True
-    """
+    """A dim of `length` elements with these shardings (runs -> sharding of one run); None if they do not fit."""
     ascending = sorted(levels.items())
     if len(ascending) == 1 and ascending[0][0] == 1:
         return ascending[0][1]

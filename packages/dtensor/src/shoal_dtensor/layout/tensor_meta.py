@@ -59,12 +59,7 @@ class ShardOrderEntry(NamedTuple):
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major stride in elements.
-
-    Example:
-        >>> contiguous_stride((2, 3, 4))
-        (12, 4, 1)
-    """
+    """Row-major stride in elements: of (2, 3, 4) it is (12, 4, 1)."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -106,11 +101,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped.
-
-    Args:
-        value: an argument or result of an operator.
-    """
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):

@@ -29,22 +29,12 @@ def root(total: Tensor, order: float, dtype: torch.dtype) -> Tensor:
 
 
 def wire_itemsize(op: str, dtype: torch.dtype) -> int:
-    """Bytes of an element while it is reduced.
-
-    Example:
-        >>> wire_itemsize("norm2", torch.bfloat16), wire_itemsize("sum", torch.bfloat16)
-        (8, 2)
-    """
+    """Bytes of an element while it is reduced."""
     return dtype.itemsize if norm_order(op) is None else torch.float64.itemsize
 
 
 def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that a reduction ignores.
-
-    Example:
-        >>> identity_of("sum", torch.float32), identity_of("min", torch.int8), identity_of("band", torch.int32)
-        (0, 127, -1)
-    """
+    """The value that a reduction ignores."""
     order = norm_order(op)
     if order is not None:
         return 0.0 if order > 0 else float("inf")

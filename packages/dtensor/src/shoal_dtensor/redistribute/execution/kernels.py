@@ -71,11 +71,7 @@ def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
 def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
     """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`.
 
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Shard, Spec
-        >>> members(Spec(abstract_mesh((2, 2, 2)), [Shard(0)] * 3, (8,)), (2, 0), (0, 1, 0))
-        [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
+    On (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1).
     """
     coordinates = []
     for position in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
