@@ -53,7 +53,6 @@ def gather(call: OpCall) -> Iterator[Row]:
             yield call.row(index=S(dim if per_element else 0), out=S(dim))
         if adds_up(source):
             yield call.row(self=S(dim), out=lookup_partial(source))
-    yield from call.keeping_partials("self")
 
 
 @along_dim
@@ -153,7 +152,6 @@ def embedding(call: OpCall) -> Iterator[Row]:
     yield call.row(weight=S(1), out=S(ndim))
     if adds_up(call["weight"]):
         yield call.row(weight=S(0), out=P("sum"))
-    yield from call.linear("weight")
 
 
 def _embedding(local_call: LocalCall) -> LocalFunction | None:
@@ -177,7 +175,6 @@ def _embedding(local_call: LocalCall) -> LocalFunction | None:
 def embedding_dense_backward(call: OpCall) -> Iterator[Row]:
     gradient, indices = call["grad_output"], call["indices"]
     yield call.row(grad_output=S(gradient.ndim - 1), out=S(1))
-    yield from call.linear("grad_output")
     if not call["scale_grad_by_freq"]:
         yield from (call.row(grad_output=S(d), indices=S(d), out=P("sum")) for d in range(indices.ndim))
 
@@ -214,7 +211,6 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
 
 def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
     """By embedding dim; where a maximum was taken, its places have that dim too."""
-    yield from call.linear("grad")
     yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
 
 
@@ -222,26 +218,28 @@ def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
     """Each is the product of a row of the gradient and one of the vocabulary."""
     yield call.row(grad=S(1), weight=S(1), out=P("sum"))
     yield call.row(weight=S(0), out=P("sum"))
-    yield from call.linear("grad", "weight")
 
 
 GATHER_SCATTER: Table = family(
     {
-        "gather index_select": Rule(gather, _lookup),
+        "gather index_select": Rule(gather, _lookup, moves="self"),
         "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
         "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
         "scatter_add": Rule(scatter_add, _scatter),
         "index_add": Rule(scatter_add, _write_slices),
         "index_copy index_fill": Rule(scatter, _write_slices),
-        "embedding": Rule(embedding, _embedding),
+        "embedding": Rule(embedding, _embedding, linear="weight"),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             # Dense: no DTensor is sparse.
             embedding_bag_backward,
             lambda local_call: with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None,
+            linear="grad",
         ),
-        "_embedding_bag_per_sample_weights_backward": Rule(per_sample_weights_backward, _embedding_bag),
-        "embedding_dense_backward": Rule(embedding_dense_backward),
+        "_embedding_bag_per_sample_weights_backward": Rule(
+            per_sample_weights_backward, _embedding_bag, linear="grad weight"
+        ),
+        "embedding_dense_backward": Rule(embedding_dense_backward, linear="grad_output"),
     }
 )

@@ -94,7 +94,6 @@ def index(call: OpCall) -> Iterator[Row]:
     reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     summed = where.indexed if adds_up(source) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
-    yield from call.keeping_partials("self")
 
 
 def _index(local_call: LocalCall) -> LocalFunction | None:
@@ -259,7 +258,6 @@ def take(call: OpCall) -> Iterator[Row]:
     source, index = call["self"], call["index"]
     yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
     yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim) if adds_up(source))
-    yield from call.keeping_partials("self")
 
 
 def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -303,10 +301,10 @@ def _put(local_call: LocalCall) -> LocalFunction | None:
 
 INDEXING: Table = family(
     {
-        "index.Tensor _unsafe_index.Tensor": Rule(index, _index),
+        "index.Tensor _unsafe_index.Tensor": Rule(index, _index, moves="self"),
         "index_put.default index_put_.default": Rule(index_put, _index_put),
         "_index_put_impl_.default _unsafe_index_put.default": Rule(index_put, _index_put),
-        "take.default": Rule(take, _take),
+        "take.default": Rule(take, _take, moves="self"),
         "put.default put_.default": Rule(put, _put),
     }
 )

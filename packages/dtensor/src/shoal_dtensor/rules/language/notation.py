@@ -211,12 +211,11 @@ def product(
     return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
 
 
-def alike(call: OpCall, *fixed: int, linear: str = "") -> Iterator[Row]:
-    """One row per dim that is not `fixed`, which shards it in all operands and results; and those of `call.linear`."""
+def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
+    """One row per dim that is not `fixed`, which shards it in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:
             yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
-    yield from call.linear(*filter(call.places.get, linear.split()))
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]

@@ -372,9 +372,9 @@ class OpCall:
         return given
 
     def linear(self, *names: str) -> Iterator[Row]:
-        """For each argument named: the rows in which it alone, and the results, are partial sums or averages."""
+        """For each argument named that is given: the rows in which it alone, and all results, are sums or averages."""
         for name in names:
-            if self.places[name]:
+            if self.places.get(name):
                 yield from self.keeping_partials(name, ops=("sum", "avg"))
 
     def keeping_partials(self, *names: str, ops: Sequence[str] = REDUCE_OPS) -> Iterator[Row]:

@@ -19,7 +19,8 @@ Row functions are generators, named after the operator, and name arguments as th
   several are `out0`, `out1`, ...; `out=` stands for all of them.  Entries for results that a mask argument leaves out
   are ignored too.
 - Lists of tensors (`cat`, `split`) take one entry for all, or a sequence with one each.
-- `yield from call.linear("grad")` gives the rows of an operator that is linear in that argument.
+- `Rule(..., linear="grad")` adds the rows of an operator that is linear in that argument, `moves="self"` those of one
+  that changes no element of it.
 - `traffic=lambda ranks: nbytes` marks a row whose local function communicates, with the bytes each rank receives.
 - The same function serves the functional, the in-place and the `out=` form; for operators that only write to their
   inputs (`_foreach_add_`) `out` means what is written.
@@ -109,6 +110,10 @@ class Rule:
         sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
             outputs have sizes of their inputs: the names of arguments that are lists of sizes. A run on few elements
             then shows the outputs for all such shapes. None where sizes matter otherwise.
+        linear: names of arguments, with spaces between them, in each of which alone the operator is linear: a partial
+            sum or average of one makes all results such.
+        moves: names of arguments of which the operator only moves elements to the results: if all of them are partial
+            alike, the results are too, whatever the reduction.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
@@ -118,21 +123,24 @@ class Rule:
     unordered: bool = False
     skip_empty: bool = False
     sizes: tuple[str, ...] | None = None
+    linear: str = ""
+    moves: str = ""
 
     def rows_of(self, call: OpCall) -> list[Row]:
-        """The rows for a call: those of the rule in which a conversion may come before a reduction, if there is one.
+        """The rows for a call, but for those in which a conversion of dtypes would come before a reduction and may not.
 
         An operator that writes to inputs and returns nothing keeps those in which every written input already has the
         placement of the result.
         """
-        rows = reducible_later(self.rows(call), call)
+        moved = call.keeping_partials(*self.moves.split()) if self.moves else ()
+        rows = reducible_later([*self.rows(call), *call.linear(*self.linear.split()), *moved], call)
         if call.schema.returns or not call.written:
             return rows
         kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]
         return [replace(row, outputs=()) for row in kept]
 
 
-def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
+def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
     """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
 
     Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
@@ -143,7 +151,7 @@ def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
     results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
     kinds = {*sources, *results}
     if len(kinds) == 1 and _has_fractions(*kinds):
-        return [*rows]
+        return rows
 
     def fits(row: Row) -> bool:
         given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]

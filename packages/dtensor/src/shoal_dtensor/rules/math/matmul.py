@@ -173,6 +173,6 @@ MATMUL: Table = family(
         "linalg_cross": Rule(linalg_cross),
         "trace": product("m n -> ", linear=(0,), local=_trace),
         "_trilinear": Rule(trilinear),
-        "_fft_c2c _fft_r2c _fft_c2r": Rule(lambda call: alike(call, *call.dims(), linear="self"), skip_empty=True),
+        "_fft_c2c _fft_r2c _fft_c2r": Rule(lambda call: alike(call, *call.dims()), skip_empty=True, linear="self"),
     }
 )

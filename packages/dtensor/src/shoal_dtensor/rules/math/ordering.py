@@ -156,8 +156,6 @@ def cumulative(call: OpCall) -> Iterator[Row]:
     total = columns * sum(output.dtype.itemsize for output in call.outputs)
     for d in range(source.ndim):
         yield call.row(self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None)
-    if call.op.__name__.startswith("cumsum"):
-        yield from call.linear("self")
 
 
 Scan = tuple[Tensor, ...]  # what a cumulative operator returns: values, and of `cummax` and `cummin` their indices
@@ -216,7 +214,8 @@ ORDERING: Table = family(
         "median nanmedian mode kthvalue": Rule(sort, _sort),
         "topk": Rule(topk, _topk),
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _extremum, unordered=True, skip_empty=True),
-        "cumsum cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
+        "cumsum": Rule(cumulative, _scanned, sizes=(), linear="self"),
+        "cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _scanned),
     }
 )

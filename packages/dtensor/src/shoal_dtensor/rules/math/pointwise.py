@@ -156,7 +156,7 @@ _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
 # Values unchanged: any reduction still to be done stays to be done.
-_KEPT = replace(_PLAIN, rows=lambda call: (*_PLAIN.rows(call), *call.keeping_partials(call.schema.inputs[0])))
+_KEPT = replace(_PLAIN, moves="self")
 _SUM = replace(pointwise(partial=_sums), local=_offset)
 
 _RULES: dict[str, Rule] = {

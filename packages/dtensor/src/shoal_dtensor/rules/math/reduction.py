@@ -71,7 +71,6 @@ def _count(local_call: LocalCall) -> int:
 def mean(call: OpCall) -> Iterator[Row]:
     for row in rows_along(call, P("sum")):
         yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
-    yield from call.linear("self")
 
 
 def _mean(local_call: LocalCall) -> LocalFunction | None:
@@ -202,8 +201,6 @@ def softmax(call: OpCall) -> Iterator[Row]:
     # Of integers there is no kernel: all ranks get the error of the global tensor.
     for d in range(result.ndim if result.dtype.is_floating_point else 0):
         yield call.row(dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None)
-    if is_gradient:
-        yield from call.linear("grad_output")
 
 
 @along_dim
@@ -239,7 +236,7 @@ REDUCTION: Table = family(
     {
         "sum": _reduction("sum", "sum", "avg"),
         "nansum count_nonzero": _reduction("sum"),
-        "mean": Rule(mean, _mean, sizes=()),
+        "mean": Rule(mean, _mean, sizes=(), linear="self"),
         "prod": _reduction("product", "product"),
         "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
@@ -254,8 +251,10 @@ REDUCTION: Table = family(
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
         "_softmax _log_softmax": Rule(softmax, _softmax, sizes=()),
         "_safe_softmax": Rule(lambda call: alike(call, call.dim()), skip_empty=True),
-        "glu glu_backward": Rule(lambda call: alike(call, call.dim(), linear="grad_output")),
-        "_softmax_backward_data _log_softmax_backward_data": Rule(softmax, _softmax_backward, sizes=()),
+        "glu glu_backward": Rule(lambda call: alike(call, call.dim()), linear="grad_output"),
+        "_softmax_backward_data _log_softmax_backward_data": Rule(
+            softmax, _softmax_backward, sizes=(), linear="grad_output"
+        ),
     },
     unordered=True,
 ) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})

@@ -75,8 +75,6 @@ def attention(call: OpCall) -> Iterator[Row]:
             entries = [inputs.get(name, R) for name in present]
             results = [P("sum") if entry is R else entry for entry in entries]
         yield call.row(inputs | {f"out{i}": entry for i, entry in enumerate(results)})
-    if is_gradient:
-        yield from call.linear(first)
 
 
 def _attend(local_call: LocalCall) -> LocalFunction | None:
@@ -108,6 +106,6 @@ _KERNELS = (
 ATTENTION: Table = family(
     {
         _KERNELS: Rule(attention, _attend, skip_empty=True),
-        backward(_KERNELS): Rule(attention, _attend, skip_empty=True),
+        backward(_KERNELS): Rule(attention, _attend, skip_empty=True, linear="grad_out grad_out_"),
     }
 )

@@ -81,8 +81,6 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
         inputs["grad_output"] = R
     row = call.row(inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
     yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
-    if is_backward:
-        yield from call.linear("grad_output")
 
 
 # -- negative log-likelihood ---------------------------------------------------------------------------------------
@@ -112,8 +110,6 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
         else:
             row = call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
-    if is_gradient:
-        yield from call.linear("grad_output")
 
 
 _IGNORED = -100  # no position in a shard
@@ -171,12 +167,14 @@ LOSS: Table = family(
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _LOSS_BACKWARD,
         "soft_margin_loss_backward binary_cross_entropy_backward": _LOSS_BACKWARD,
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
-        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss, _nll_loss_backward, sizes=()),
+        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss, _nll_loss_backward, sizes=(), linear="grad_output"),
     },
     unordered=True,
 ) | family(
     {
         "multi_margin_loss multilabel_margin_loss_forward": Rule(sample_loss, _loss, skip_empty=True),
-        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(sample_loss, _loss, skip_empty=True),
+        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(
+            sample_loss, _loss, skip_empty=True, linear="grad_output"
+        ),
     }
 )

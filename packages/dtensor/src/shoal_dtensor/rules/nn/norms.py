@@ -80,7 +80,6 @@ def norm_backward(call: OpCall) -> Iterator[Row]:
         traffic = two_sums if _is_training(call) and statistics is R else None
         summed = P("sum") if parameters is R else parameters
         yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
-    yield from call.linear("grad_out")
 
 
 # --- sharded statistics -----------------------------------------------------------------------------------------------
@@ -237,16 +236,18 @@ NORMS: Table = family(
     {
         "native_layer_norm _fused_rms_norm": Rule(norm, _forward, skip_empty=True, sizes=("normalized_shape",)),
         "native_layer_norm_backward _fused_rms_norm_backward": Rule(
-            norm_backward, _backward, sizes=("normalized_shape",)
+            norm_backward, _backward, sizes=("normalized_shape",), linear="grad_out"
         ),
         "native_batch_norm _native_batch_norm_legit": Rule(norm, _forward, skip_empty=True),
         "_batch_norm_with_update _batch_norm_no_update": Rule(norm, _forward, skip_empty=True),
-        "native_batch_norm_backward batch_norm_backward": Rule(norm_backward, _backward, skip_empty=True),
+        "native_batch_norm_backward batch_norm_backward": Rule(
+            norm_backward, _backward, skip_empty=True, linear="grad_out"
+        ),
     },
     unordered=True,
 ) | family(
     {
         "native_group_norm": Rule(norm, _forward, skip_empty=True),
-        "native_group_norm_backward": Rule(norm_backward, _backward, skip_empty=True),
+        "native_group_norm_backward": Rule(norm_backward, _backward, skip_empty=True, linear="grad_out"),
     }
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -35,12 +34,12 @@ def spatial_dims(call: OpCall) -> int:
     return next(n for n in (1, 2, 3) if f"{n}d" in call.op.__name__)
 
 
-def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
-    """Rows for the leading dims that all operands share, and of the argument in which the operator is linear."""
+def planes(call: OpCall) -> Iterator[Row]:
+    """Rows for the leading dims that all operands share."""
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
     differ = [d for d in range(call.outputs[0].ndim) if d >= free or len({t.shape[d] for t in operands}) > 1]
-    return alike(call, *differ, linear=linear)
+    return alike(call, *differ)
 
 
 # --- pooling, resampling ----------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
 def windowed(call: OpCall) -> Iterator[Row]:
     """Rows of planes, then one per spatial dim: what has the result's size is sharded as its windows are."""
     is_gradient = "grad_output" in call.places
-    yield from planes(call, "" if _takes_maximum(call) and not is_gradient else next(iter(call.places)))
+    yield from planes(call)
     for dim, windows in _windows(call).items():
         whole, result = S(dim), S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
         inputs = {name: whole if name in ("self", "input") else result for name in call.places}
@@ -237,7 +236,6 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
         entries: Case = {name: case[name] for name in ("input", "weight") if name in case}
         entries |= {f"out{i}": entry for i, entry in enumerate(gradients)}
         yield call.row(entries, grad_output=R if is_summed else case["out"], traffic=traffic)
-    yield from call.linear("grad_output")
 
 
 def _local_groups(call: OpCall, weight: Spec) -> int:
@@ -310,8 +308,8 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-_WINDOWS = (
-    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d "
+_MAXIMA = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
+_SUMS = (
     "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
@@ -322,20 +320,21 @@ _WINDOWS = (
 WINDOWED: Table = family(
     {
         "convolution": Rule(convolution, _in_global_memory_format),
-        "convolution_backward": Rule(convolution_backward, _convolve_backward),
+        "convolution_backward": Rule(convolution_backward, _convolve_backward, linear="grad_output"),
         # k elements of its window for each channel; by 2, a channel of 2 x 2 fine pixels is 4 channels of coarse ones
         "im2col": _images("... c h w -> ... (c k) l", "h w"),
         "col2im": _images("... (c k) l -> ... c h w", "l"),
         "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
         "pixel_unshuffle": _images("... c (h r) (w s) -> ... (c r s) h w"),
         "channel_shuffle native_channel_shuffle": Rule(lambda call: alike(call, 1), skip_empty=True),
-        _WINDOWS: Rule(windowed, _windowed, skip_empty=True),
-        backward(_WINDOWS): Rule(windowed, _windowed_backward, skip_empty=True),
-        "avg_pool1d": Rule(partial(planes, linear="self"), skip_empty=True),
+        _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
+        _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
+        backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed_backward, skip_empty=True, linear="grad_output"),
+        "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         "fractional_max_pool2d fractional_max_pool3d": Rule(fractional_max_pool, skip_empty=True),
         "fractional_max_pool2d_backward fractional_max_pool3d_backward": Rule(
-            partial(planes, linear="grad_output"), skip_empty=True
+            planes, skip_empty=True, linear="grad_output"
         ),
         # at the places in `t`: batch, channels of the image, rows and columns of the grid
         "grid_sampler_2d": _images("n c h w, n p q t -> n c p q", "h w t"),

@@ -24,7 +24,7 @@ from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import PadMap, SliceMap
-from .views import rearrangement, same_dims, with_input_sizes
+from .views import same_dims, with_input_sizes
 
 aten: Any = torch.ops.aten
 
@@ -40,7 +40,6 @@ def cat(call: OpCall) -> Iterator[Row]:
     for i in joined:
         padded = PadMap(sum(lengths[:i]), sum(lengths[i + 1 :]))  # lengths 2, 4, 1, i = 1: 2 before, 1 after
         yield call.row(tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded))
-    yield from call.keeping_partials("tensors")
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
@@ -72,7 +71,6 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
 def stack(call: OpCall) -> Iterator[Row]:
     dim = int(call["dim"]) % call.outputs[0].ndim
     yield from same_dims(call, ((d, d + (d >= dim)) for d in range(call.outputs[0].ndim - 1)), "tensors")
-    yield from call.keeping_partials("tensors")
 
 
 # --- pad --------------------------------------------------------------------------------------------------------------
@@ -116,9 +114,7 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 def reflection_pad(call: OpCall) -> Iterator[Row]:
     """Reflecting and replicating pads read all of the padded dims, the last ones; batch and channels may be sharded."""
     ndim = call["self"].ndim
-    yield from alike(call, *range(ndim - len(call["padding"]) // 2, ndim), linear="grad_output")
-    if "grad_output" not in call.places:
-        yield from call.keeping_partials("self")
+    yield from alike(call, *range(ndim - len(call["padding"]) // 2, ndim))
 
 
 def _a_shard(call: OpCall) -> Traffic:
@@ -148,7 +144,6 @@ def roll(call: OpCall) -> Iterator[Row]:
     if (moving := _runs(call)) is not None:
         yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
-    yield from call.keeping_partials("self")
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
@@ -176,7 +171,6 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
 def rot90(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
     yield from alike(call, *(int(d) % ndim for d in call["dims"]))
-    yield from call.keeping_partials("self")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +191,6 @@ def repeat(call: OpCall) -> Iterator[Row]:
         if repeats[d + new] > 1:
             repeated = S(d + new, map=RepeatMap(repeats[d + new]))
             yield call.row(self=S(d), out=repeated, traffic=_a_shard(call))
-    yield from call.keeping_partials("self")
 
 
 def _repeat(local_call: LocalCall) -> LocalFunction | None:
@@ -260,18 +253,15 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
 
 def diagonal_backward(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, enumerate(_beside_matrix(call, len(call["input_sizes"]))), "grad_output")
-    yield from call.linear("grad_output")
 
 
 def diagonal_scatter(call: OpCall) -> Iterator[Row]:
     for i, d in enumerate(_beside_matrix(call, call["self"].ndim)):
         yield call.row(self=S(d), src=S(i), out=S(d))
-    yield from call.keeping_partials("self", "src")
 
 
 def diag_embed(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, enumerate(_beside_matrix(call, call.outputs[0].ndim)))
-    yield from call.linear("self")
 
 
 def _tril(local_call: LocalCall) -> LocalFunction | None:
@@ -281,25 +271,26 @@ def _tril(local_call: LocalCall) -> LocalFunction | None:
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
 
 
-_REFLECTION = Rule(reflection_pad, skip_empty=True)
+_REFLECTION = Rule(reflection_pad, skip_empty=True, moves="self")
+_REFLECTION_BACKWARD = Rule(reflection_pad, skip_empty=True, linear="grad_output")
 
 REARRANGEMENT: Table = family(
     {
-        "cat.default cat.out": Rule(cat, _cat),
-        "stack": Rule(stack),
+        "cat.default cat.out": Rule(cat, _cat, moves="tensors"),
+        "stack": Rule(stack, moves="tensors"),
         "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
         "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default": _REFLECTION,
         "replication_pad1d.default replication_pad2d.default replication_pad3d.default": _REFLECTION,
-        "reflection_pad1d_backward.default reflection_pad2d_backward.default": _REFLECTION,
-        "reflection_pad3d_backward.default replication_pad1d_backward.default": _REFLECTION,
-        "replication_pad2d_backward.default replication_pad3d_backward.default": _REFLECTION,
-        "roll flip": Rule(roll, _roll),
-        "rot90": Rule(rot90),
-        "repeat": Rule(repeat, _repeat),
-        "diagonal.default": rearrangement(diagonal, _diagonal),
-        "diagonal_backward.default": Rule(diagonal_backward, with_input_sizes, skip_empty=True),
-        "diagonal_scatter": Rule(diagonal_scatter),
-        "diag_embed": Rule(diag_embed),
+        "reflection_pad1d_backward.default reflection_pad2d_backward.default": _REFLECTION_BACKWARD,
+        "reflection_pad3d_backward.default replication_pad1d_backward.default": _REFLECTION_BACKWARD,
+        "replication_pad2d_backward.default replication_pad3d_backward.default": _REFLECTION_BACKWARD,
+        "roll flip": Rule(roll, _roll, moves="self"),
+        "rot90": Rule(rot90, moves="self"),
+        "repeat": Rule(repeat, _repeat, moves="self"),
+        "diagonal.default": Rule(diagonal, _diagonal, unordered=True, moves="self"),
+        "diagonal_backward.default": Rule(diagonal_backward, with_input_sizes, skip_empty=True, linear="grad_output"),
+        "diagonal_scatter": Rule(diagonal_scatter, moves="self src"),
+        "diag_embed": Rule(diag_embed, linear="self"),
         "tril triu": product("... -> ...", linear=(0,), local=_tril),
     }
 )

@@ -146,7 +146,6 @@ def slice_(call: OpCall) -> Iterator[Row]:
         maps = [SliceMap(*span) for span in spans(t.shape[dim] for t in call.outputs)]  # split into 2 and 3: 0:2, 2:5
     yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
     yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
-    yield from call.keeping_partials("self")
 
 
 @along_dim
@@ -182,7 +181,6 @@ def select(call: OpCall) -> Iterator[Row]:
     if is_one and not shape:  # one element, which no dim is left to be sharded
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
-    yield from call.keeping_partials("self")
 
 
 @along_dim
@@ -231,7 +229,6 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
     whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]  # one coordinate has all of a selection's gradient
     yield from (call.row(grad_output=entry, out=back) for entry in (whole if is_one else [S(dim)]))
-    yield from call.linear("grad_output")
 
 
 def _slice_backward(local_call: LocalCall) -> LocalFunction:
@@ -258,7 +255,6 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
         if d != dim:
             yield call.row(self=S(d), src=S(_after(d, dim) if is_one else d), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
-    yield from call.keeping_partials("self", "src")
 
 
 @along_dim
@@ -278,12 +274,12 @@ def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction
 
 SLICING: Table = family(
     {
-        "slice.Tensor": Rule(slice_, _slice),
-        "split.Tensor split_with_sizes.default": Rule(slice_, _split),
-        "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split),
-        "select.int": Rule(select, _select),
-        "unbind.int": Rule(select, _unbind),
-        "slice_backward.default select_backward.default": Rule(slice_backward, _slice_backward),
+        "slice.Tensor": Rule(slice_, _slice, moves="self"),
+        "split.Tensor split_with_sizes.default": Rule(slice_, _split, moves="self"),
+        "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split, moves="self"),
+        "select.int": Rule(select, _select, moves="self"),
+        "unbind.int": Rule(select, _unbind, moves="self"),
+        "slice_backward.default select_backward.default": Rule(slice_backward, _slice_backward, linear="grad_output"),
     },
     unordered=True,
-) | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter)})
+) | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter, moves="self src")})

@@ -13,7 +13,7 @@ the runs makes the sharding plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product, takewhile
 from math import lcm, prod
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..language.local_ops import with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family, replicated
 
 
 class DimMapping(NamedTuple):
@@ -129,18 +129,11 @@ def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping
 
 
 aten: Any = torch.ops.aten
-Rows = Callable[[OpCall], Iterable[Row]]
-Local = Callable[[LocalCall], LocalFunction | None]
 
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self") -> Iterator[Row]:
     """One row per pair (dim of input `name`, dim of every output) that are sharded alike."""
     yield from (call.row({name: S(d)}, out=S(target)) for d, target in pairs)
-
-
-def rearrangement(rows: Rows, local: Local | None = None, sizes: tuple[str, ...] | None = None) -> Rule:
-    """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
-    return Rule(lambda call: (*rows(call), *call.keeping_partials("self")), local, unordered=True, sizes=sizes)
 
 
 def view(call: OpCall) -> Iterator[Row]:
@@ -240,7 +233,6 @@ def _unfold(local_call: LocalCall) -> LocalFunction | None:
 def view_as_real(call: OpCall) -> Iterator[Row]:
     """And `view_as_complex`: all dims but the one of two, real and imaginary part."""
     yield from same_dims(call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim))))
-    yield from call.linear("self")
 
 
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
@@ -254,23 +246,26 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
         yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim), "grad_in")
         if size <= step and sizes[dim] % step == 0:  # 3 every 4: window i is elements 4i to 4i + 2
             yield call.row(grad_in=S(dim), out=S(dim, step))
-    yield from call.linear("grad_in")
 
 
 VIEWS: Table = family(
     {
-        "view.default _unsafe_view.default _reshape_alias.default": rearrangement(view, _view),
-        "unsqueeze.default": rearrangement(unsqueeze, sizes=()),
-        "squeeze.default squeeze.dim squeeze.dims": rearrangement(squeeze, _squeeze),
+        "view.default _unsafe_view.default _reshape_alias.default": Rule(view, _view, moves="self"),
+        "unsqueeze.default": Rule(unsqueeze, sizes=(), moves="self"),
+        "squeeze.default squeeze.dim squeeze.dims": Rule(squeeze, _squeeze, moves="self"),
+        "permute.default": Rule(permute, sizes=(), moves="self"),
+        "transpose.int t.default": Rule(transpose, sizes=(), moves="self"),
+        "expand.default": Rule(expand, _expand, moves="self"),
+        "unfold.default": Rule(unfold, _unfold, moves="self"),
+    },
+    unordered=True,
+) | family(
+    {
         "view.dtype": Rule(view_dtype),
-        "permute.default": rearrangement(permute, sizes=()),
-        "transpose.int t.default": rearrangement(transpose, sizes=()),
-        "expand.default": rearrangement(expand, _expand),
-        "unfold.default": rearrangement(unfold, _unfold),
-        "view_as_real.default view_as_complex.default": Rule(view_as_real),
+        "view_as_real.default view_as_complex.default": Rule(view_as_real, linear="self"),
         # Strides are about one storage, which no rank has: gathered, and so no view of its input.
-        "as_strided.default": Rule(lambda call: call.keeping_partials("self")),
-        "as_strided_scatter.default": Rule(lambda call: call.keeping_partials("self", "src")),
-        "unfold_backward.default": Rule(unfold_backward, with_input_sizes, skip_empty=True),
+        "as_strided.default": Rule(replicated, moves="self"),
+        "as_strided_scatter.default": Rule(replicated, moves="self src"),
+        "unfold_backward.default": Rule(unfold_backward, with_input_sizes, skip_empty=True, linear="grad_in"),
     }
 )
