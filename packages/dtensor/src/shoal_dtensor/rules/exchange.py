@@ -1,8 +1,7 @@
 """Exchange of the ranges of a sharded dim that ranks want: one all-to-all with exact blocks; windows and their halos.
 
-What an operator like `roll` or `flip` does to a dim is a list of runs: output positions that are input positions,
-forwards or backwards.  Who sends what to whom follows from the runs, the ranges that ranks hold and those that they
-want.  `roll` by 1 of 6 elements on 2 ranks is the runs 0..4 -> 1..5 and 5 -> 0:
+An operator like `roll` or `repeat` puts every shard of a dim at some places of its result.  Who sends what to whom
+follows from those and from the ranges that ranks want.  `roll` by 1 of 6 elements on 2 ranks puts 0:3 at 1 and at -5:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
@@ -27,7 +26,7 @@ May import: language.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -36,7 +35,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, all_to_all_blocks
+from shoal_mesh import all_to_all_blocks
 
 from ..layout.boxes import spans
 from ..layout.dim_sharding import DimSharding
@@ -46,91 +45,66 @@ from .language.local_ops import shard_index
 from .language.rule import OpCall, Traffic
 
 Interval = tuple[int, int]
+Block = tuple[int, int, int]
+"""Where elements are in the sender's shard and in what the receiver wants, and how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Output positions `target + i` are input positions `source + i` (`source - i` if `back`), for `i < length`."""
-
-    source: int
-    target: int
-    length: int
-    back: bool = False
-
-
-Block = Run
-"""From local positions of the sender to those of the receiver; of one backwards, `source` is the lowest position."""
-
-
-def _blocks(runs: Sequence[Run], local: Interval, wanted: Interval) -> Iterator[Block]:
-    for run in runs:
-        # Elements `i` of the run whose output position is wanted, and whose input position is local.
-        start, stop = wanted[0] - run.target, wanted[1] - run.target  # roll, 0.. -> 1.., wanted 3:6: i in 2:5
-        low, high = local[0] - run.source, local[1] - run.source  # roll, local 3:6: i in 3:6
-        if run.back:
-            low, high = 1 - high, 1 - low  # flip of 6, 5.. -> 0.., local 3:6: (-2, 1), so i in 0:3
-        first, last = max(0, start, low), min(run.length, stop, high)  # roll, a run of 5: i in 3:5
-        if last > first:
-            source = run.source - last + 1 if run.back else run.source + first  # flip, i in 0:3: input 5 - 3 + 1 = 3
-            yield Block(source - local[0], run.target + first - wanted[0], last - first, run.back)  # 2, from 0 to 1
+def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Block]:
+    """What a range has of a shard that is put at each of `places`."""
+    parts = [(at, max(at, wanted[0]), min(at + size, wanted[1])) for at in places]  # 3:6 at 4, of 3:6: 4, 4, 6
+    return [(start - at, start - wanted[0], stop - start) for at, start, stop in parts if start < stop]  # 0, 1, 2
 
 
 class Relocation:
     """The exchange from the shards of a dim to the ranges that ranks want; every rank of the dim's axes takes part.
 
-    The ranges of output positions that each shard's rank wants may overlap; positions that no run names stay undefined.
-    If nothing `moves`, every rank has what it wants, at its place: then there is no collective.
+    Every shard is put at some places of a dim, of which each shard's rank wants a range; these may overlap, and reach
+    over the ends.  If nothing `moves`, every rank has what it wants, at its place: then there is no collective.
     """
 
     def __init__(
-        self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run], *, moves: bool = True
+        self, spec: Spec, dim: int, places: Sequence[Sequence[int]], wanted: Sequence[Interval], *, moves: bool = True
     ) -> None:
-        sharding = spec.dim_sharding(dim)
-        shards = spans(sharding.sizes)
-        self.mesh: DeviceMesh = spec.mesh
-        self.axes: tuple[int, ...] = sharding.axes
-        self.dim, self.moves = dim, moves
+        self.spec, self.dim, self.moves = spec, dim, moves
         self.index: int = shard_index(spec, dim)
-        self.local: Interval = shards[self.index]
+        sizes, mine = spec.sizes(dim), places[self.index]
+        self.size: int = sizes[self.index]
         self.wanted: Interval = wanted[self.index]  # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
-        self.sends: list[list[Block]] = [[*_blocks(runs, self.local, there)] for there in wanted]
-        self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in shards]
+        self.sends: list[list[Block]] = [_blocks(mine, self.size, there) for there in wanted]
+        self.receives: list[list[Block]] = [_blocks(*each, self.wanted) for each in zip(places, sizes, strict=True)]
+        # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1, 1); 5:7: (-1, -1).
+        self._widths: dict[int, Interval] = {dim: (mine[0] - self.wanted[0], self.wanted[1] - mine[0] - self.size)}
 
-    def forwards(self, x: Tensor) -> Tensor:
-        """What this rank wants, out of the shards."""
+    def forwards(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """What this rank wants, out of the shards; `fill` where nothing was put."""
         if not self.moves:
-            return x.narrow(self.dim, self.wanted[0] - self.local[0], self.wanted[1] - self.wanted[0])
-        result = self._resized(x, self.wanted[1] - self.wanted[0])
-        blocks = [[self._block(x, block) for block in to_rank] for to_rank in self.sends]
-        out = [[result.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
+            return _padded(x, self._widths, fill)
+        result = x.new_full(self._shape(x, self.wanted[1] - self.wanted[0]), fill)
+        blocks = [[x.narrow(self.dim, at, length) for at, _, length in to_rank] for to_rank in self.sends]
+        out = [[result.narrow(self.dim, at, length) for _, at, length in each] for each in self.receives]
         self._exchange(blocks, out, x, result)
         return result
 
     def backwards(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's shard: what all ranks' gradients say of it, added up.  For runs forwards."""
+        """The gradient of this rank's shard: what all ranks' gradients say of it, added up."""
         if not self.moves:
-            around = self.wanted[0] - self.local[0], self.local[1] - self.wanted[1]  # wants 5:7 of its 4:8: (1, 1)
-            return _padded(gradient, {self.dim: around}).contiguous()
-        total = self._resized(gradient, self.local[1] - self.local[0]).zero_()
-        blocks = [[gradient.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
-        out = [[self._resized(gradient, block.length) for block in to_rank] for to_rank in self.sends]
+            return _padded(gradient, _negative(self._widths)).contiguous()
+        total = gradient.new_zeros(self._shape(gradient, self.size))
+        blocks = [[gradient.narrow(self.dim, at, length) for _, at, length in each] for each in self.receives]
+        out = [[gradient.new_empty(self._shape(gradient, length)) for *_, length in to_rank] for to_rank in self.sends]
         self._exchange(blocks, out, gradient, total)
         for sent, parts in zip(self.sends, out, strict=True):
-            for block, part in zip(sent, parts, strict=False):  # behind the parts of this rank stands an empty one
-                total.narrow(self.dim, block.source, block.length).add_(part)
+            for (at, _, length), part in zip(sent, parts, strict=False):  # behind this rank's parts is an empty one
+                total.narrow(self.dim, at, length).add_(part)
         return total
 
     def _exchange(self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor) -> None:
         blocks[self.index].append(source.narrow(self.dim, 0, 0))  # a rank that has and gets nothing knows the dtype
         out[self.index].append(result.narrow(self.dim, 0, 0))
-        all_to_all_blocks(blocks, self.mesh.comm(self.axes), out)
+        all_to_all_blocks(blocks, self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes), out)
 
-    def _block(self, x: Tensor, block: Block) -> Tensor:
-        view = x.narrow(self.dim, block.source, block.length)
-        return view.flip(self.dim) if block.back else view
-
-    def _resized(self, like: Tensor, length: int) -> Tensor:
-        return like.new_empty([length if d == self.dim else n for d, n in enumerate(like.shape)])
+    def _shape(self, like: Tensor, length: int) -> list[int]:
+        return [length if d == self.dim else n for d, n in enumerate(like.shape)]
 
 
 # --- windows and halos ------------------------------------------------------------------------------------------------
@@ -247,22 +221,21 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
 
 @lru_cache(maxsize=4096)
 def _needs_halo(windows: Windows) -> bool:
-    """Whether two shards, with the border somewhere, read of each other; more shards read no less."""
-    borders = range(1, windows.length)
-    return any(_reads_others(windows, DimSharding((0,), (2,), (at, windows.length - at))) for at in borders)
+    """Whether any sharding makes shards read of each other, as the one of single inputs then does."""
+    return _reads_others(windows, DimSharding((0,), (windows.length,), (1,) * windows.length))
 
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Whether any shard reads what it does not hold."""
-    pairs = zip(spans(sharding.sizes), _wanted(windows, sharding), strict=True)
-    return any(start < shard[0] or shard[1] < stop for shard, (start, stop) in pairs)
+    reads = map(windows.clipped, _wanted(windows, sharding))
+    pairs = zip(spans(sharding.sizes), reads, strict=True)
+    return any(start < stop and (start < shard[0] or shard[1] < stop) for shard, (start, stop) in pairs)
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
-    """What each shard's windows read of the input; an empty range of the shard where they read nothing."""
+    """What each shard's windows read; an empty range of the shard where it has none."""
     pairs = zip(spans(sharding.sizes), spans(windows(sharding).sizes), strict=True)
-    reads = [(shard[0], windows.clipped(windows.reads(outputs))) for shard, outputs in pairs]  # 4 + 4: 0:5, 3:8
-    return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
+    return [windows.reads(outputs) if outputs[0] < outputs[1] else (at, at) for (at, _), outputs in pairs]  # -1:5, 3:9
 
 
 class Halos:
@@ -271,7 +244,6 @@ class Halos:
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
         # By dim: what fetches what this rank's windows read of the input, and returns the gradient of it.
         self.exchanges: dict[int, Relocation] = {}
-        self._margins: dict[int, tuple[int, int]] = {}  # how far windows reach over the start and the end of the input
         # How many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
         # negative where it makes too many.
         self._widths: dict[int, tuple[int, int]] = {}
@@ -280,14 +252,13 @@ class Halos:
         for dim, along in windows.items():
             if not spec.dim_shardings[dim].axes:
                 continue
-            sharding, runs = spec.dim_sharding(dim), [Run(0, 0, along.length)]
-            moves = _reads_others(along, sharding)
-            exchange = Relocation(spec, dim, _wanted(along, sharding), runs, moves=moves)
+            sharding = spec.dim_sharding(dim)
+            places, wanted = [(start,) for start in sharding.offsets], _wanted(along, sharding)
+            exchange = Relocation(spec, dim, places, wanted, moves=_reads_others(along, sharding))
             begin, end = along(sharding).interval_of(exchange.index)
-            first, last = along.reads((begin, end))  # kernel 3, padding 1, outputs 0:4: rows -1:5
+            first, last = exchange.wanted  # kernel 3, padding 1, outputs 0:4: rows -1:5
             start, stop = along.reached((first, last)) if along.transposed else (begin, end)  # inputs 0:3 to -1:6
             self.exchanges[dim] = exchange
-            self._margins[dim] = max(0, min(last, 0) - first), max(0, last - max(first, along.length))  # 8 rows: (1, 0)
             self._widths[dim] = start - begin, end - stop  # of 0:4, -1:6: (-1, -2)
             self.first[dim], self.shape[dim] = first, last - first  # rows -1:5: from -1, 6 of them
 
@@ -306,12 +277,11 @@ class Halos:
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
         for exchange in self.exchanges.values():
-            x = exchange.forwards(x)
-        return _padded(x, self._margins, fill)
+            x = exchange.forwards(x, fill)
+        return x
 
     def return_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard, out of that of what `fetch` returns."""
-        gradient = _padded(gradient, _negative(self._margins))
         for exchange in reversed(self.exchanges.values()):
             gradient = exchange.backwards(gradient)
         return gradient

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
-from ..exchange import Relocation, Run
+from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
@@ -125,42 +125,42 @@ def _a_shard(call: OpCall) -> Traffic:
 # --- roll and flip ----------------------------------------------------------------------------------------------------
 
 
-def _runs(call: OpCall) -> dict[int, tuple[Run, ...]] | None:
-    """For every dim that roll or flip rearranges, where its positions come from; None if it is the flattened tensor."""
-    source = call["self"]
-    if call.get("shifts") is None:
-        lengths = {int(d) % max(source.ndim, 1): source.shape[d] for d in call["dims"]} if source.ndim else {}
-        return {d: (Run(n - 1, 0, n, back=True),) for d, n in lengths.items()}  # 6: 5, 4, ... to 0, 1, ...
-    if not call["dims"]:
-        return None
-    total: dict[int, int] = {}
-    for d, shift in zip(call["dims"], call["shifts"], strict=True):
-        total[int(d) % source.ndim] = total.get(int(d) % source.ndim, 0) + int(shift)
-    turns = {d: shift % max(source.shape[d], 1) for d, shift in total.items()}  # 6 rolled by 1: 1; by -1: 5
-    return {d: (Run(0, k, source.shape[d] - k), Run(source.shape[d] - k, 0, k)) for d, k in turns.items()}
+def _turns(call: OpCall) -> dict[int, int]:
+    """By how much every dim that roll or flip rearranges is rolled; no dim where the flattened tensor is."""
+    source, turns = call["self"], dict[int, int]()
+    for d, shift in zip(call["dims"], call.get("shifts") or [0] * len(call["dims"]), strict=False):
+        if source.ndim:
+            dim = int(d) % source.ndim
+            turns[dim] = (turns.get(dim, 0) + int(shift)) % max(source.shape[dim], 1)  # 6 rolled by 1: 1; by -1: 5
+    return turns
 
 
 def roll(call: OpCall) -> Iterator[Row]:
-    if (moving := _runs(call)) is not None:
+    if (moving := _turns(call)) or call.get("shifts") is None:
         yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
     """Rearrange the other dims locally and the sharded ones between ranks; dims are independent of each other."""
-    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
-    runs = _runs(call) or {}
-    sharded = [d for d in runs if source.dim_shardings[d].axes]
-    if not sharded:
+    call, source, target, turns = local_call.call, local_call["self"], local_call.outputs[0], _turns(local_call.call)
+    flips, moves = call.get("shifts") is None, []
+    for d, turn in turns.items():
+        if not source.dim_shardings[d].axes:
+            continue
+        n, shards = source.shape[d], spans(source.sizes(d))
+        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; flipped at 0.
+        places = [(n - stop,) if flips else (start + turn, start + turn - n) for start, stop in shards]
+        moves.append(Relocation(source, d, places, spans(target.sizes(d))))
+    if not moves:
         return None
-    moves = [Relocation(source, d, spans(target.dim_sharding(d).sizes), runs[d]) for d in sharded]
-    local = [i for i, d in enumerate(call["dims"]) if int(d) % source.ndim not in sharded]
-    dims = [call["dims"][i] for i in local]
-    shifts = None if call.get("shifts") is None else [call["shifts"][i] for i in local]
+    others = {d: turn for d, turn in turns.items() if not source.dim_shardings[d].axes}
 
     def run(x: Tensor, *args: object) -> Tensor:
-        if dims:
-            x = aten.flip.default(x, dims) if shifts is None else aten.roll.default(x, shifts, dims)
+        if flips:
+            x = aten.flip.default(x, call["dims"])
+        elif others:
+            x = aten.roll.default(x, [*others.values()], [*others])
         for move in moves:
             x = move.forwards(x)
         return x
@@ -197,12 +197,15 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     """Fetch the ranges of the sharded dims, then repeat the others locally."""
     call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
     repeats = [int(n) for n in call["repeats"]]
-    new = len(repeats) - source.ndim  # 3 elements twice: 0..2 -> 0..2 and 0..2 -> 3..5
+    new = len(repeats) - source.ndim
     sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
     if not sharded:
         return None
-    runs = {d: [Run(0, i * n, n) for i in range(repeats[d + new])] for d, n in enumerate(source.shape)}
-    moves = [Relocation(source, d, spans(target.dim_sharding(d + new).sizes), runs[d]) for d in sharded]
+    moves = []
+    for d in sharded:
+        n, wanted = source.shape[d], spans(target.sizes(d + new))
+        places = [range(start, n * repeats[d + new], n or 1) for start in source.dim_sharding(d).offsets]
+        moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
     rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
 
     def run(x: Tensor, repeats: Sequence[int]) -> Tensor:
