@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -20,27 +21,32 @@ from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, in_every_form, sharding_axes, with_arguments
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
-SPATIAL = 2  # the first dim behind the channels
+
+def _dims(call: OpCall) -> tuple[list[int], list[int]]:
+    """The dims of the input that every statistic is over, and those that weight and bias have."""
+    ndim = call["input"].ndim
+    if "normalized_shape" in call.bound:
+        last = [*range(ndim - len(call["normalized_shape"]), ndim)]  # (8, 6, 5) over (6, 5): [1, 2]
+        return last, last
+    return [*range(2, ndim)] if "group" in call.bound else [0, *range(2, ndim)], [1]
+
+
+def _unit(call: OpCall) -> int:
+    """Channels that share statistics: 6 channels in 3 groups of 2 are 3 steps, so a rank has 2, 4 or 6 channels."""
+    return call["C"] // call["group"] if "group" in call.bound else 1
 
 
 def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
-    """For every dim of the input: its entry, that of weight and bias, that of the statistics.
+    """For every dim of the input, last those of statistics: its entry, that of weight and bias, that of statistics.
 
     Statistics over the dim are replicated, and so are weight and bias that lack it.
     """
-    ndim = call["input"].ndim
-    if "normalized_shape" in call.bound:
-        free = ndim - len(call["normalized_shape"])  # (8, 6, 5) over (6, 5): 1, and dim 2 is dim 1 of the weight
-        yield from ((S(d), R, S(d)) for d in range(free))
-        yield from ((S(d), S(d - free), R) for d in range(free, ndim))
-    elif "group" in call.bound:
-        unit = call["C"] // call["group"]  # 6 channels in 3 groups of 2 are 3 steps: a rank has 2, 4 or 6 channels
-        yield S(0), R, S(0)
-        yield S(1, unit), S(0, unit), S(1)
-        yield from ((S(d), R, R) for d in range(SPATIAL, ndim))
-    else:
-        yield S(1), S(0), S(0)
-        yield from ((S(d), R, R) for d in _other_dims(ndim))
+    over, parameters = _dims(call)
+    free = [d for d in range(call["input"].ndim) if d not in over]
+    for d in (*free, *over):
+        unit = _unit(call) if d == 1 else 1
+        of_parameters = S(parameters.index(d), unit) if d in parameters else R
+        yield S(d, unit), of_parameters, S(free.index(d)) if d in free else R
 
 
 def _vectors(call: OpCall, parameters: Entry, statistics: Entry) -> dict[str, Any]:
@@ -54,11 +60,6 @@ def _is_training(call: OpCall) -> bool:
     """Whether a norm uses the batch's own statistics, as all but batch norms always do."""
     names = ("training", "train", "update")
     return next((bool(call[name]) for name in names if name in call.bound), "no_update" not in call.op.__name__)
-
-
-def _other_dims(ndim: int) -> list[int]:
-    """The dims that are not channels."""
-    return [d for d in range(ndim) if d != 1]
 
 
 def norm(call: OpCall) -> Iterator[Row]:
@@ -99,7 +100,6 @@ class Statistics:
     shape: Sequence[int]  # that of the local input in which they are over whole `dims`
     dims: list[int]  # those dims
     parameters: Sequence[int]  # the shape in which weight and bias multiply the input and are added
-    others: list[int]  # the dims of the input over which the gradients of weight and bias are summed
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
@@ -110,30 +110,19 @@ class Statistics:
         """A statistic that an operator is given, or returns, shaped to be broadcast to `shape`."""
         return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])  # (8, 3, 6): (8, 3, 1)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The gradient of weight or bias, out of a tensor like the input."""
-        return x.sum(self.others) if self.others else x
-
 
 def _statistics(local_call: LocalCall) -> Statistics | None:
     """The statistics of a call; None if no dim is sharded that they are over."""
     call, spec = local_call.call, local_call["input"]
-    local, channels = spec.local_shape, _other_dims(spec.ndim)
-    if "normalized_shape" in call.bound:
-        free = spec.ndim - len(call["normalized_shape"])
-        dims, others, parameters = [*range(free, spec.ndim)], [*range(free)], [*local[free:]]
-    elif "group" in call.bound:
-        dims, others, parameters = [*range(SPATIAL, spec.ndim)], channels, [-1, *[1] * (spec.ndim - 2)]
-    else:
-        dims, others, parameters = channels, channels, [-1, *[1] * (spec.ndim - 2)]
-    axes, count = sharding_axes(spec, dims), prod(spec.shape[d] for d in dims)
+    local, (over, having), unit = spec.local_shape, _dims(call), _unit(call)
+    axes, count = sharding_axes(spec, over), unit * prod(spec.shape[d] for d in over)  # (8, 6, 5), unit 2: 2 * 5
     if not axes or not _is_training(call):
         return None
+    parameters = [n if d in having else 1 for d, n in enumerate(local)]
     if "group" not in call.bound:
-        return Statistics(spec, axes, count, local, dims, parameters, others)
-    unit = call["C"] // call["group"]
-    by_group = (local[0], local[1] // unit, unit * prod(local[SPATIAL:]))  # (8, 6, 3), unit 2: (8, 3, 6)
-    return Statistics(spec, axes, unit * count, by_group, [2], parameters, others)  # of 2 * 5 elements
+        return Statistics(spec, axes, count, local, over, parameters)
+    by_group = (local[0], local[1] // unit, unit * prod(local[2:]))  # (8, 6, 3), unit 2: (8, 3, 6)
+    return Statistics(spec, axes, count, by_group, [2], parameters)
 
 
 def _forward(local_call: LocalCall) -> LocalFunction | None:
@@ -203,10 +192,11 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
         normal = (normal - statistics.given(given[mean_name]) if mean_name else normal) * rstd
         *first, second = statistics.means(*([scaled] if mean_name else []), scaled * normal)
         of_input = (scaled - sum(first) - normal * second) * rstd
-        of_weight = statistics.summed(gradient * normal.reshape(x.shape))
-        results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
-        specs = iter(local_call.outputs)
-        return tuple(t.to(next(specs).dtype) if wanted else None for t, wanted in zip(results, mask, strict=False))
+        of_weight = gradient * normal.reshape(x.shape)
+        results = (of_input, *(t.sum_to_size(statistics.parameters) for t in (of_weight, gradient)))
+        wanted = compress(results, mask)
+        made = iter([t.to(s.dtype).reshape(s.local_shape) for t, s in zip(wanted, local_call.outputs, strict=True)])
+        return tuple(next(made) if wanted else None for wanted in mask)
 
     return in_every_form(call, run)
 
