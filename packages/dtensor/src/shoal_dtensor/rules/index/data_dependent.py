@@ -18,7 +18,7 @@ from ..._torch.tensors import in_backward
 from ...host_memory import device_of_numbers, upload
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import all_reduced, sharding_axes
+from ..language.local_ops import all_reduced, sharding_axes, where_sharded
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family, replicated
 
 
@@ -73,20 +73,16 @@ def nonzero(call: OpCall) -> Iterator[Row]:
             yield call.row({} if mask is None else {"mask": S(d)}, self=S(d), traffic=traffic)
 
 
-def _nonzero(local_call: LocalCall) -> LocalFunction | None:
-    spec, axes = local_call["self"], sharding_axes(local_call["self"])
-    if not axes:
-        return None
+@where_sharded
+def _nonzero(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     if "mask" in local_call.call.places:
         return lambda x, mask: selected_by(mask, spec, axes, x)
     return lambda x: in_global_order(spec, axes, x.nonzero())[0]
 
 
-def _unique(local_call: LocalCall) -> LocalFunction | None:
+@where_sharded
+def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Values = unique of the values of all shards; counts = sums over shards."""
-    spec, axes = local_call["self"], sharding_axes(local_call["self"])
-    if not axes:
-        return None
     counted, count = bool(local_call.call.get("return_counts")), len(local_call.call.schema.returns)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -178,11 +174,9 @@ def bincount(call: OpCall) -> Iterator[Row]:
     yield call.row(self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64))
 
 
-def _bincount(local_call: LocalCall) -> LocalFunction | None:
+@where_sharded
+def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Counts of the shard, as many as the shard with the largest value needs, summed over shards."""
-    spec, axes = local_call["self"], sharding_axes(local_call["self"])
-    if not axes:
-        return None
 
     def run(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)

@@ -7,7 +7,9 @@ sharded sources leave a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +20,16 @@ from shoal_mesh.internal import bound
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import (
-    adds_up,
     along_dim,
     check_bounds,
+    functional,
     in_every_form,
     in_shard,
     local_positions,
     sharding_axes,
     with_arguments,
 )
+from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 aten: Any = torch.ops.aten
@@ -40,6 +43,26 @@ def lookup_partial(source: TensorMeta) -> P:
     return P("max" if source.dtype == torch.bool else "sum")
 
 
+def lookup(
+    local_call: LocalCall, place: int, local: Callable[[Tensor], tuple[Tensor, Tensor]], behind: int = 0
+) -> LocalFunction:
+    """Element below = sum over shards of (element if it is in the shard, else 0).
+
+    Behind its source the operator takes the indices as argument `place`, which `local` makes positions in the shard,
+    with whether they are.  Of the result's dims, so many are `behind` those of the indices.
+    """
+    read, shape = functional(local_call.call), local_call.outputs[0].local_shape
+
+    def run(x: Tensor, *args: Any, **_: Any) -> Tensor:
+        positions, is_local = local(args[place])
+        if 0 in x.shape:
+            return bound(x.new_zeros(shape), args[place])
+        elements: Tensor = read(x, *args[:place], positions, *args[place + 1 :])
+        return elements.masked_fill_(~is_local.reshape(*is_local.shape, *[1] * behind), 0)
+
+    return run
+
+
 def gather(call: OpCall) -> Iterator[Row]:
     """And `index_select`, whose index, of one dim, is for whole slices."""
     source, index, per_element = call["self"], call["index"], "gather" in call.op.__name__
@@ -51,25 +74,13 @@ def gather(call: OpCall) -> Iterator[Row]:
                 yield call.row(self=S(d), index=S(d) if per_element else R, out=S(d))
         if index.ndim:
             yield call.row(index=S(dim if per_element else 0), out=S(dim))
-        if adds_up(source):
-            yield call.row(self=S(dim), out=lookup_partial(source))
+        yield call.row(self=S(dim), out=lookup_partial(source))
 
 
 @along_dim
-def _lookup(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """Element below = sum over shards of (element if it is in the shard, else 0)."""
-    per_element, shape = "gather" in local_call.call.op.__name__, local_call.outputs[0].local_shape
-
-    def run(x: Tensor, dim_: int, index: Tensor, **kwargs: Any) -> Tensor:
-        positions, is_local = local_positions(index, spec, dim)
-        if 0 in x.shape:
-            return bound(x.new_zeros(shape), index)
-        if not per_element:
-            is_local = is_local.reshape(-1, *[1] * (spec.ndim - dim - 1))
-        elements: Tensor = (aten.gather if per_element else aten.index_select).default(x, dim, positions)
-        return elements.masked_fill_(~is_local, 0)
-
-    return run
+def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    behind = 0 if "gather" in local_call.call.op.__name__ else spec.ndim - dim - 1
+    return lookup(local_call, 1, partial(local_positions, spec=spec, dim=dim), behind)
 
 
 # --- writing: an index for every element, or of `index_*` one for whole slices ----------------------------------------
@@ -146,37 +157,22 @@ MAX = 2  # the mode of `embedding_bag`
 _SCATTER = Rule(scatter, _scatter)
 
 
-def embedding(call: OpCall) -> Iterator[Row]:
-    ndim = call["indices"].ndim
-    yield from (call.row(indices=S(d), out=S(d)) for d in range(ndim))
-    yield call.row(weight=S(1), out=S(ndim))
-    if adds_up(call["weight"]):
-        yield call.row(weight=S(0), out=P("sum"))
-
-
 def _embedding(local_call: LocalCall) -> LocalFunction | None:
-    """With a sharded vocabulary: zeros in the place of rows that other ranks hold."""
+    """With a sharded vocabulary, whose indices do not count from the end."""
     weight = local_call.inputs[0]
     if not sharding_axes(weight, (0,)):
         return None
-    size, rows = weight.local_shape[0], weight.shape[0]
 
-    def run(table: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
-        check_bounds(indices, (indices >= 0) & (indices < rows), rows)
-        if not size:
-            return bound(table.new_zeros((*indices.shape, table.shape[1])), indices)
-        positions, is_local = in_shard(indices, weight, 0)
-        result: Tensor = torch.ops.aten.embedding(table, positions)
-        return result.masked_fill_(~is_local.unsqueeze(-1), 0)
+    def local(indices: Tensor) -> tuple[Tensor, Tensor]:
+        check_bounds(indices, (indices >= 0) & (indices < weight.shape[0]), weight.shape[0])
+        return in_shard(indices, weight, 0)
 
-    return in_every_form(local_call.call, run)
+    return in_every_form(local_call.call, lookup(local_call, 0, local, behind=1))
 
 
-def embedding_dense_backward(call: OpCall) -> Iterator[Row]:
-    gradient, indices = call["grad_output"], call["indices"]
-    yield call.row(grad_output=S(gradient.ndim - 1), out=S(1))
-    if not call["scale_grad_by_freq"]:
-        yield from (call.row(grad_output=S(d), indices=S(d), out=P("sum")) for d in range(indices.ndim))
+def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
+    frequencies = "..." if call["scale_grad_by_freq"] else ""  # of all indices
+    return product("... e, ... -> v e", linear=(0,), replicated=frequencies).rows(call)
 
 
 def embedding_bag(call: OpCall) -> Iterator[Row]:
@@ -214,22 +210,16 @@ def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
     yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
 
 
-def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
-    """Each is the product of a row of the gradient and one of the vocabulary."""
-    yield call.row(grad=S(1), weight=S(1), out=P("sum"))
-    yield call.row(weight=S(0), out=P("sum"))
-
-
 GATHER_SCATTER: Table = family(
     {
-        "gather index_select": Rule(gather, _lookup, moves="self"),
+        "gather index_select": Rule(gather, _gather, moves="self"),
         "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
         "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
         "scatter_add": Rule(scatter_add, _scatter),
         "index_add": Rule(scatter_add, _write_slices),
         "index_copy index_fill": Rule(scatter, _write_slices),
-        "embedding": Rule(embedding, _embedding, linear="weight"),
+        "embedding": replace(product("v e, ... -> ... e", linear=(0,), local=_embedding), sizes=None),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             # Dense: no DTensor is sparse.
@@ -237,9 +227,10 @@ GATHER_SCATTER: Table = family(
             lambda local_call: with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None,
             linear="grad",
         ),
-        "_embedding_bag_per_sample_weights_backward": Rule(
-            per_sample_weights_backward, _embedding_bag, linear="grad weight"
+        # Each is the product of a row of the gradient and one of the vocabulary.
+        "_embedding_bag_per_sample_weights_backward": replace(
+            product("b e, v e, i, o, i -> i", linear=(0, 1), replicated="b i o", local=_embedding_bag), sizes=None
         ),
-        "embedding_dense_backward": Rule(embedding_dense_backward, linear="grad_output"),
+        "embedding_dense_backward": Rule(embedding_dense_backward),
     }
 )

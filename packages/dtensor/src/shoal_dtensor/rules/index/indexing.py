@@ -7,6 +7,7 @@ shard: reading sums that up with zeros elsewhere, writing reaches the one rank t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from shoal_mesh.internal import bound
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import (
-    adds_up,
     all_reduce_traffic,
     all_reduced,
     bytes_of,
@@ -26,10 +26,11 @@ from ..language.local_ops import (
     local_positions,
     moved_between_boxes,
     sharding_axes,
+    where_sharded,
 )
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, adds_up, family
 from .data_dependent import assumed_result_bytes, selected_by
-from .gather_scatter import lookup_partial
+from .gather_scatter import lookup, lookup_partial
 
 aten: Any = torch.ops.aten
 
@@ -92,7 +93,7 @@ def index(call: OpCall) -> Iterator[Row]:
         if call.outputs[0].shape[where.first + j] != 1:
             yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
     reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
-    summed = where.indexed if adds_up(source) else ()
+    summed = where.indexed if adds_up(source.dtype) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
 
 
@@ -257,7 +258,7 @@ def _in_shard(  # noqa: PLR0913  # all that is written
 def take(call: OpCall) -> Iterator[Row]:
     source, index = call["self"], call["index"]
     yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
-    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim) if adds_up(source))
+    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim))
 
 
 def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -266,19 +267,9 @@ def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     return moved_between_boxes(from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here)
 
 
-def _take(local_call: LocalCall) -> LocalFunction | None:
-    """Element below = sum over shards of (element if it is in the shard, else 0)."""
-    spec = local_call["self"]
-    if not sharding_axes(spec):
-        return None
-
-    def run(x: Tensor, index: Tensor, *args: Any) -> Any:
-        position, is_local = _flat_positions(index, spec)
-        if not x.numel():
-            return bound(x.new_zeros(index.shape), index)
-        return aten.take.default(x, position).masked_fill_(~is_local, 0)
-
-    return run
+@where_sharded
+def _take(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
+    return lookup(local_call, 0, partial(_flat_positions, spec=spec))
 
 
 def put(call: OpCall) -> Iterator[Row]:

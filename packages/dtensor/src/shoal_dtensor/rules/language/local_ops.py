@@ -99,6 +99,11 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     return run
 
 
+def functional(call: OpCall) -> Any:
+    """The default overload of the operator's functional form."""
+    return getattr(torch.ops.aten, call.op.__name__.split(".")[0].removesuffix("_")).default
+
+
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     """The operator with some of its arguments, by schema name, replaced by `changes`."""
     op = call.op
@@ -117,11 +122,29 @@ def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     return run
 
 
-def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Callable[[LocalCall], LocalFunction | None]:
-    """Decorator: called only where the dim `dim` of the first tensor is sharded, with its spec and the dim.
+Local = Callable[[LocalCall], LocalFunction | None]
+
+
+def where_sharded(
+    local: Callable[[LocalCall, Spec, tuple[int, ...]], LocalFunction],
+    dims: Callable[[OpCall], Sequence[int]] | None = None,
+) -> Local:
+    """Decorator: called only where the first tensor is sharded by one of `dims`, with its spec and the mesh axes.
 
     What it returns is written for the functional form, and put into the form of the operator.
     """
+
+    @wraps(local)
+    def decide(local_call: LocalCall) -> LocalFunction | None:
+        call, spec = local_call.call, local_call.inputs[0]
+        axes = sharding_axes(spec, None if dims is None else dims(call))
+        return in_every_form(call, local(local_call, spec, axes)) if axes else None
+
+    return decide
+
+
+def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
+    """Decorator, as `where_sharded` by the argument `dim`: called with the spec of the first tensor and that dim."""
 
     @wraps(local)
     def decide(local_call: LocalCall) -> LocalFunction | None:
@@ -134,12 +157,6 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Callabl
 
 
 # --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------
-
-
-def adds_up(source: TensorMeta) -> bool:
-    """Whether lookups along a sharded dim can: torch only moves numbers of other dtypes, which are gathered."""
-    small_float = source.dtype.is_floating_point and source.dtype.itemsize == 1
-    return not small_float and source.dtype not in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:

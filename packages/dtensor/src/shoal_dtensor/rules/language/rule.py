@@ -145,18 +145,20 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
 
     Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
     1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
-    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.
+    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.  No
+    sum is of what torch can only move.
     """
     sources = [meta.dtype for meta in call.tensors]
     results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
     kinds = {*sources, *results}
-    if len(kinds) == 1 and _has_fractions(*kinds):
+    if len(kinds) == 1 and _has_fractions(*kinds) and all(map(adds_up, kinds)):
         return rows
 
     def fits(row: Row) -> bool:
         given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]
         left = [(e.reduce_op, kind) for e, kind in zip(row.outputs, results, strict=False) if isinstance(e, P)]
-        if any(op == "avg" and not _has_fractions(kind) for op, kind in given + left):
+        can_hold = {"sum": adds_up, "avg": _has_fractions}
+        if not all(can_hold[op](kind) for op, kind in given + left if op in can_hold):
             return False
         return all(_commutes(op, source, target) for op, source in given for _, target in left)
 
@@ -176,6 +178,12 @@ def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
 
 def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def adds_up(dtype: torch.dtype) -> bool:
+    """Whether torch adds numbers of a dtype, and not only moves them."""
+    small_float = dtype.is_floating_point and dtype.itemsize == 1
+    return not small_float and dtype not in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:

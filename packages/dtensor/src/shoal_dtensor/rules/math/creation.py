@@ -14,12 +14,13 @@ from torch import Generator, Tensor
 
 from ...layout.boxes import slices_of
 from ...layout.placements import REDUCE_OPS, Replicate
+from ...layout.spec import Spec
 from ...redistribute.execution.execute import run
 from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, empty_local
 from ...rng.state import check_in_step, generator_of
 from ...rng.streams import Fill
-from ..language.local_ops import bytes_of, in_every_form, sharding_axes, with_arguments
+from ..language.local_ops import bytes_of, in_every_form, where_sharded, with_arguments
 from ..language.notation import alike, pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
@@ -111,14 +112,13 @@ def multinomial(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
 
 
-def _multinomial(local_call: LocalCall) -> LocalFunction | None:
+@where_sharded
+def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The operator on the gathered input; each rank keeps its shard of the result.
 
     A rank outside of the mesh draws as many numbers.
     """
-    op, (spec,), (result,) = local_call.call.op, local_call.inputs, local_call.outputs
-    if not sharding_axes(spec):
-        return None
+    op, (result,) = local_call.call.op, local_call.outputs
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
     def run_gathered(chances: Tensor, *args: Any, generator: Generator | None = None, **kwargs: Any) -> Tensor:

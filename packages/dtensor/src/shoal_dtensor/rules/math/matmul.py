@@ -16,7 +16,8 @@ from torch import Tensor
 from shoal_mesh.internal import bound
 
 from ..._torch.tensors import with_conjugates
-from ..language.local_ops import in_every_form, sharding_axes
+from ...layout.spec import Spec
+from ..language.local_ops import in_every_form, where_sharded
 from ..language.notation import Pattern, alike, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
@@ -105,11 +106,9 @@ def batched(call: OpCall) -> Iterator[Row]:
             yield Row(tuple(entries[: len(call.tensors)]), tuple(entries[len(call.tensors) :]))
 
 
-def _trace(local_call: LocalCall) -> LocalFunction | None:
+@where_sharded
+def _trace(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The trace is the sum over shards of the part of the diagonal that crosses them."""
-    spec = local_call.inputs[0]
-    if not sharding_axes(spec):
-        return None
     row, column = spec.local_offset
 
     def run(matrix: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -23,16 +23,13 @@ from ...redistribute.reductions import identity_of
 from ..language.local_ops import (
     along_dim,
     bytes_of,
-    in_every_form,
+    functional,
     moved_between_boxes,
     shard_index,
-    sharding_axes,
+    where_sharded,
 )
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
-
-aten: Any = torch.ops.aten
-
 
 # --- whole columns ----------------------------------------------------------------------------------------------------
 
@@ -115,13 +112,11 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-def _extremum(local_call: LocalCall) -> LocalFunction | None:
+@partial(where_sharded, dims=lambda call: range(call["self"].ndim) if call["dim"] is None else call.dims())
+def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The first best of the shards' first best, along a dim or, without one, in the flattened tensor."""
-    call, spec, result = local_call.call, local_call["self"], local_call.outputs[0]
-    dim = None if call["dim"] is None or not spec.ndim else call.dim()
-    axes = sharding_axes(spec, None if dim is None else (dim,))
-    if not axes:
-        return None
+    call, result = local_call.call, local_call.outputs[0]
+    dim = None if call["dim"] is None else call.dim()
     largest, with_values = "max" in call.op.__name__, len(call.outputs) == 2
     find: Any = torch.max if largest else torch.min
     worst = identity_of("max" if largest else "min", spec.dtype)
@@ -143,7 +138,7 @@ def _extremum(local_call: LocalCall) -> LocalFunction | None:
         first = indices.masked_fill((values != best) & (values == values), behind_all).amin(0)  # NaN != NaN
         return (best, first) if with_values else first
 
-    return in_every_form(call, run)
+    return run
 
 
 # --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
@@ -181,8 +176,8 @@ _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
 @along_dim
 def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """A local scan, combined with the ends of the shards before, which every rank gathers."""
-    name = local_call.call.op.__name__.split(".")[0].removesuffix("_")
-    functional, combine, axes = getattr(aten, name).default, _SCANS[name], spec.dim_sharding(dim).axes
+    scan_shard, axes = functional(local_call.call), spec.dim_sharding(dim).axes
+    combine = _SCANS[scan_shard.__name__.removesuffix(".default")]
     holders = [shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size]
 
     def ends(scanned: Tensor) -> Tensor:
@@ -193,7 +188,7 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         return all_gather(end.contiguous(), spec.mesh.comm(axes), dim)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = functional(x, *args, **kwargs)
+        result = scan_shard(x, *args, **kwargs)
         scan: Scan = result if isinstance(result, tuple) else (result,)
         if len(scan) == 2:
             scan = scan[0], scan[1] + spec.offset(dim)

@@ -8,6 +8,7 @@ or two all-reduces.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..language.local_ops import (
     mean_of_sums,
     mean_rows,
     sharding_axes,
+    where_sharded,
 )
 from ..language.notation import alike
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
@@ -37,6 +39,9 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     if call.get("dim") == [] and not call.get("keepdim") and call.outputs[0].ndim == call.tensors[0].ndim:
         return ()
     return call.dims()
+
+
+by_reduced_dims = partial(where_sharded, dims=reduced_dims)
 
 
 def rows_along(
@@ -93,15 +98,13 @@ def var(call: OpCall) -> Iterator[Row]:
     yield from rows_along(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
-def _var(local_call: LocalCall) -> LocalFunction | None:
+@by_reduced_dims
+def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
-    call, spec, count = local_call.call, local_call.inputs[0], _count(local_call)
-    dims = list(reduced_dims(call))
+    call, count, dims = local_call.call, _count(local_call), list(reduced_dims(local_call.call))
     gone = () if call.get("keepdim") else tuple(dims)
     correction = call.get("correction", call.get("unbiased"))  # how many elements fewer to divide by: 1 by default
-    axes, divisor = sharding_axes(spec, dims), max(count - (1.0 if correction is None else float(correction)), 0.0)
-    if not axes:
-        return None
+    divisor = max(count - (1.0 if correction is None else float(correction)), 0.0)
     is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
@@ -114,7 +117,7 @@ def _var(local_call: LocalCall) -> LocalFunction | None:
         result = (variance.sqrt() if is_deviation else variance).squeeze(gone)
         return (result, mean.squeeze(gone)) if with_mean else result
 
-    return in_every_form(call, run)
+    return run
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -159,13 +162,11 @@ def logsumexp(call: OpCall) -> Iterator[Row]:
     yield from rows_along(call, None if is_complex else R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
-def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
+@by_reduced_dims
+def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
-    call, spec, dims = local_call.call, local_call.inputs[0], reduced_dims(local_call.call)
-    axes, dtype = sharding_axes(spec, dims), local_call.outputs[0].dtype
-    gone = () if call.get("keepdim") else dims
-    if not axes:
-        return None
+    dims, dtype = reduced_dims(local_call.call), local_call.outputs[0].dtype
+    gone = () if local_call.call.get("keepdim") else dims
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         x = x.to(dtype)
@@ -174,7 +175,7 @@ def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
         total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
         return (total.log() + top).squeeze(gone)
 
-    return in_every_form(call, run)
+    return run
 
 
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:

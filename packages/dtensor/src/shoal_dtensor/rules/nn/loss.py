@@ -11,7 +11,6 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...layout.spec import Spec
@@ -20,6 +19,7 @@ from ..language.local_ops import (
     all_reduced,
     bytes_of,
     check_bounds,
+    functional,
     in_every_form,
     in_shard,
     mean_of_sums,
@@ -134,7 +134,7 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
     axes, over_classes = sharding_axes(spec), sharding_axes(spec, (_class_dim(call),))
     if not axes:
         return None
-    kernel, targets_here = getattr(torch.ops.aten, call.op.__name__.split(".")[0]), _targets_here(local_call, spec)
+    kernel, targets_here = functional(call), _targets_here(local_call, spec)
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
     reduces, is_mean = call["reduction"] != NONE, call["reduction"] == MEAN
 
