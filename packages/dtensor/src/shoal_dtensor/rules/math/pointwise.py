@@ -7,7 +7,7 @@ reduction that gives `x` for equal values `x`.  Scalars never influence a row, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,11 @@ PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
 
 
-def _partial(call: OpCall, op: str, *operands: int) -> tuple[tuple[Entry, ...], Entry]:
-    """These operands, or all where none is named, and the result are partial `op`."""
-    count, partial = range(len(call.tensors)), P(op)
-    return tuple([partial if i in (operands or count) else R for i in count]), partial
+def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> PartialRows:
+    """For each reduction and each group of operands, `()` for all: that those and the result are partial."""
+    every = range(len(call.tensors))
+    pairs = [(P(op), group or every) for op in ops for group in groups]
+    return [(tuple([partial if i in group else R for i in every]), partial) for partial, group in pairs]
 
 
 def _number_operands(call: OpCall) -> int:
@@ -47,7 +48,7 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
     call, result = local_call.call, local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
     name = next(
-        (name for name in ("other", "value", "self") if isinstance(call.get(name), int | float | complex)), None
+        (name for name in ("other", "value", "src", "self") if isinstance(call.get(name), int | float | complex)), None
     )
     if not axes or name is None or result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
         return None
@@ -63,8 +64,8 @@ def _sums(call: OpCall) -> PartialRows:
     name = call.op.__name__.partition(".")[0]
     # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
-    rows = [_partial(call, op) for op in (("avg",) if whole else ("sum", "avg"))]
-    return rows + [_partial(call, "avg", i) for i in (0, 1) if len(call.tensors) == 2 and name != "rsub"]
+    fixed = [(0,), (1,)] if len(call.tensors) == 2 and name != "rsub" else []
+    return _partial(call, ["avg"] if whole else ["sum", "avg"], ()) + _partial(call, ["avg"], *fixed)
 
 
 def _negated(call: OpCall) -> PartialRows:
@@ -76,51 +77,37 @@ def _negated(call: OpCall) -> PartialRows:
 def _chosen(call: OpCall) -> PartialRows:
     """`where`: one of the operands behind the condition is chosen for every element, not by its value."""
     chosen = range(1, len(call.tensors))
-    rows: PartialRows = []
-    if len(chosen) > 1 or not any(isinstance(value, int | float | complex) for value in call.bound.values()):
-        rows += [_partial(call, op, *chosen) for op in REDUCE_OPS]
-    rows += [_partial(call, op, i) for op in IDEMPOTENT for i in chosen]
-    return list(dict.fromkeys(rows))
+    is_number = len(chosen) < 2 and any(isinstance(value, int | float | complex) for value in call.bound.values())
+    rows = _partial(call, () if is_number else REDUCE_OPS, (*chosen,))
+    return list(dict.fromkeys(rows + _partial(call, IDEMPOTENT, *((i,) for i in chosen))))
 
 
 def _masked_fill(call: OpCall) -> PartialRows:
-    rows = [_partial(call, op, 0) for op in IDEMPOTENT]
     if len(call.tensors) == 2:
-        rows.append(_partial(call, "sum", 0))
-    else:
-        rows += [_partial(call, op, 0, 2) for op in REDUCE_OPS]
-        rows += [_partial(call, op, 2) for op in IDEMPOTENT]
-    return rows
+        return _partial(call, [*IDEMPOTENT, "sum"], (0,))
+    return _partial(call, REDUCE_OPS, (0, 2)) + _partial(call, IDEMPOTENT, (0,), (2,))
 
 
 def _replaced(call: OpCall) -> PartialRows:
-    """Values taken from the second tensor."""
+    """Values taken from the second tensor, if there is one; old values do not matter."""
     # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
-    return [_partial(call, op) for op in REDUCE_OPS] if len(call.tensors) == 2 else []
-
-
-def _filled(call: OpCall) -> PartialRows:
-    """`fill`: old values do not matter."""
-    ops = (*IDEMPOTENT, "sum") if len(call.tensors) == 1 else IDEMPOTENT
-    return [_partial(call, op, 0) for op in ops] + _replaced(call)
+    both = _partial(call, REDUCE_OPS, ()) if len(call.tensors) == 2 else _partial(call, ["sum"], (0,))
+    return both + _partial(call, IDEMPOTENT, (0,))
 
 
 def _extremum(op: str) -> Rule:
     """The larger (smaller) of two values, each fixed or a partial `op`; not `fmax`, which drops a NaN that wins."""
-    return pointwise(
-        partial=lambda call: [_partial(call, op), *(_partial(call, op, i) for i in range(len(call.tensors)))]
-    )
+    return pointwise(partial=lambda call: _partial(call, [op], (), *((i,) for i in range(len(call.tensors)))))
 
 
 def _joint(op: str) -> Partials:
     """`op` of two partial values that are to be reduced with the same `op`."""
-    return lambda call: [] if _number_operands(call) else [_partial(call, op)]
+    return lambda call: [] if _number_operands(call) else _partial(call, [op], ())
 
 
-def _linear_in(*groups: tuple[int, ...], averages: tuple[int, ...]) -> Rule:
+def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule:
     """Linear in the operands of each group together; an average of one of `averages` may meet fixed others."""
-    kept = [(op, group) for op in ("sum", "avg") for group in groups] + [("avg", (i,)) for i in averages]
-    return pointwise(partial=lambda call: [_partial(call, op, *group) for op, group in kept])
+    return pointwise(partial=lambda call: _partial(call, ["sum", "avg"], *groups) + _partial(call, ["avg"], *averages))
 
 
 def _linear_unless_rounded(call: OpCall) -> PartialRows:
@@ -129,7 +116,7 @@ def _linear_unless_rounded(call: OpCall) -> PartialRows:
     is_rounded = call.get("rounding_mode") is not None or not (result.is_floating_point or result.is_complex)
     if is_rounded or not isinstance(call[call.schema.inputs[0]], TensorMeta):
         return []
-    return [_partial(call, op, 0) for op in ("sum", "avg")]
+    return _partial(call, ["sum", "avg"], (0,))
 
 
 def equal(call: OpCall) -> Iterator[Row]:
@@ -163,9 +150,8 @@ _RULES: dict[str, Rule] = {
     # -- values unchanged or converted
     "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
-    "copy_ copy": pointwise(partial=lambda call: _replaced(call) + [_partial(call, op, 0) for op in IDEMPOTENT]),
-    "fill": replace(pointwise(partial=_filled), local=_offset),
-    "zero": pointwise(partial=lambda call: [_partial(call, op) for op in REDUCE_OPS if op != "bxor"]),
+    "copy_ copy fill": replace(pointwise(partial=_replaced), local=_offset),
+    "zero": pointwise(partial=lambda call: _partial(call, [op for op in REDUCE_OPS if op != "bxor"], ())),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
     "where.Scalar": _PLAIN,
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
@@ -175,9 +161,9 @@ _RULES: dict[str, Rule] = {
     "neg": pointwise(linear=(0,), partial=_negated),
     "mul": pointwise(linear=(0, 1), partial=_joint("product")),
     "div true_divide divide": pointwise(partial=_linear_unless_rounded),
-    "lerp": _linear_in((0, 1), averages=(0, 1)),
-    "addcmul": _linear_in((0, 1), (0, 2), averages=(0,)),
-    "addcdiv": _linear_in((0, 1), averages=(0,)),
+    "lerp": _linear_in((0, 1), averages=[(0,), (1,)]),
+    "addcmul": _linear_in((0, 1), (0, 2), averages=[(0,)]),
+    "addcdiv": _linear_in((0, 1), averages=[(0,)]),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
     # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
     "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),
