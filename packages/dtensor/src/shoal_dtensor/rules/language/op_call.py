@@ -96,7 +96,6 @@ def partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensor
 _TENSOR_KINDS = ("TensorType", "ListType")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class OpSchema:
     """One overload, as rules and dispatch need to know it.
 
@@ -119,19 +118,30 @@ class OpSchema:
         is_random: whether it uses a random number generator.
     """
 
-    inputs: tuple[str, ...]
-    positional: tuple[str, ...]
-    defaults: Mapping[str, object]
-    outs: tuple[str, ...]
-    written: tuple[str, ...]
-    unmarked: tuple[str, ...]
-    returns: tuple[str, ...]
-    is_list: tuple[bool, ...]
-    returned_inputs: tuple[str | None, ...]
-    entry_names: frozenset[str]
-    returns_only_tensors: bool
-    is_view: bool
-    is_random: bool
+    def __init__(self, op: OpOverload) -> None:
+        arguments = op._schema.arguments
+        kinds = [(r, r.type.kind()) for r in op._schema.returns]
+        returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]
+        aliased = {a.name: a.alias_info.before_set for a in arguments if a.alias_info and a.alias_info.is_write}
+        owners = [
+            next((name for name, marks in aliased.items() if r.alias_info and marks & r.alias_info.before_set), None)
+            for r, _ in returned
+        ]
+        single = len(returned) == 1
+        self.inputs = tuple(a.name for a in arguments if not a.is_out)
+        self.positional = tuple(a.name for a in arguments if not a.kwarg_only)
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.outs = tuple(a.name for a in arguments if a.is_out)
+        self.written = tuple(name for name in aliased if name not in self.outs)
+        self.unmarked = unmarked_writes(op)
+        self.returns = tuple(r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned))
+        self.is_list = tuple(is_list for _, is_list in returned)
+        self.returned_inputs = tuple(owners)
+        places = (f"out{i}" for i in range(max(1, len(self.returns) or len(self.written))))
+        self.entry_names = frozenset((*self.inputs, *self.returns, "out", *places))
+        self.returns_only_tensors = len(returned) == len(kinds)
+        self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r, _ in returned)
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
 
 
 @cache
@@ -141,35 +151,7 @@ def schema_of(op: OpOverload) -> OpSchema:
     Args:
         op: such as `torch.ops.aten.mm.default`.
     """
-    arguments = op._schema.arguments
-    kinds = [(r, r.type.kind()) for r in op._schema.returns]
-    returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]
-    aliased = {a.name: a.alias_info.before_set for a in arguments if a.alias_info and a.alias_info.is_write}
-    owners = [
-        next((name for name, marks in aliased.items() if r.alias_info and marks & r.alias_info.before_set), None)
-        for r, _ in returned
-    ]
-    single = len(returned) == 1
-    outs = tuple(a.name for a in arguments if a.is_out)
-    inputs = tuple(a.name for a in arguments if not a.is_out)
-    written = tuple(name for name in aliased if name not in outs)
-    returns = tuple(r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned))
-    places = (f"out{i}" for i in range(max(1, len(returns) or len(written))))
-    return OpSchema(
-        inputs=inputs,
-        positional=tuple(a.name for a in arguments if not a.kwarg_only),
-        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
-        outs=outs,
-        written=written,
-        unmarked=unmarked_writes(op),
-        returns=returns,
-        is_list=tuple(is_list for _, is_list in returned),
-        returned_inputs=tuple(owners),
-        entry_names=frozenset((*inputs, *returns, "out", *places)),
-        returns_only_tensors=len(returned) == len(kinds),
-        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r, _ in returned),
-        is_random=torch.Tag.nondeterministic_seeded in op.tags,
-    )
+    return OpSchema(op)
 
 
 _ALL_PARTIALS = (*map(P, REDUCE_OPS), ANY_NORM)
