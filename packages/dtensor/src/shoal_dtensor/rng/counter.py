@@ -9,7 +9,7 @@ last-bit differences of their logarithms and cosines; uniform, Bernoulli and int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -30,8 +30,6 @@ _BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.b
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # the key's step from round to round
-
-Words = list[Tensor]
 
 
 def fill_counter(
@@ -77,71 +75,59 @@ def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dty
     per = 2 if wide else 4  # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
     block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]  # 5:10: blocks 1 and 2
     row = rows[:, None]
-    words = philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key)
-
-    def lanes(values: list[Tensor]) -> Tensor:
-        return torch.stack(values, -1).flatten(1)[:, left % per : left % per + right - left]  # columns 4..11, [1:6]
-
-    return _distributed(fill, words, dtype, lanes)
+    words = torch.stack(philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key), -1)  # (rows, blocks, 4)
+    return _distributed(fill, words, dtype).flatten(1)[:, left % per :][:, : right - left]  # of columns 4..11: [1:6]
 
 
-Lanes = Callable[[list[Tensor]], Tensor]  # the values of each row's blocks side by side, of the columns wanted
-
-
-def _open(words: Words) -> list[Tensor]:
-    """Two values a block, in the open interval (0, 1), from 52 bits each."""
-    return [((words[i] << 20) + (words[i + 1] >> 12)).double().add_(0.5).mul_(2.0**-52) for i in (0, 2)]
-
-
-def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    """The values of a distribution; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
+def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of each block; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
     first, second = (partial(_arg, fill, position) for position in (0, 1))
+    high, low = words[..., 0::2], words[..., 1::2]  # of the two values of a block that need more than 32 bits
+
+    def opened() -> Tensor:
+        """Two values a block, in the open interval (0, 1), from 52 bits each."""
+        return ((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52)
+
+    def standard_normal(dtype: torch.dtype) -> Tensor:
+        """Box and Muller's transform, in float64."""
+        if dtype == torch.float64:
+            both = opened()
+            uniform, turn = both[..., :1], both[..., 1:]
+        else:
+            uniform, turn = high.double().add_(0.5).mul_(_WORD), low.double().mul_(_WORD)
+        radius, angle = uniform.log().mul_(-2.0).sqrt_(), turn * (2.0 * math.pi)
+        return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)], -1).flatten(-2)
+
     match fill.name:
         case "uniform_":
             start, stop, bits = first(0.0), second(1.0), _BITS[dtype]
-            if bits > 32:
-                units = [(words[i] << 21) + (words[i + 1] >> 11) for i in (0, 2)]  # 32 + 21 of 53 bits
-            else:
-                units = [word >> (32 - bits) for word in words]  # f32: the upper 24 bits
-            values = lanes(units).double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
+            # 32 + 21 of 53 bits; f32: the upper 24 bits
+            units = (high << 21) + (low >> 11) if bits > 32 else words >> (32 - bits)
+            values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
             return values.masked_fill_(values >= stop, start) if stop > start else values
         case "normal_":
-            return _standard_normal(words, dtype, lanes).mul_(second(1.0)).add_(first(0.0))
+            return standard_normal(dtype).mul_(second(1.0)).add_(first(0.0))
         case "log_normal_":
-            return _standard_normal(words, torch.float64, lanes).mul_(second(2.0)).add_(first(1.0)).exp_()
+            return standard_normal(torch.float64).mul_(second(2.0)).add_(first(1.0)).exp_()
         case "bernoulli_":
-            uniform = lanes(_open(words) if dtype == torch.float64 else [word.double().mul_(_WORD) for word in words])
+            uniform = opened() if dtype == torch.float64 else words.double().mul_(_WORD)
             return uniform < first(0.5) if fill.args else uniform
         case "exponential_":
-            return lanes(_open(words)).log_().mul_(-1.0 / first(1.0))
+            return opened().log_().mul_(-1.0 / first(1.0))
         case "cauchy_":
-            return lanes(_open(words)).sub_(0.5).mul_(math.pi).tan_().mul_(second(1.0)).add_(first(0.0))
+            return opened().sub_(0.5).mul_(math.pi).tan_().mul_(second(1.0)).add_(first(0.0))
         case "geometric_" if first(0.5) == 1.0:
-            return torch.ones_like(lanes(words))
+            return torch.ones_like(high)
         case "geometric_":
-            return lanes(_open(words)).log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
+            return opened().log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
     assert fill.name == "random_", f"no distribution {fill.name}"
     lowest, count = _integer_range(fill, dtype)
     if count <= 1 << 32:
-        return lanes(words).remainder_(count).add_(lowest)  # random_(2, 5): word % 3 + 2
+        return words.remainder(count).add_(lowest)  # random_(2, 5): word % 3 + 2
     if count >= 1 << 64:
-        return lanes([(words[i] << 32) | words[i + 1] for i in (0, 2)])
-    numbers = lanes([(words[i] << 31) | (words[i + 1] >> 1) for i in (0, 2)])
+        return (high << 32) | low
+    numbers = (high << 31) | (low >> 1)
     return (numbers if count == 1 << 63 else numbers.remainder_(count)).add_(lowest)
-
-
-def _standard_normal(words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    """Box and Muller's transform, in float64."""
-    if dtype == torch.float64:
-        pairs = [_open(words)]
-    else:
-        pairs = [[words[i].double().add_(0.5).mul_(_WORD), words[i + 1].double().mul_(_WORD)] for i in (0, 2)]
-    values = []
-    for uniform, turn in pairs:
-        radius = uniform.log().mul_(-2.0).sqrt_()
-        angle = turn * (2.0 * math.pi)
-        values += [angle.cos().mul_(radius), angle.sin().mul_(radius)]
-    return lanes(values)
 
 
 def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
