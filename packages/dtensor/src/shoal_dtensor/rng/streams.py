@@ -126,47 +126,40 @@ _PROBE = 83  # elements: several units, and a rest that is not a multiple of any
 
 
 class Law(NamedTuple):
-    """How a distribution consumes the generator."""
+    """How a distribution that gives the same values in chunks consumes the generator."""
 
-    # chunks that start at multiples of it, and a last chunk of at least so many elements, give the same values as one
-    # draw; None if the values must be drawn in one go
-    unit: int | None
-    words: int | None  # 32-bit words per value in all but the last unit; None if that varies
+    unit: int  # chunks start at multiples of it, and the last has at least so many elements
+    words: int  # 32-bit words per value in all but the last unit; 0 if that varies
 
 
 def fill_cpu(
     local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
 ) -> None:
     """`fill_stream` on the CPU, in bounded memory."""
-    law = Law(None, None)
+    law = None
     if type(local) is Tensor and memory.numel > CHUNK:
         law = law_of(fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype)
-    if law.unit is None:
+    if law is None:
         fill_whole(local, memory, fill, generator, operand)
         return
     scratch = _scratch((CHUNK + law.unit,), local, memory.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
     target = memory.arranged(local)
-    chances = None if operand is None else memory.arranged(operand)
     first, last = memory.span
-    skipped, start = 0, 0
+    drawn = start = 0
     while start < memory.numel:
         # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16 are two chunks.
         stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
-        if law.words and stop < memory.numel and not (first < stop and start < last):
-            skipped += (stop - start) * law.words  # 65536 float32 uniform values: as many words
-            start = stop
-            continue
-        skip_words(skipped, generator)
-        skipped = 0
-        part = scratch[: stop - start]  # up to 65536 + 15 elements in units of 16
-        mine = list(stretches(memory.shape, memory.box, start, stop))
-        if odds is not None and chances is not None:
-            for stretch in mine:
-                stretch.copy(odds, chances, back=True)
-        fill(part, generator, None if odds is None else odds[: stop - start])
-        for stretch in mine:
-            stretch.copy(part, target)
+        if (first < stop and start < last) or not law.words or stop == memory.numel:
+            skip_words((start - drawn) * law.words, generator)  # 65536 float32 uniform values: as many words
+            drawn, length = stop, stop - start  # up to 65536 + 15 elements in units of 16
+            own = list(stretches(memory.shape, memory.box, start, stop))
+            if odds is not None and operand is not None:
+                for stretch in own:
+                    stretch.copy(odds, memory.arranged(operand), back=True)
+            fill(scratch[:length], generator, None if odds is None else odds[:length])
+            for stretch in own:
+                stretch.copy(scratch, target)
         start = stop
 
 
@@ -183,8 +176,8 @@ def skip_words(words: int, generator: torch.Generator | None) -> None:
 
 
 @lru_cache(maxsize=512)
-def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None) -> Law:
-    """How `fill` consumes the generator, found by drawing a few numbers from a generator of our own."""
+def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None) -> Law | None:
+    """How `fill` consumes the generator, found by drawing from one of our own; None if chunks give other values."""
 
     def trial(*ends: int) -> tuple[Tensor, Tensor]:
         """Values and end state of a draw that is divided at `ends`."""
@@ -206,8 +199,8 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
                 skip_words(count * words, generator)
                 if torch.equal(generator.get_state(), after):
                     return Law(unit, words)
-            return Law(unit, None)
-    return Law(None, None)
+            return Law(unit, 0)
+    return None
 
 
 def _primed() -> torch.Generator:
