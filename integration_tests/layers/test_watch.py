@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_data_parallel import replicate
 from shoal_dtensor import Replicate, Shard, random_mode
-from shoal_dtensor.random_layouts.local_layout import current_watch
+from shoal_dtensor.random_layouts.region import current_watch
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
@@ -271,11 +271,24 @@ def batch(dim: int = 0) -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=Shard(dim), desired_input_layouts=Shard(dim), use_local_output=True)
 
 
+class Folded(nn.Module):
+    """Rows and steps of a sequence in one dim, of which each rank along the sequence has several runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Between(DRAWS["dropout"])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x.flatten(0, 1)).view(x.shape)
+
+
 HEADS: Any = {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
-BATCHED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "residual": (Residual, {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}),
-    "attention": (lambda: Attention(4, 4, "sdpa"), HEADS),
-    "grouped": (lambda: Attention(4, 2, "hand"), HEADS),
+INNER: Any = {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
+BATCHED: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {  # with the dim that the other axis shards
+    "residual": (Residual, INNER, 0),
+    "folded": (Folded, INNER, 1),
+    "attention": (lambda: Attention(4, 4, "sdpa"), HEADS, 0),
+    "grouped": (lambda: Attention(4, 2, "hand"), HEADS, 0),
 }
 
 
@@ -283,16 +296,16 @@ BATCHED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 @pytest.mark.parametrize("kind", BATCHED)
 def test_dropout_over_the_shards_of_a_batch(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    make, plan = BATCHED[kind]
+    make, plan, dim = BATCHED[kind]
     single = make().double()
     parallel = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
-    parallelize_module(parallel, mesh["data"], batch())
-    x = torch.randn(4, 5, 8 if isinstance(single, Attention) else 6).double()
+    parallelize_module(parallel, mesh["data"], batch(dim))
+    x = torch.randn(4, 6, 8 if isinstance(single, Attention) else 6).double()
     own = mesh.get_local_rank("data")
     torch.manual_seed(3)
     expected = single(x)
     torch.manual_seed(3)
-    torch.testing.assert_close(parallel(x.chunk(2)[own]), expected.chunk(2)[own])
+    torch.testing.assert_close(parallel(x.chunk(2, dim)[own]), expected.chunk(2, dim)[own])
 
 
 class Part(nn.Module):

@@ -83,13 +83,16 @@ from .modules.owners import (
 )
 from .random_layouts.functions import active as active, drawers_of as drawers_of
 from .random_layouts.local_layout import (
-    current_watch as current_watch,
     global_stride as global_stride,
     in_memory_as as in_memory_as,
     layout_of as layout_of,
     note_layout as note_layout,
 )
-from .random_layouts.region import unwatch_draws as unwatch_draws, watch_draws as watch_draws
+from .random_layouts.region import (
+    current_watch as current_watch,
+    unwatch_draws as unwatch_draws,
+    watch_draws as watch_draws,
+)
 from .redistribute.blocks import (
     Blocks as Blocks,
     Shards as Shards,

@@ -51,12 +51,13 @@ def followed(
     layouts: Sequence[LocalLayout | None],
 ) -> Sequence[LocalLayout]:
     """The layouts of what a function returned, given those of its tensors."""
-    for layout in layouts:
-        if layout is not None and layout.unknown:
+    known = [layout for layout in layouts if layout is not None]
+    for layout in known:
+        if layout.unknown:
             taken = _taken_blocks(next(flatten(args)), layout, outs) if layout.blocks else []
             return taken or [LocalLayout(unknown=layout.unknown)] * len(outs)
-    drawn = any(layout is not None and layout.drawn for layout in layouts)
-    specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]
+    drawn = any(layout.drawn for layout in known)
+    specs = [layout.spec for layout in known if layout.spec is not None]
     if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
     key = (func, *((out.shape, out.dtype) for out in outs), _described((args, kwargs)))
@@ -164,6 +165,12 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     return tuple(1 if spec.is_strided else spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
 
+def shard_of(spec: Spec, axis: int) -> Shard | None:
+    """How an axis shards a tensor, with the sizes of all its shards; None where it does not."""
+    placement = spec.placements[axis]
+    return Shard(placement.dim, sizes=extents(spec, axis)) if isinstance(placement, Shard) else None
+
+
 # --- sizes that are given as arguments -------------------------------------------------------------------------------
 
 _RESIZING = frozenset(("view", "reshape", "unflatten"))
@@ -232,16 +239,17 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
     """For a plain tensor whose sizes are those of shards: the spec of the tensor beside which it stands."""
     for spec in specs if isinstance(value, Tensor) else ():
         skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
-        fits = skip >= 0 and all(n in (1, spec.local_shape[skip + d]) for d, n in enumerate(value.shape))
-        sharded = [p.dim for p in spec.placements if isinstance(p, Shard)]
-        if not fits or not any(d >= skip and value.shape[d - skip] != 1 for d in sharded):
-            continue
-        if any(d >= skip and value.shape[d - skip] == 1 != spec.local_shape[d] for d in sharded):
-            continue
-        shape = [spec.shape[skip + d] if skip + d in sharded else n for d, n in enumerate(value.shape)]
         placements = [
             p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate() for p in spec.placements
         ]
+        sharded = {p.dim for p in placements if isinstance(p, Shard)}
+        fits = skip >= 0 and all(
+            n == size or (n == 1 and d not in sharded)
+            for d, (n, size) in enumerate(zip(value.shape, spec.local_shape[skip:], strict=True))
+        )
+        if not fits or all(value.shape[d] == 1 for d in sharded):
+            continue
+        shape = [spec.shape[skip + d] if d in sharded else n for d, n in enumerate(value.shape)]
         return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
     return value
 

@@ -5,10 +5,9 @@ It is an attribute of the tensor object: it lives as long as the tensor, and cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -34,17 +33,6 @@ class LocalLayout(TensorNote):
 
 PLAIN = LocalLayout()
 """Of results that nothing says to be sharded."""
-
-
-class Watching(Protocol):
-    """What the boundary of modules reports to."""
-
-    def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
-        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
-
-
-active_watch: ContextVar[Watching | None] = ContextVar("shoal_dtensor_watch", default=None)
-current_watch: Callable[[], Watching | None] = active_watch.get
 
 
 def layout_of(tensor: Tensor) -> LocalLayout | None:

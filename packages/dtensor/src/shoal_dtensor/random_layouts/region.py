@@ -6,8 +6,9 @@ like the first forward.  Where nothing draws (eval mode, a probability of 0) it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -22,14 +23,15 @@ from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.modes import get_random_mode
 from .functions import active, drawers_of
-from .local_layout import PLAIN, LocalLayout, active_watch, current_watch, layout_of, note_layout
+from .local_layout import PLAIN, LocalLayout, layout_of, note_layout
 
 if TYPE_CHECKING:
     from .watch import Watch
 
-
 _MOST_SHAPES = 64
 _BATCH_AXES = "_shoal_batch_axes"  # of a module whose inputs are shards of a batch
+_watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
+current_watch: Callable[[], Watch | None] = _watch.get
 
 
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
@@ -46,11 +48,8 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     meshes = _axes_of(root)
     drawers = {*drawers_of(root)} if meshes else set()
     for module in [*root.modules()] if drawers else ():
-        if any(child in drawers for child in module.modules()):
-            region = DrawRegion(module, meshes[0], forward_of(module))
-            region.meshes, region.batch = tuple(meshes), _batch_axes(root)
-            region.drawers = [child for child in module.modules() if child in drawers]  # no compiler can look for them
-            set_forward(module, region)
+        if inner := [child for child in module.modules() if child in drawers]:
+            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, _batch_axes(root)))
 
 
 def unwatch_draws(root: nn.Module) -> None:
@@ -65,7 +64,7 @@ class DrawRegion(ModuleForward):
     """The forward of a module under which code may draw.
 
     Attributes:
-        drawers: the modules whose code may draw; None in a copy before its first call.
+        drawers: the modules whose code may draw.
         meshes: the axes on which the activations of the tree are sharded, one by one.
         batch: the axes along which inputs are shards of a batch.
         arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
@@ -76,11 +75,18 @@ class DrawRegion(ModuleForward):
 
     sampling: ClassVar[Literal["watched"]] = "watched"
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
-        super().__init__(module, mesh, inner)
-        self.drawers: list[nn.Module] | None = None
-        self.meshes: tuple[DeviceMesh, ...] = (mesh,)
-        self.batch: DeviceMesh | None = None
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: ModuleForward | None,
+        drawers: list[nn.Module],
+        meshes: Sequence[DeviceMesh],
+        batch: DeviceMesh | None,
+    ) -> None:
+        super().__init__(module, meshes[0], inner)
+        self.drawers: list[nn.Module] = drawers
+        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
+        self.batch: DeviceMesh | None = batch
         self.arrived: dict[Any, LocalLayout] = {}
 
     @property
@@ -88,31 +94,24 @@ class DrawRegion(ModuleForward):
         return "random numbers as on one device"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DrawRegion, (self.module, self.mesh, self.inner)
-
-    def __copy__(self) -> Self:
-        clone = super().__copy__()
-        clone.drawers, clone.arrived = None, {}
-        return clone
+        return DrawRegion, (self.module, self.inner, self.drawers, self.meshes, self.batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
-        clone.drawers = deepcopy(self.drawers, memo)
+        clone.drawers, clone.arrived = deepcopy(self.drawers, memo), {}
         return clone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.drawers is None:
-            self.drawers = drawers_of(self.module)
         if not any(map(active, self.drawers)) or get_random_mode() == "local":
             return self.forward(*args, **kwargs)
-        watch: Any = current_watch()  # regions are the only ones who watch
-        if watch is not None:
-            if backward_number() == -1:
-                with unwatched_functions():
-                    self.remember(args, kwargs)
-                self.meshes = (*watch.axes,)
-            return self.under(watch, args, kwargs)
-        return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
+        watch = current_watch()
+        if watch is None:
+            return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
+        if backward_number() == -1:
+            with unwatched_functions():
+                self.remember(args, kwargs)
+            self.meshes = (*watch.axes,)
+        return self.under(watch, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, unwatched."""
@@ -198,7 +197,7 @@ def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
 @contextmanager
 def _replaced(lowered: Mapping[nn.Module, ModuleForward], watch: Watch) -> Iterator[None]:
     """Inside the block, calls of lowered modules go through the watch."""
-    token = active_watch.set(watch)
+    token = _watch.set(watch)
     direct = {m: f for m, f in lowered.items() if forward_of(m) is f}
     for module, forward in direct.items():
         module.__dict__["forward"] = partial(watch.call, forward)
@@ -207,4 +206,4 @@ def _replaced(lowered: Mapping[nn.Module, ModuleForward], watch: Watch) -> Itera
     finally:
         for module, forward in direct.items():
             set_forward(module, forward)
-        active_watch.reset(token)
+        _watch.reset(token)

@@ -22,7 +22,7 @@ from shoal_mesh import DeviceMesh, all_gather
 from .._torch.interception import FunctionMode
 from .._torch.tensors import saving_state, unwatched_functions
 from ..errors import LayoutError
-from ..layout.placements import Placement, Replicate, Shard
+from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
@@ -30,11 +30,8 @@ from ..modules.owners import local_of
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor
 from .functions import active, drawers_of, draws, name_of
-from .layouts import WAY_OUT, extents, followed, replicated
+from .layouts import WAY_OUT, extents, followed, replicated, shard_of
 from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of
-
-_Sharding = tuple[int, Sequence[int] | None]
-"""The dim that an axis shards, and the sizes of its shards; None for equal ones."""
 
 
 class Watch(FunctionMode):
@@ -86,9 +83,10 @@ class Watch(FunctionMode):
         of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]
         sizes = next(column for column, n in zip(of_tensors, rows, strict=True) if n >= 0)
         even = len({*sizes}) == 1
+        shard = Shard(0, sizes=None if even else sizes)
         along = [mesh for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}]
-        for tensor, n, column in zip(tensors, rows, of_tensors, strict=True):
-            if n < 0 or column != sizes:
+        for tensor, column in zip(tensors, of_tensors, strict=True):
+            if column != sizes:
                 continue
             layout = layout_of(tensor)
             if layout is not None and (layout.spec is None or layout.spec.mesh != self.mesh):
@@ -97,7 +95,7 @@ class Watch(FunctionMode):
                 note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
                 continue
             for mesh in along:
-                note_layout(tensor, self.placed(tensor, self.axes[mesh], (0, None if even else sizes), tensor))
+                note_layout(tensor, self.placed(tensor, self.axes[mesh], shard, tensor))
 
     # --- layouts of results ------------------------------------------------------------------------------------------
 
@@ -172,23 +170,20 @@ class Watch(FunctionMode):
         """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
         if spec.mesh not in self.axes or spec.partials:
             return
-        (placement,) = spec.placements
-        shard = (placement.dim, spec.sizes(placement.dim)) if isinstance(placement, Shard) else None
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):  # a DTensor on its own mesh draws by itself
-            note_layout(local, self.placed(local_of(local), self.axes[spec.mesh], shard, source))
+            note_layout(local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source))
 
     def _place(
         self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
     ) -> None:
         """Note the layout of a module's plain output."""
         axis, noted, blocks = self.axes[forward.mesh], layout_of(result), forward.output_blocks()
-        shard: _Sharding | None = None
+        shard: Shard | None = None
         if blocks is not None:
             note_layout(result, self._fused(forward, blocks, result, source))
             return
         if noted is not None and noted.spec is not None:  # the boundary knew the sizes of all shards
-            placement = noted.spec.placements[axis]
-            shard = (placement.dim, extents(noted.spec, axis)) if isinstance(placement, Shard) else None
+            shard = shard_of(noted.spec, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
@@ -196,7 +191,7 @@ class Watch(FunctionMode):
             if not sizes and spec is not None and getattr(spec.placements[axis], "dim", None) == dim:
                 sizes = extents(spec, axis)  # of the module's first input, if they may be its output's
                 sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
-            shard = (dim, sizes)
+            shard = Shard(dim, sizes=sizes)
         note_layout(result, self.placed(result, axis, shard, source))
 
     def _fused(
@@ -208,7 +203,7 @@ class Watch(FunctionMode):
         axis, specs = self.axes[forward.mesh], []
         for sizes in blocks:
             local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
-            layout = self.placed(local, axis, (result.ndim - 1, sizes), source)
+            layout = self.placed(local, axis, Shard(result.ndim - 1, sizes=sizes), source)
             if layout.spec is None:
                 return layout
             specs.append(layout.spec)
@@ -216,40 +211,39 @@ class Watch(FunctionMode):
             return LocalLayout(specs[0])
         return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
 
-    def placed(self, local: Tensor, axis: int, shard: _Sharding | None, source: Tensor | None) -> LocalLayout:
-        """The layout of a local tensor that one axis shards as `(dim, sizes)`, and the others as they do `source`."""
-        shards: dict[int, _Sharding] = {} if shard is None else {axis: shard}
-        around = layout_of(source) if source is not None else None
-        if around is not None and around.unknown and self.mesh.ndim > 1:
+    def placed(self, local: Tensor, axis: int, shard: Shard | None, source: Tensor | None) -> LocalLayout:
+        """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
+        around = PLAIN if source is None else layout_of(source) or PLAIN
+        if around.unknown and self.mesh.ndim > 1:
             return around
-        if around is not None and around.spec is not None and source is not None:
-            for other, placement in enumerate(around.spec.placements):
-                if other == axis or not isinstance(placement, Shard):
-                    continue
-                dim = placement.dim
-                if dim >= local.ndim or local.shape[dim] != around.spec.local_shape[dim]:
-                    return LocalLayout(unknown=f"where the sharded dim {dim} of the module's input went")
-                shards[other] = dim, extents(around.spec, other)
-        drawn = around is not None and around.drawn
-        if not shards:
-            return LocalLayout(replicated(self.mesh, local), drawn=True) if drawn else PLAIN
-        return self._sharded(local, shards, drawn)
-
-    def _sharded(self, local: Tensor, shards: Mapping[int, _Sharding], drawn: bool) -> LocalLayout:
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        if around.spec is not None:
+            for other in range(self.mesh.ndim):
+                kept = around.spec.placements[other]
+                if other == axis or not isinstance(kept, Shard | StridedShard):
+                    continue
+                if kept.dim >= local.ndim or local.shape[kept.dim] != around.spec.local_shape[kept.dim]:
+                    return LocalLayout(unknown=f"where the sharded dim {kept.dim} of the module's input went")
+                placements[other] = shard_of(around.spec, other) or kept
+        placements[axis] = shard or Replicate()
+        dims = [placement.dim for placement in placements if isinstance(placement, Shard | StridedShard)]
+        if not dims:
+            return LocalLayout(replicated(self.mesh, local), drawn=True) if around.drawn else PLAIN
         shape = [*local.shape]
-        for axis, (dim, sizes) in shards.items():
-            ranks = self.mesh.size(axis)
-            alone = sum(other == dim for other, _ in shards.values()) == 1
-            even = sizes is None or len({*sizes}) == 1
-            if not alone and not even:
-                return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
-            shape[dim] = shape[dim] * ranks if even else sum(sizes or ())
-            placements[axis] = Shard(dim) if even else Shard(dim, sizes=sizes)
+        for other, placement in enumerate(placements):
+            if isinstance(placement, Shard | StridedShard):
+                dim, sizes = placement.dim, placement.sizes
+                if sizes is None or len({*sizes}) == 1:
+                    placements[other] = Shard(dim) if isinstance(placement, Shard) else placement
+                    shape[dim] *= self.mesh.size(other)  # 4 rows on each of 2 ranks: 8
+                elif dims.count(dim) == 1:
+                    shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
+                else:
+                    return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
         spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
         if spec.local_shape != local.shape:
             return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
-        return LocalLayout(spec, drawn=drawn)
+        return LocalLayout(spec, drawn=around.drawn)
 
     # --- draws -------------------------------------------------------------------------------------------------------
 
