@@ -37,6 +37,8 @@ from ..tensor.dtensor import DTensor
 from .trusted_reader import TrustedPlanner, TrustedReader
 
 Files = dict[str, tuple[int, str]]  # size and digest by name
+_MANIFEST = "manifest.json"
+_STEP = re.compile(r"step_(\d+)")
 
 
 class Checkpointer:
@@ -75,7 +77,7 @@ class Checkpointer:
         check_type("Checkpointer", "keep", keep, int, "a number of checkpoints")
         if keep < 1:
             raise CheckpointError(f"at least one checkpoint is kept, got keep={keep}")
-        self._steps, self._keep = StoredSteps(Path(folder)), keep
+        self._folder, self._keep = Path(folder), keep
         self._writer: Future[None] | None = None
         self._background: tuple[dist.ProcessGroup, ThreadPoolExecutor] | None = None
 
@@ -86,8 +88,11 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that are there, newest first; no communication."""
-        return self._steps.numbers()
+        """The steps that have been completed, newest first; no communication."""
+        if not self._folder.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self._folder.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def save(self, step: int, state_dict: Mapping[str, Any], *, background: bool = False) -> None:
         """Save a step, newer than all that are there.
@@ -156,10 +161,10 @@ class Checkpointer:
         """
         group = dist.group.WORLD
         self.wait()
-        numbers = agree(self._steps.numbers, group, CheckpointError)[0]
+        numbers = agree(self.steps, group, CheckpointError)[0]
         for number in numbers if step is None else [step]:
             try:
-                agree(partial(self._steps.check, number), group, CheckpointError)
+                agree(partial(self._check, number), group, CheckpointError)
             except CheckpointError as error:
                 if step is not None:
                     raise
@@ -168,12 +173,12 @@ class Checkpointer:
             self._fill(number, state_dict, group)
             return number
         if numbers:
-            raise CheckpointError(f"none of the steps {numbers} in {self._steps.folder} is whole")
+            raise CheckpointError(f"none of the steps {numbers} in {self._folder} is whole")
         return None
 
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
-        sizes = {name: size for name, (size, _) in self._steps.manifest(step).items()}
-        reader = TrustedReader(self._steps.path(step), sizes)
+        sizes = {name: size for name, (size, _) in self._manifest(step).items()}
+        reader = TrustedReader(self._path(step), sizes)
         agree(lambda: bool(reader.read_metadata()), group, CheckpointError)  # refused on all ranks before one loads
         with purpose(f"load step {step}"):
             try:
@@ -182,32 +187,74 @@ class Checkpointer:
                 raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
 
     def _write(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
-        first, steps = dist.get_rank() == 0, self._steps
+        first, folder = dist.get_rank() == 0, self._folder / f".partial_{step}"
 
         def begin() -> None:
-            newest = max(steps.numbers(), default=-1)
+            newest = max(self.steps(), default=-1)
             if step <= newest:
-                raise CheckpointError(f"step {step} is not newer than {newest}, which is in {steps.folder} already")
+                raise CheckpointError(f"step {step} is not newer than {newest}, which is in {self._folder} already")
             if first:
-                steps.begin(step)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
 
         def read_back() -> Files:
-            own = [path for path in steps.partial(step).iterdir() if path.name.startswith(f"__{dist.get_rank()}_")]
-            return {path.name: digest_of(path) for path in [*own, *([steps.partial(step) / ".metadata"] * first)]}
+            own = [path for path in folder.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")]
+            return {path.name: digest_of(path) for path in [*own, *([folder / ".metadata"] * first)]}
 
         def complete() -> None:
             if first:
-                steps.complete(step, {name: fact for files in written for name, fact in files.items()})
+                files = {name: fact for of_rank in written for name, fact in of_rank.items()}
+                with open(folder / _MANIFEST, "w") as file:
+                    json.dump({"step": step, "files": files}, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _sync(folder)
+                os.rename(folder, self._path(step))
+                _sync(self._folder)
 
         agree(begin, group, CheckpointError)
         try:
-            dcp.save(state_dict, checkpoint_id=steps.partial(step), process_group=group)
+            dcp.save(state_dict, checkpoint_id=folder, process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
             raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
         written = agree(read_back, group, CheckpointError)
         agree(complete, group, CheckpointError)
-        agree(partial(steps.check, step), group, CheckpointError)
-        agree(lambda: steps.remove_all_but(self._keep) if first else None, group, CheckpointError)
+        agree(partial(self._check, step), group, CheckpointError)
+        agree(lambda: self._remove_older() if first else None, group, CheckpointError)
+
+    def _remove_older(self) -> None:
+        """Remove what is older than the steps to keep, and what was left half written or half removed."""
+        for step in self.steps()[self._keep :]:
+            os.rename(self._path(step), self._folder / f".removed_{step}")
+        for entry in self._folder.iterdir():
+            if entry.name.startswith((".partial_", ".removed_")):
+                shutil.rmtree(entry)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step}"
+
+    def _manifest(self, step: int) -> Files:
+        """Size and digest of each file of a step."""
+        try:
+            manifest = json.loads((self._path(step) / _MANIFEST).read_text())
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"step {step} has no manifest that can be read: {error!r}") from error
+        if manifest["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
+            raise CheckpointError(f"the manifest of step {step} is of another step, or names files elsewhere")
+        return files
+
+    def _check(self, step: int) -> None:
+        """See that this rank's part of a step's files have the sizes and digests of its manifest."""
+        for name, (size, digest) in sorted(self._manifest(step).items())[dist.get_rank() :: dist.get_world_size()]:
+            path = self._path(step) / name
+            try:
+                actual = digest_of(path)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if actual != (size, digest):
+                raise CheckpointError(f"{path} is not what was written: {actual[0]} bytes instead of {size}, or others")
 
 
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:
@@ -233,81 +280,6 @@ def _copied(state: Any) -> Any:
     for arrival in filter(None, map(arrival_on, devices)):
         arrival.synchronize()
     return staged
-
-
-# --- the folder of a run ----------------------------------------------------------------------------------------------
-
-_MANIFEST = "manifest.json"
-_STEP = re.compile(r"step_(\d+)")
-
-
-class StoredSteps:
-    """The steps in a folder; no communication."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def numbers(self) -> list[int]:
-        """The steps that have been completed, newest first."""
-        if not self.folder.is_dir():
-            return []
-        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    def path(self, step: int) -> Path:
-        """The folder of a completed step."""
-        return self.folder / f"step_{step}"
-
-    def partial(self, step: int) -> Path:
-        """The folder in which a step is written."""
-        return self.folder / f".partial_{step}"
-
-    def begin(self, step: int) -> None:
-        """An empty folder to write a step in."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.partial(step), ignore_errors=True)
-        self.partial(step).mkdir()
-
-    def complete(self, step: int, files: Mapping[str, tuple[int, str]]) -> None:
-        """Write the manifest, and give the step its name."""
-        partial = self.partial(step)
-        with open(partial / _MANIFEST, "w") as file:
-            json.dump({"step": step, "files": files}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(partial)
-        os.rename(partial, self.path(step))
-        _sync(self.folder)
-
-    def remove_all_but(self, keep: int) -> None:
-        """Remove what is older than the newest steps, and what was left half written or half removed."""
-        for step in self.numbers()[keep:]:
-            os.rename(self.path(step), self.folder / f".removed_{step}")
-        for entry in self.folder.iterdir():
-            if entry.name.startswith((".partial_", ".removed_")):
-                shutil.rmtree(entry)
-
-    def manifest(self, step: int) -> Files:
-        """Size and digest of each file of a step."""
-        try:
-            manifest = json.loads((self.path(step) / _MANIFEST).read_text())
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"step {step} has no manifest that can be read: {error!r}") from error
-        if manifest["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
-            raise CheckpointError(f"the manifest of step {step} is of another step, or names files elsewhere")
-        return files
-
-    def check(self, step: int) -> None:
-        """See that this rank's part of a step's files have the sizes and digests of its manifest."""
-        for name, (size, digest) in sorted(self.manifest(step).items())[dist.get_rank() :: dist.get_world_size()]:
-            path = self.path(step) / name
-            try:
-                actual = digest_of(path)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            if actual != (size, digest):
-                raise CheckpointError(f"{path} is not what was written: {actual[0]} bytes instead of {size}, or others")
 
 
 def digest_of(path: Path) -> tuple[int, str]:
