@@ -1,4 +1,4 @@
-"""Covers: random_layouts/local_layout.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
+"""Covers: random_layouts/local_layout.py, layouts.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal_dtensor import Shard, Spec
 from shoal_dtensor.modules.owners import carry_over, has_hooks
-from shoal_dtensor.random_layouts.local_layout import PLAIN, layout_of, note_layout
+from shoal_dtensor.random_layouts.layouts import followed
+from shoal_dtensor.random_layouts.local_layout import PLAIN, LocalLayout, layout_of, note_layout
+from shoal_mesh import abstract_mesh
 
 
 def through_a_file(tensor: Any) -> Any:
@@ -39,3 +42,12 @@ def test_what_a_parameter_carries_of_another_stays_with_it() -> None:
     for alone in (through_a_file(second), copy.deepcopy(second)):
         carry_over(alone, nn.Parameter(torch.ones(2)))
         assert not has_hooks(alone)
+
+
+def test_a_view_of_an_empty_batch_is_sharded_as_it() -> None:
+    x = torch.empty(0, 6)
+    spec = Spec(abstract_mesh((2,)), (Shard(0),), (0, 6))
+    note_layout(x, LocalLayout(spec))
+    view = x.view(0, 2, 3)
+    (layout,) = followed("view", torch.Tensor.view, (x, 0, 2, 3), {}, [view], [layout_of(x)])
+    assert layout == LocalLayout(spec.with_(shape=(0, 2, 3)))

@@ -198,41 +198,29 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
     """The dim of a reshaped tensor that a sharded dim went to, and its global size.
 
     The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory order, so the dim of the
-    result whose sizes from there on have the same product is the sharded one.  Where shards are of size 1, other dims
-    fit as well, and only a -1 says which is meant.
+    result whose sizes from there on have the same product is the sharded one.  Where shards are of size 1 on some rank,
+    other dims fit as well, and only a -1 says which is meant.
     """
-    local, size, total = tuple(spec.local_shape), spec.local_shape[dim], spec.shape[dim]
-    sizes = set(spec.sizes(dim))
-    if size == 0:
-        zeros = [j for j, n in enumerate(out) if n == 0]
-        if len(zeros) != 1:
-            raise UnknownLayoutError("this rank's shard is empty, and several of its sizes are 0")
-        target, rest = zeros[0], prod(n for n in out if n)
-        here = prod(n for d, n in enumerate(local) if d != dim)
-        unit = here * total // rest if rest else 0  # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
-        _require_unique(sizes, total, unit, inferred == target)
-        return target, unit
+    local, total = tuple(spec.local_shape), spec.shape[dim]
     inner = prod(local[dim:])  # (2, 4, 6), dim 1 sharded: 24 elements
     exact = [j for j in range(len(out)) if prod(out[j:]) == inner]  # reshaped to (2, 2, 2, 6): [1]
     folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]  # to (8, 6): [0]
+    if not local[dim]:
+        exact = [j for j, n in enumerate(out) if n == 0]
     candidates = exact or folded
-    if not candidates:
+    if not candidates or (not local[dim] and len(candidates) > 1):
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     target = inferred if inferred in candidates else candidates[0]
-    if out[target] * total % size:
-        raise UnknownLayoutError("the sizes of shards are not multiples of it")
-    unit = out[target] * total // size  # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
-    _require_unique(sizes, total, unit, inferred == target or bool(folded and not exact))
-    return target, unit
-
-
-def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> None:
-    """Refuse where on some rank, and so on all, another dim would fit as well."""
-    for size in sizes:
-        if size * unit % total:  # 3 of 8 elements, a dim of 4: 12 % 8 = 4
+    if local[dim]:
+        unit, rest = divmod(out[target] * total, local[dim])  # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
+    else:  # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
+        unit, rest = prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n), 0
+    for size in set(spec.sizes(dim)):
+        if rest or (total and size * unit % total):  # 3 of 8 elements, a dim of 4: 12 % 8 = 4
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
-        if not inferred and (size == 1) != (size * unit // total == 1) and size:
+        if exact and target != inferred and size and (size == 1) != (size * unit == total):
             raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
+    return target, unit
 
 
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
