@@ -1,4 +1,4 @@
-"""Covers: random_layouts/local_layout.py, layouts.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
+"""Covers: random_layouts/layouts.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from shoal_dtensor import Shard, Spec
 from shoal_dtensor.modules.owners import carry_over, has_hooks
-from shoal_dtensor.random_layouts.layouts import followed
-from shoal_dtensor.random_layouts.local_layout import PLAIN, LocalLayout, layout_of, note_layout
+from shoal_dtensor.random_layouts.layouts import PLAIN, UNSEEN, LocalLayout, followed, layout_of, note_layout
 from shoal_mesh import abstract_mesh
 
 
@@ -27,8 +26,8 @@ def test_a_layout_stays_with_its_tensor() -> None:
     x = torch.ones(2)
     note_layout(x, PLAIN)
     assert layout_of(x) is PLAIN
-    assert layout_of(through_a_file(x)) is None
-    assert layout_of(copy.deepcopy(x)) is None
+    assert layout_of(through_a_file(x)) is UNSEEN
+    assert layout_of(copy.deepcopy(x)) is UNSEEN
 
 
 def test_what_a_parameter_carries_of_another_stays_with_it() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched, unwatched_functions
+from shoal_dtensor.internal import UNSEEN, ReplacedAttention, layout_of, note_layout, unwatched, unwatched_functions
 from shoal_mesh import DeviceMesh, all_gather
 
 from .errors import UnsupportedAttentionError
@@ -118,7 +118,7 @@ class RoutedAttention(ReplacedAttention):
                 placed = spec.mesh, spec.placements
                 return DTensor.from_local(out, *placed, run_check=False, shape=shape, stride=stride)
         layout = layout_of(query)
-        if layout is not None and out.shape == query.shape:
+        if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)
         return out
 

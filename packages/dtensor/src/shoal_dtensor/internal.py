@@ -82,7 +82,8 @@ from .modules.owners import (
     register_owner as register_owner,
 )
 from .random_layouts.functions import active as active, drawers_of as drawers_of
-from .random_layouts.local_layout import (
+from .random_layouts.layouts import (
+    UNSEEN as UNSEEN,
     global_stride as global_stride,
     in_memory_as as in_memory_as,
     layout_of as layout_of,

@@ -102,7 +102,7 @@ def _may_draw(module: nn.Module) -> bool:
     own = [k for k in type(module).__mro__ if k is not object and not k.__module__.startswith("torch.nn.modules.")]
     values = [value for kind in own for value in vars(kind).values()]
     values += vars(module).values()
-    return any(_draws(function, children, set()) for function in _functions(values))
+    return _draws(_functions(values), children)
 
 
 def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
@@ -120,25 +120,24 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
             yield from _functions([call])
 
 
-def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]) -> bool:
-    """Whether the names in a function's code are of draws, or those in functions that it calls by a global name."""
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
+def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
+    """Whether the names in code of functions are of draws, or those in functions that they call by a global name."""
+    todo, seen = [(function.__code__, function.__globals__) for function in functions], set[CodeType]()
+    while todo:
+        code, scope = todo.pop()
         if code in seen:
             continue
         seen.add(code)
-        codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
         if _names_a_draw(code, children):
             return True
-        named = [function.__globals__.get(name) for name in code.co_names]
-        if _of_user(function.__globals__.get("__name__", "")):
+        named = [scope.get(name) for name in code.co_names]
+        if _of_user(scope.get("__name__", "")):
             modules = [each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
         else:  # a library's own tables and objects say nothing of what this call does
             named = [each for each in named if isinstance(each, FunctionType)]
-        if any(_draws(each, children, seen) for each in _functions(named)):
-            return True
+        todo += ((constant, scope) for constant in code.co_consts if isinstance(constant, CodeType))
+        todo += ((function.__code__, function.__globals__) for function in _functions(named))
     return False
 
 

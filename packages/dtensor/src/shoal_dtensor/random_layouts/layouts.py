@@ -1,4 +1,7 @@
-"""What a torch function does to the layout of local tensors: it is run on DTensors without memory, once per layouts.
+"""The layout of a plain local tensor between styles, kept on the tensor, and what torch functions do to it.
+
+It is an attribute of the tensor object: it lives as long as the tensor, and costs nothing where nobody watches. What a
+function does is found out once per layouts: it is run on DTensors without memory.
 
 Sizes in arguments are those of shards and are replaced by global ones.  Only layouts are of interest: a function that
 mixes the elements of shards (a softmax over sharded features) computes what its author wrote, and its result is a shard
@@ -10,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
@@ -20,15 +24,83 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
+from .._torch.compiling import is_compiling
 from .._torch.operators import out_of_sight
-from .._torch.tensors import pytree
+from .._torch.tensors import TensorNote, pytree
 from ..errors import LayoutError
 from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten
+from ..layout.tensor_meta import dense_stride, flatten
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
-from .local_layout import LocalLayout, global_stride, spec_of
+
+_ATTRIBUTE = "_shoal_layout"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayout(TensorNote):
+    """What is known of a local tensor."""
+
+    spec: Spec | None = None  # its global tensor; None if that is unknown, or if nothing says that it is sharded
+    unknown: str = ""  # why the layout is unknown; empty otherwise
+    # whether it holds random numbers that every rank drew alike, along the axes on which `spec` is replicated
+    drawn: bool = False
+    # of a fused output, the specs of the blocks that lie behind each other along the last dim
+    blocks: tuple[Spec, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing says that the tensor is sharded."""
+        return self.spec is None and not self.unknown
+
+
+UNSEEN, PLAIN = LocalLayout(), LocalLayout()
+"""Of tensors that no watched function returned, and of those that one did; two objects that are equal."""
+
+
+def layout_of(tensor: Tensor) -> LocalLayout:
+    """What is known of a tensor; that of a DTensor on some axes says how its local shard is placed on all of them."""
+    layout: LocalLayout = getattr(tensor, _ATTRIBUTE, None) or UNSEEN
+    if layout.spec is None or layout.spec.local_shape == tensor.shape or hasattr(tensor, "device_mesh"):
+        return layout
+    return LocalLayout(unknown="its shape was changed in place")
+
+
+def spec_of(value: Any) -> Spec | None:
+    """The spec of the global tensor of which a local one is known to be a shard; None of anything else."""
+    return layout_of(value).spec if isinstance(value, Tensor) else None
+
+
+def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
+    """Leave a layout on a tensor."""
+    setattr(tensor, _ATTRIBUTE, layout)
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """The dims, those with large strides first; of two with one stride, that of size 1 is the inner one."""
+    if is_compiling():  # strides are symbols, which cannot be sorted; nothing is watched there
+        return list(range(tensor.ndim))
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
+
+
+def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a dense global tensor whose dims lie in memory as those of the local one."""
+    return dense_stride(shape, tuple(_memory_order(local)))
+
+
+def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, its dims in memory as those of another one: draws into it fill the same elements."""
+    if is_compiling():
+        return tensor
+    order = _memory_order(like)
+    if order == _memory_order(tensor):
+        return tensor
+    held = tensor.new_empty([tensor.shape[dim] for dim in order])
+    return held.permute([order.index(dim) for dim in range(tensor.ndim)]).copy_(tensor)
+
+
+# --- what functions do to layouts -------------------------------------------------------------------------------------
 
 _MOST_ENTRIES = 4096
 _results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
@@ -48,16 +120,15 @@ def followed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     outs: Sequence[Tensor],
-    layouts: Sequence[LocalLayout | None],
+    layouts: Sequence[LocalLayout],
 ) -> Sequence[LocalLayout]:
     """The layouts of what a function returned, given those of its tensors."""
-    known = [layout for layout in layouts if layout is not None]
-    for layout in known:
+    for layout in layouts:
         if layout.unknown:
             taken = _taken_blocks(next(flatten(args)), layout, outs) if layout.blocks else []
             return taken or [LocalLayout(unknown=layout.unknown)] * len(outs)
-    drawn = any(layout.drawn for layout in known)
-    specs = [layout.spec for layout in known if layout.spec is not None]
+    drawn = any(layout.drawn for layout in layouts)
+    specs = [layout.spec for layout in layouts if layout.spec is not None]
     if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
     key = (func, *((out.shape, out.dtype) for out in outs), _described((args, kwargs)))

@@ -23,7 +23,7 @@ from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.modes import get_random_mode
 from .functions import active, drawers_of
-from .local_layout import PLAIN, LocalLayout, layout_of, note_layout
+from .layouts import PLAIN, UNSEEN, LocalLayout, layout_of, note_layout
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -133,7 +133,7 @@ class DrawRegion(ModuleForward):
         watch = Watch(joint, axes)
         if recomputes:
             for key, tensor in _named(args, kwargs):
-                if layout_of(tensor) is None and key in self.arrived:
+                if layout_of(tensor) is UNSEEN and key in self.arrived:
                     note_layout(tensor, self.arrived[key])
         elif self.batch is not None:
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
@@ -149,7 +149,8 @@ class DrawRegion(ModuleForward):
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
         for key, tensor in _named(args, kwargs):
-            layout = layout_of(tensor) or PLAIN
+            layout = layout_of(tensor)
+            layout = PLAIN if layout.plain else layout
             if self.arrived.setdefault(key, layout) != layout:
                 self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
         if len(self.arrived) > _MOST_SHAPES:

@@ -30,8 +30,20 @@ from ..modules.owners import local_of
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor
 from .functions import active, drawers_of, draws, name_of
-from .layouts import WAY_OUT, extents, followed, replicated, shard_of
-from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of
+from .layouts import (
+    PLAIN,
+    UNSEEN,
+    WAY_OUT,
+    LocalLayout,
+    extents,
+    followed,
+    global_stride,
+    layout_of,
+    note_layout,
+    replicated,
+    shard_of,
+    spec_of,
+)
 
 
 class Watch(FunctionMode):
@@ -89,7 +101,7 @@ class Watch(FunctionMode):
             if column != sizes:
                 continue
             layout = layout_of(tensor)
-            if layout is not None and (layout.spec is None or layout.spec.mesh != self.mesh):
+            if layout is not UNSEEN and (layout.spec is None or layout.spec.mesh != self.mesh):
                 note_layout(tensor, PLAIN)  # of another watch
             if not even and any(mesh.size() != axes.size() for mesh in along):
                 note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
@@ -105,9 +117,9 @@ class Watch(FunctionMode):
         """Leave layouts on what a function returned."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
-        if not any(layout is not None and layout is not PLAIN for layout in layouts):
+        if all(layout.plain for layout in layouts):
             for out in outs:
-                if layout_of(out) is None:
+                if layout_of(out) is UNSEEN:
                     note_layout(out, PLAIN)
             return
         if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
@@ -119,8 +131,8 @@ class Watch(FunctionMode):
 
     def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
         """A function wrote to a tensor; if that was not known to be sharded, it is not known to be anything now."""
-        others = [layout_of(each) for each in sources if isinstance(each, Tensor) and each is not target]
-        if spec_of(target) is None and any(layout and layout is not PLAIN for layout in others):
+        others = [each for each in sources if isinstance(each, Tensor) and each is not target]
+        if spec_of(target) is None and not all(layout_of(each).plain for each in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
 
     # --- modules -----------------------------------------------------------------------------------------------------
@@ -135,19 +147,20 @@ class Watch(FunctionMode):
         with unwatched_functions():
             results = out if isinstance(out, tuple | list) else (out,)
             for index, (result, layout) in enumerate(zip(results, forward.output_layouts(), strict=False)):
-                if isinstance(result, DTensor) and layout is not None and result is not source:
+                if layout is None or result is source:
+                    continue
+                if isinstance(result, DTensor):
                     self.note_spec(result, result.spec, source)
-                elif isinstance(result, Tensor) and layout is not None and result is not source:
+                elif isinstance(result, Tensor):
                     self._place(forward, result, index, layout, source)
         return out
 
     def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
         """Refuse inputs that were drawn as replicated and are shards, and a forward that draws on one axis alone."""
         for value, arrives in zip(args, forward.input_layouts(), strict=False):
-            layout = layout_of(value) if type(value) is Tensor else None
-            if layout is None or not layout.drawn or not isinstance(arrives, Shard):
-                continue
-            if layout.spec is None or not layout.spec.placements[self.axes[forward.mesh]].is_shard():
+            drawn = type(value) is Tensor and layout_of(value).drawn
+            spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
+            if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():
                 raise LayoutError(
                     f"{forward.title}: an input that is {arrives} on every rank holds random numbers that were "
                     f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
@@ -177,13 +190,13 @@ class Watch(FunctionMode):
         self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
     ) -> None:
         """Note the layout of a module's plain output."""
-        axis, noted, blocks = self.axes[forward.mesh], layout_of(result), forward.output_blocks()
+        axis, noted, blocks = self.axes[forward.mesh], spec_of(result), forward.output_blocks()
         shard: Shard | None = None
         if blocks is not None:
             note_layout(result, self._fused(forward, blocks, result, source))
             return
-        if noted is not None and noted.spec is not None:  # the boundary knew the sizes of all shards
-            shard = shard_of(noted.spec, axis)
+        if noted is not None:  # the boundary knew the sizes of all shards
+            shard = shard_of(noted, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
@@ -213,7 +226,7 @@ class Watch(FunctionMode):
 
     def placed(self, local: Tensor, axis: int, shard: Shard | None, source: Tensor | None) -> LocalLayout:
         """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
-        around = PLAIN if source is None else layout_of(source) or PLAIN
+        around = UNSEEN if source is None else layout_of(source)
         if around.unknown and self.mesh.ndim > 1:
             return around
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
@@ -258,7 +271,7 @@ class Watch(FunctionMode):
                 f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
                 "draw other numbers when backward runs the function again; checkpoint a module instead"
             )
-        if any(layout is not None and layout.spec and not layout.spec.replicated for layout in layouts):
+        if any(layout.spec and not layout.spec.replicated for layout in layouts):
             return self._draw_sharded(name, func, args, kwargs)
         out = func(*args, **kwargs)
         for each in out if isinstance(out, tuple | list) else (out,):
@@ -267,10 +280,10 @@ class Watch(FunctionMode):
         return out
 
     def _draw_sharded(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        first = layout_of(args[0]) if isinstance(args[0], Tensor) else None
-        if first is None or first.spec is None:
+        like = spec_of(args[0])
+        if like is None:
             raise LayoutError(f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}")
-        like = first.spec
+        first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
         if target is not None:  # what autograd does not record is drawn into its memory
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
@@ -286,9 +299,8 @@ class Watch(FunctionMode):
         note_layout(target, first)
         return target
 
-    def _check_known(self, name: str, tensor: Tensor, layout: LocalLayout | None) -> None:
-        why = layout.unknown if layout is not None else ""
-        passed_by = layout is None and tensor.requires_grad and not tensor.is_leaf
+    def _check_known(self, name: str, tensor: Tensor, layout: LocalLayout) -> None:
+        why, passed_by = layout.unknown, layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
         if isinstance(tensor, DTensor):
             spec = spec_of(tensor)
             passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
@@ -320,12 +332,11 @@ def _local(drawn: Any, like: Spec, name: str) -> Any:
     """This rank's shard of a result, sharded like the function's first argument."""
     if not isinstance(drawn, DTensor):
         return drawn
-    placements = []
-    for placement in like.placements:
+    placements = like.placements
+    for placement in placements:
         dim = getattr(placement, "dim", None)
         if dim is not None and (dim >= drawn.ndim or drawn.shape[dim] != like.shape[dim]):
             raise LayoutError(f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}")
-        placements.append(placement)
     placed = drawn.redistribute(placements=placements)
     local: Tensor = placed.to_local(grad_placements=placements)
     note_layout(local, LocalLayout(placed.spec, drawn=not all(p.is_shard() for p in placements)))

@@ -62,13 +62,14 @@ def draw(
             fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
             return local
         memory = memory_order_of(spec)
-        if mode.mode == "per_axis":
-            axes = _sharding_axes(spec, mode.axes)
-            if axes and spec.coordinate is None:
-                key_of(generator)
+        if mode.mode == "per_axis" and (axes := _sharding_axes(spec, mode.axes)):
+            key = key_of(generator)
+            if spec.coordinate is None:
                 return local
-            if axes:
-                memory, generator = _own_stream(spec, memory, axes, local.device, generator)
+            memory, number = _own_part(memory, spec, spec.coordinate, axes)
+            low, high, *_ = philox((number, len(axes), 0, 0), key)
+            generator = torch.Generator(local.device)
+            generator.manual_seed((int(high) << 31) ^ int(low))
         fill_stream(local, memory, fill, generator, operand)
     return local
 
@@ -101,28 +102,23 @@ def _sharding_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(spec.placements) if axis in chosen and placement.is_shard())
 
 
-def _own_stream(
-    spec: Spec, memory: MemoryOrder, axes: tuple[int, ...], device: torch.device, generator: torch.Generator | None
-) -> tuple[MemoryOrder, torch.Generator]:
-    """What the ranks at this rank's coordinates on `axes` hold together, as one tensor with a generator of its own."""
-    key = key_of(generator)
-    coordinate = spec.coordinate
-    assert coordinate is not None, "a rank outside the mesh has no stream of its own"
+def _own_part(
+    memory: MemoryOrder, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[MemoryOrder, int]:
+    """What the ranks at this rank's coordinates on `axes` hold together, as one tensor, and the number of these."""
     shape, box = [], []
     for dim in memory.order:
         sharding = spec.dim_sharding(dim)
-        own, before, total = sharding.index(coordinate), 0, 0
-        positions = product(*map(range, sharding.axis_sizes))  # of the shards, along the axes that make them
-        for shard, (position, size) in enumerate(zip(positions, sharding.sizes, strict=True)):
-            if all(at == coordinate[axis] for axis, at in zip(sharding.axes, position, strict=True) if axis in axes):
-                before += size if shard < own else 0
-                total += size
-        shape.append(total)
-        box.append((before, before + sharding.sizes[own]))
+        own, sizes = sharding.index(coordinate), sharding.sizes
+        held = [  # numbers of the shards that these ranks hold, of all that the dim's axes make
+            shard
+            for shard, position in enumerate(product(*map(range, sharding.axis_sizes)))
+            if all(at == coordinate[axis] for axis, at in zip(sharding.axes, position, strict=True) if axis in axes)
+        ]
+        before = sum(sizes[shard] for shard in held if shard < own)
+        shape.append(sum(sizes[shard] for shard in held))
+        box.append((before, before + sizes[own]))
     number = 0
     for axis in axes:
-        number = number * spec.mesh.size(axis) + coordinate[axis]
-    low, high, *_ = philox((number, len(axes), 0, 0), key)
-    own_generator = torch.Generator(device)
-    own_generator.manual_seed((int(high) << 31) ^ int(low))
-    return MemoryOrder(memory.order, tuple(shape), tuple(box), memory.contiguous), own_generator
+        number = number * spec.mesh.size(axis) + coordinate[axis]  # (1, 2) on axes of 2 and 3: 5
+    return memory._replace(shape=tuple(shape), box=tuple(box)), number
