@@ -5,8 +5,10 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from .errors import NotExpressibleError
-from .module.plan import Sharder, ShardingPlan, ShardingPlanner
 from .module.shard_module import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     _collect_local_shard as _collect_local_shard,
     _reshard_output as _reshard_output,
     _shard_tensor as _shard_tensor,

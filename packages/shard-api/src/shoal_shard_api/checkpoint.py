@@ -10,6 +10,7 @@ May import: arguments, errors, ranks, tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
@@ -199,26 +200,18 @@ def _cause(error: BaseException) -> str:
 
 def _planner() -> Any:
     """A load planner that reads the elements in both the saved and the requested shards, for any global sizes."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 
     class AnySizes(DefaultLoadPlanner):
-        """Sizes are checked before, by ``_check_fit``."""
+        """It is told that the saved tensors have the sizes asked for: `_check_fit` has compared them."""
 
         def create_local_plan(self) -> Any:
-            metadata = self.metadata
-            assert metadata is not None, "torch.distributed.checkpoint sets the planner up first"
-            sizes = {}
-            for name, value in self.state_dict.items():
-                saved = metadata.state_dict_metadata[name]
-                if isinstance(saved, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-                    sizes[name], saved.size = saved.size, value.size()
-            try:
-                return super().create_local_plan()
-            finally:
-                for name, size in sizes.items():
-                    saved = metadata.state_dict_metadata[name]
-                    assert isinstance(saved, TensorStorageMetadata), "only tensors were entered"
-                    saved.size = size
+            metadata: Any = self.metadata
+            tensors = {name: value for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
+            saved = metadata.state_dict_metadata
+            resized = {name: replace(saved[name], size=value.size()) for name, value in tensors.items()}
+            return create_default_local_load_plan(
+                self.state_dict, replace(metadata, state_dict_metadata={**saved, **resized})
+            )
 
     return AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)

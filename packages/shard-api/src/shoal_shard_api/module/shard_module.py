@@ -1,4 +1,4 @@
-"""Sharding of tensors, of parameters, and of modules by a plan.
+"""Sharding of tensors, of parameters, and of modules by a plan, which is data.
 
 Each rank checks its arguments, then the ranks exchange errors and arguments.  Either all ranks raise the same error and
 nothing has changed, or none does.
@@ -6,20 +6,87 @@ nothing has changed, or none does.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal_dtensor import DTensor
 from shoal_mesh.internal import agree, kind_of
 
-from ..arguments import expect
-from ..errors import PlanTypeError, UnsupportedOpError
+from ..arguments import expect, expect_all, is_plain
+from ..errors import (
+    MissingParameterError,
+    ParameterError,
+    PlanConflictError,
+    PlanTypeError,
+    SharderPathError,
+    UnsupportedOpError,
+)
 from ..ranks.process_groups import agree_on, check_rank, resolve
+from ..spec.metadata import TensorProperties
 from ..spec.specs import ChunkShardingSpec, ShardingSpec
+from ..tensor.shard import checked_metadata
 from ..tensor.sharded_tensor import ShardedTensor
-from .plan import CheckedPlan, ShardingPlan, attribute_of, check_plan, check_shardable, submodule
+
+
+class Sharder(ABC):
+    """Shards a sub-module by code, where one spec per parameter is not enough.
+
+    Example:
+        >>> class RowParallel(Sharder):
+        ...     def shard(self, module):
+        ...         shard_parameter(module, "weight", ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"]))
+        ...         return module
+    """
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """The sharded module, which replaces ``module``; all ranks call it."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The specs and Sharders by which ``shard_module`` shards a module.
+
+    Args:
+        plan: Path of a parameter -> its spec, or path of a sub-module -> its Sharder.
+        output_plan: Path of a module ("" is the root) -> spec to which its ShardedTensor output is resharded.
+        return_local_tensor: Paths of modules whose ShardedTensor output is returned as this rank's local tensor.
+
+    Example:
+        >>> ranks = ["rank:0/cpu", "rank:1/cpu"]
+        >>> plan = ShardingPlan(
+        ...     plan={"up.weight": ChunkShardingSpec(0, ranks), "down.weight": ChunkShardingSpec(1, ranks)},
+        ...     output_plan={"": ChunkShardingSpec(0, ranks)},
+        ...     return_local_tensor=[""],
+        ... )
+    """
+
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec] | None = None
+    return_local_tensor: Sequence[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Builds the sharding plan of a module.
+
+    Example:
+        >>> class ShardAllRows(ShardingPlanner):
+        ...     def build_plan(self, module):
+        ...         rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        ...         return ShardingPlan({name: rows for name, _ in module.named_parameters()})
+        >>> sorted(ShardAllRows().build_plan(torch.nn.Linear(4, 4)).plan)
+        ['bias', 'weight']
+    """
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """The sharding plan of ``module``; the same on every rank."""
 
 
 def shard_parameter(
@@ -59,7 +126,7 @@ def shard_parameter(
 
     def facts() -> dict[str, Any]:
         where = f"{type(module).__name__}.{param_name}"
-        return _facts_of_tensor(attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
+        return _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
 
     agree_on(group, facts)
     tensor = sharding_spec.shard(getattr(module, param_name), src_rank=src_rank, process_group=group)
@@ -89,7 +156,7 @@ def _shard_tensor(
 
 def _facts_of_tensor(tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup) -> dict[str, Any]:
     """What is equal on all ranks that shard a tensor, after every check that one rank can make."""
-    check_shardable(tensor, spec, where, group)
+    _check_shardable(tensor, spec, where, group)
     check_rank("shard", "src_rank", src_rank, group)
     return {
         "src_rank": src_rank,
@@ -133,67 +200,154 @@ def shard_module(
         torch.Size([6])
     """
     group = resolve(process_group)
-    checked = CheckedPlan()
+    specs: dict[str, ShardingSpec] = {}
+    sharders: dict[str, Sharder] = {}
 
     def facts() -> dict[str, Any]:
-        nonlocal checked
-        checked = check_plan(module, plan, group)
+        _check_types(module, plan)
         check_rank("shard", "src_rank", src_rank, group)
-        return _facts_of_plan(module, checked, src_rank)
+        sharders.update((path, entry) for path, entry in plan.plan.items() if isinstance(entry, Sharder))
+        specs.update(_check_parameters(module, plan, sharders, group))
+        for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
+            if not any(path.startswith(f"{sharder}.") for sharder in sharders):
+                _submodule(module, path, "output_plan or return_local_tensor")
+        return _facts_of_plan(module, plan, src_rank)
 
     agree_on(group, facts)
-    replacements = _run_sharders(module, checked, group)
+    outputs, local_outputs = plan.output_plan or {}, plan.return_local_tensor or ()
+    replacements: dict[str, nn.Module] = {}
+
+    def run_sharders() -> None:
+        for path, sharder in sorted(sharders.items()):
+            new: Any = sharder.shard(module.get_submodule(path))
+            if not isinstance(new, nn.Module):
+                raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(new)}, not a Module")
+            replacements[path] = new
+        for path, new in replacements.items():
+            for below in (each for each in (*outputs, *local_outputs) if each.startswith(f"{path}.")):
+                _submodule(new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}")
+
+    if sharders:
+        agree(run_sharders, group)
     sharded = {
         path: spec.shard(module.get_parameter(path), src_rank=src_rank, process_group=group)
-        for path, spec in sorted(checked.parameters.items())
+        for path, spec in sorted(specs.items())
     }
     for path, tensor in sharded.items():
         new_parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
         _replace_everywhere(module, "_parameters", module.get_parameter(path), new_parameter)
     for path, new in replacements.items():
         _replace_everywhere(module, "_modules", module.get_submodule(path), new)
-    for path, spec in checked.outputs.items():
+    for path, spec in outputs.items():
         _reshard_output(module.get_submodule(path), spec)
-    for path in checked.locals_:
+    for path in local_outputs:
         _collect_local_shard(module.get_submodule(path))
 
 
-def _facts_of_plan(module: nn.Module, checked: CheckedPlan, src_rank: int) -> dict[str, Any]:
+def _check_types(module: Any, plan: Any) -> None:
+    """Raise ArgumentTypeError or PlanTypeError unless a module and a plan, and all in it, have their types."""
+    expect("shard_module", "module", module, nn.Module)
+    expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
+    tables: list[tuple[str, Any, tuple[type, ...]]] = [
+        ("plan", plan.plan, (ShardingSpec, Sharder)),
+        ("output_plan", plan.output_plan or {}, (ShardingSpec,)),
+    ]
+    for name, table, types in tables:
+        expect("shard_module", name, table, Mapping, error=PlanTypeError)
+        for path, entry in table.items():
+            expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
+            expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
+    expect_all("shard_module", "return_local_tensor", plan.return_local_tensor or (), str, error=PlanTypeError)
+
+
+def _check_parameters(
+    module: nn.Module, plan: ShardingPlan, sharders: Mapping[str, Sharder], group: dist.ProcessGroup
+) -> dict[str, ShardingSpec]:
+    """The specs of the parameters that a plan shards itself, of tied ones once, after the checks of one rank."""
+    owned: dict[int, tuple[str, str]] = {}  # by the id of a parameter in the sub-tree of a Sharder, its name and that
+    for path in sharders:
+        if not path:
+            raise SharderPathError("a Sharder needs the path of a sub-module; '' has no parent to replace it in")
+        sub_tree = _submodule(module, path, "plan").named_parameters(path)
+        owned.update({id(parameter): (name, path) for name, parameter in sub_tree})
+        for other in plan.plan:
+            if other.startswith(f"{path}."):
+                raise PlanConflictError(f"{other!r} is in the sub-tree of the Sharder of {path!r}")
+    first: dict[int, str] = {}
+    specs: dict[str, ShardingSpec] = {}
+    for path, spec in plan.plan.items():
+        if isinstance(spec, Sharder):
+            continue
+        parent, _, name = path.rpartition(".")
+        owner = _submodule(module, parent, "plan")
+        tensor = _attribute_of(owner, name, path)
+        if id(tensor) in owned:
+            inside, sharder = owned[id(tensor)]
+            raise PlanConflictError(f"{path!r} is tied to {inside!r}, which belongs to the Sharder of {sharder!r}")
+        _check_shardable(tensor, spec, path, group)
+        if name not in owner._parameters:
+            raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
+        other = first.setdefault(id(tensor), path)
+        if specs.setdefault(other, spec) != spec:
+            raise PlanConflictError(
+                f"{other!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
+                f"{specs[other]} and {spec}"
+            )
+    return specs
+
+
+def _facts_of_plan(module: nn.Module, plan: ShardingPlan, src_rank: int) -> dict[str, Any]:
     """Values that must be equal on all ranks; Sharders are compared by their class."""
     facts: dict[str, Any] = {
         "src_rank": src_rank,
-        "plan entries": sorted((*checked.parameters, *checked.sharders)),
-        "output_plan": checked.outputs,
-        "return_local_tensor": checked.locals_,
+        "plan entries": sorted(plan.plan),
+        "output_plan": dict(plan.output_plan or {}),
+        "return_local_tensor": list(plan.return_local_tensor or ()),
     }
-    for path, spec in checked.parameters.items():
-        parameter = module.get_parameter(path)
-        facts[f"sharding_spec of {path}"] = spec
-        facts[f"size and dtype of {path}"] = (tuple(parameter.size()), parameter.dtype)
-    for path, sharder in checked.sharders.items():
-        facts[f"Sharder of {path}"] = f"{type(sharder).__module__}.{type(sharder).__qualname__}"
+    for path, entry in plan.plan.items():
+        if isinstance(entry, Sharder):
+            facts[f"Sharder of {path}"] = f"{type(entry).__module__}.{type(entry).__qualname__}"
+        else:
+            parameter = module.get_parameter(path)
+            facts[f"sharding_spec of {path}"] = entry
+            facts[f"size and dtype of {path}"] = (tuple(parameter.size()), parameter.dtype)
     return facts
 
 
-def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGroup) -> dict[str, nn.Module]:
-    """The new sub-modules by path, not installed yet; an error of any rank's Sharder is raised on all ranks."""
-    if not checked.sharders:
-        return {}
-    new: dict[str, nn.Module] = {}
+def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
+    """The sub-module at a path; MissingParameterError if there is none, where ``where`` is the argument of the path."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise MissingParameterError(f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})") from None
 
-    def run() -> None:
-        for path, sharder in sorted(checked.sharders.items()):
-            result: Any = sharder.shard(module.get_submodule(path))
-            if not isinstance(result, nn.Module):
-                raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(result)}, not a Module")
-            new[path] = result
-        for path in (*checked.outputs, *checked.locals_):
-            for sharded, replacement in new.items():
-                if path.startswith(f"{sharded}."):
-                    submodule(replacement, path.removeprefix(f"{sharded}."), f"the module that replaces {sharded!r}")
 
-    agree(run, group)
-    return new
+def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
+    """The attribute of a module that is to be sharded; MissingParameterError if the module has none of the name."""
+    expect("shard_parameter", "module", module, nn.Module)
+    expect("shard_parameter", "param_name", name, str)
+    if not hasattr(module, name):
+        raise MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
+    return getattr(module, name)
+
+
+def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
+    """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
+    if isinstance(tensor, ShardedTensor):
+        raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
+    if isinstance(tensor, DTensor):
+        raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
+    if tensor.is_meta or not is_plain(tensor):
+        raise ParameterError(f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}")
+    if not tensor.is_contiguous():
+        raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
+    expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
+    try:
+        checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _replace_everywhere(module: nn.Module, table: Literal["_parameters", "_modules"], old: Any, new: Any) -> None:
