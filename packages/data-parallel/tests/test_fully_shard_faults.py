@@ -1,6 +1,6 @@
 """A rank alone that raises in a step of `fully_shard` or `replicate`, and the step after; on ranks of their own.
 
-Covers: unit_backward.py, gradient_buckets.py.
+Covers: unit_passes.py, gradient_buckets.py.
 """
 
 from __future__ import annotations

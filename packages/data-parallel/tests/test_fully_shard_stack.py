@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
 from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
 from shoal_data_parallel import StyleError, fully_shard, replicate
-from shoal_data_parallel.unit import Unit
-from shoal_data_parallel.unit_forward import unit_of
+from shoal_data_parallel.unit import Unit, unit_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh
@@ -197,7 +196,7 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
     model.head.register_full_backward_pre_hook(lambda *_: seen.append(("head", ",".join(under_way))))
     where = fully_shard.__module__.rpartition(".")[0]
     with (
-        patch(f"{where}.unit.redistribute_shards", recorded),
+        patch(f"{where}.sharded_parameters.redistribute_shards", recorded),
         patch(f"{where}.reduction.redistribute_shards", recorded),
     ):
         for step in range(2):  # the first learns the order of the units

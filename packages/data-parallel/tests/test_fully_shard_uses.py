@@ -1,6 +1,6 @@
 """`fully_shard` in uses beyond one forward, one backward and one step; on real gloo ranks, against one device.
 
-Covers: unit_forward.py, fully_shard.py.
+Covers: unit_passes.py, fully_shard.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from shoal_data_parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from shoal_data_parallel.unit import Forward
-from shoal_data_parallel.unit_forward import unit_of
+from shoal_data_parallel.unit import Forward, unit_of
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard

@@ -9,12 +9,10 @@ import torch
 
 # Inside the block, writes to these tensors do not count: autograd takes what it saved of them for unchanged.
 preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter
-
-
-def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The functions (pack, unpack) for tensors that autograd saves now; None without hooks."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks  # type: ignore[no-any-return]  # of torch's C++
+# The functions (pack, unpack) for tensors that autograd saves now, None without hooks; it is called with False.
+saved_tensors_hooks_outside: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
 
 
 def run_when_ready(node: Any) -> None:

@@ -4,7 +4,7 @@
 
 A module and its descendants that are no unit of their own are one unit.
 
-May import: policies, reduction, sharded_parameters, unit, unit_forward.
+May import: policies, reduction, sharded_parameters, unit, unit_passes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from shoal_mesh.internal import accelerator
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import GroupReduction, ReducingModule, deliver
 from .sharded_parameters import DataAxes
-from .unit import STATE, Unit, units_of
-from .unit_forward import as_forward, enter, lead, unit_of
+from .unit import STATE, Unit, unit_of, units_of
+from .unit_passes import as_forward, enter, lead
 
 
 @takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
@@ -164,14 +164,12 @@ class UnshardHandle:
 class FSDPModule(ReducingModule):
     """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
 
+    _made_by = "fully_shard"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # no hooks: a module compiled in place would trace them
         """The module's forward with its hooks, compiled or not, between gathering and freeing."""
         forward = super().__call__
         return as_forward(self, forward, args, kwargs) if STATE in vars(self) else forward(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed."""
-        return ", ".join(filter(None, [super().extra_repr(), "fully_shard"]))
 
     def _reducers(self, recurse: bool = True) -> list[Unit]:
         return units_of(self, recurse)

@@ -164,11 +164,8 @@ class Bucket(Group):
     def keep(self, i: int) -> None:
         """Keep the gradient that autograd has accumulated, in one tensor with what is kept already."""
         grad = self.take(i)
-        if grad is not None and i in self.kept:
-            self.add_to_kept(i, grad)
-        elif grad is not None:
-            local, spec = self.parameters[i].gradient(grad)
-            self.kept[i] = local.to(spec.dtype).contiguous(), spec
+        if grad is not None:
+            self.add_to_kept(i, grad, copy=False)
 
 
 class GradientBuckets:
@@ -263,7 +260,7 @@ class GradientBuckets:
     def _fill(self) -> None:
         """Reduce what `torch.autograd.grad` was asked for, and fill what it returns."""
         axes, asked = self.buckets[0].axes, sorted(self._given)
-        comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
+        comm = axes.comm
         own = torch.tensor([[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type)
         ranks = all_gather(own, comm).sum(0).tolist()
         for parameter, count in zip(self.parameters, ranks, strict=True):

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, redistribute_shards, takes
+from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, pytree, redistribute_shards, takes
 from shoal_mesh import DeviceMesh, purpose
 
 from .sharded_parameters import DataAxes, ShardedParameter
@@ -54,18 +55,19 @@ class Group(Reducer):
         self.spoiled = False  # whether a pass that added to the kept gradients was not finished
         self.divisor = float(axes.mesh.size())
 
-    def add_to_kept(self, i: int, grad: Tensor) -> None:
+    def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
         """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
 
-        A copy of it would be held for all groups until the pass is over, only to be given back if it fails.
+        A copy of that would be held for all groups until the pass is over, only to be given back if it fails.  The
+        first one is copied itself: autograd may hand one tensor to several parameters.
         """
         self.spoiled = True
         local, spec = self.parameters[i].gradient(grad)
         if i in self.kept:
             kept, layout = self.kept[i]
             kept.add_(*_converted([local], [spec], [layout]))
-        else:  # a copy: autograd may hand one tensor to several parameters
-            self.kept[i] = local.to(spec.dtype, copy=True).contiguous(), spec
+        else:
+            self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
 
     def check_kept(self) -> None:
         """Raise StyleError if a backward that raised may have added to kept gradients."""
@@ -82,7 +84,12 @@ class Group(Reducer):
 class ReducingModule(nn.Module):
     """What is added to a module's class: control over the reduction of gradients, as torch names it."""
 
+    _made_by: str  # the function
     _reducers: Callable[..., Sequence[Reducer]]  # those of the module and, unless with `recurse=False`, of those in it
+
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed."""
+        return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
     @takes(requires_gradient_sync=bool)
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -215,13 +222,19 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
                 reduction.group.parameters[i].accumulate(grad)
 
 
+def nodes_of(output: Any) -> list[Any]:
+    """The nodes of autograd at which a backward through a module's output begins."""
+    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
 def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]) -> list[Tensor]:
     """Local gradients in the layouts that all ranks expect, or that kept ones have.
 
     Inputs may leave them partial or sharded over the styles' axes where the parameters are replicated. A rank that has
     no gradient of a parameter cannot know that of the others.
     """
-    others = [at for at, spec in enumerate(specs) if spec != wanted[at]]
+    others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
     if others:
         sources = [grads[at].to(wanted[at].dtype) for at in others]  # the model may have changed its dtype since
         moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]

@@ -30,17 +30,15 @@ from shoal_dtensor.internal import (
     leaf_route,
     local_of,
     owners_of,
-    pytree,
-    redistribute_shards,
     register_owner,
     takes,
     watch_draws,
 )
-from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh, purpose
+from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .gradient_buckets import Bucket, GradientBuckets, Replica
-from .reduction import Reducer, ReducingModule
-from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, replicated_parameter, shards_of
+from .reduction import Reducer, ReducingModule, nodes_of
+from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, replicated_parameter, start_to_gather
 
 _STATE = "_shoal_replicated"
 
@@ -129,22 +127,20 @@ def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
 
 def _agree(module: nn.Module, axes: DataAxes) -> None:
     """Raise on all ranks unless they have parameters of the same names, shapes and dtypes."""
-    comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
-    if "fake" in comm.backend:
+    if "fake" in axes.comm.backend:
         return
     rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(axes.mesh.device_type)
-    check_replicas(own, comm, "names, shapes and dtypes of parameters")
+    check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
 
 
 @torch.no_grad()
 def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
     """Give all ranks the values of one."""
-    comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
     for tensor in tensors:
         local = local_of(tensor).detach()
         if not local.is_meta:
-            local.copy_(broadcast(local.contiguous(), comm, source))
+            local.copy_(broadcast(local.contiguous(), axes.comm, source))
 
 
 class Replicas(Reducer):
@@ -293,9 +289,8 @@ class Replicas(Reducer):
             return
         self._depth -= 1
         self.around(self.gradients.running)
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                self.gradients.watch(tensor.grad_fn)
+        for node in nodes_of(output):
+            self.gradients.watch(node)
 
     def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again.
@@ -320,26 +315,22 @@ class Replicas(Reducer):
             replica.adopt()
         stale = (replica for replica in self.replicas if replica.version != replica.target.version())
         groups = in_groups(stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes)
-        in_flight = [_start(group) for group in groups[:1]]
+
+        def start(some: Sequence[list[Replica]]) -> list[ShardsInFlight]:
+            what = "replicate gathers updated parameters"
+            return [start_to_gather([replica.target for replica in group], what) for group in some]
+
+        in_flight = start(groups[:1])
         for at, group in enumerate(groups):
-            in_flight += [_start(following) for following in groups[at + 1 : at + 2]]
+            in_flight += start(groups[at + 1 : at + 2])
             for replica, gathered in zip(group, in_flight.pop(0).wait(), strict=True):
                 replica.fill(gathered)
-
-
-def _start(group: Sequence[Replica]) -> ShardsInFlight:
-    """Start to gather the shards of some replicas."""
-    with purpose("replicate gathers updated parameters"):
-        moves = [(replica.target.resting, replica.target.gathered) for replica in group]
-        return redistribute_shards(shards_of([replica.target for replica in group]), moves)
 
 
 class ReplicateModule(ReducingModule):
     """What `replicate` adds to a module's class: control over the reduction of gradients, as torch names it."""
 
-    def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed."""
-        return ", ".join(filter(None, [super().extra_repr(), "replicate"]))
+    _made_by = "replicate"
 
     def _reducers(self, recurse: bool = True) -> list[Replicas]:
         return [vars(owner)[_STATE] for owner in (self.modules() if recurse else [self]) if _STATE in vars(owner)]

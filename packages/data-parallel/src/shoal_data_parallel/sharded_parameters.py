@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
+    ShardsInFlight,
     carry_gradient,
     carry_over,
     grad_hooked,
@@ -34,14 +35,14 @@ from shoal_dtensor.internal import (
     shard_sizes,
     upload_packed,
 )
-from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh import Comm, DeviceMesh, purpose
 
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 Site = tuple[nn.Module, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DataAxes:
     """The axes of data parallelism."""
 
@@ -54,6 +55,11 @@ class DataAxes:
                 f"expected a shoal_mesh.DeviceMesh of the data axes, got {type(self.mesh).__name__}; "
                 "shoal_dtensor.interop converts torch's"
             )
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of all of them."""
+        return self.mesh.comm(tuple(range(self.mesh.ndim)))
 
     @property
     def ranks_of_shards(self) -> int:
@@ -138,8 +144,6 @@ class ShardedParameter:
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
         """The local gradient of what modules saw, dense, with layout and dtype before the reduction; None is zeros."""
         spec = self.partial
-        if self.inner is not None and isinstance(grad, DTensor):  # it may be placed differently on the styles' axes
-            spec = _partial_over_data(self.reduced, grad.placements)
         if grad is None:
             return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.gathered.mesh.device_type), spec
         if grad.is_sparse:
@@ -147,15 +151,19 @@ class ShardedParameter:
                 f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: "
                 "make the embedding with sparse=False, or pass its weight in ignored_params"
             )
-        return local_of(grad), spec
+        if isinstance(grad, DTensor):
+            if self.inner is not None:  # it may be placed differently on the styles' axes
+                spec = _partial_over_data(self.reduced, grad.placements)
+            grad = local_shard(grad)
+        return grad, spec
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
         leaf: Any = self.leaf
         dtype = leaf.grad_dtype or leaf.dtype
-        grad = reduced.to(local_of(leaf).device, dtype)
+        grad = reduced.to(leaf.device, dtype)
         if isinstance(leaf, DTensor):
-            grad = DTensor(grad, leaf.spec.with_(dtype=dtype))
+            grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
         if self.sites and grad_hooked(leaf):  # those of a replica have seen the gradient of this rank's rows
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
@@ -228,15 +236,18 @@ def shard_parameter(
     )
 
 
-def shards_of(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-    """This rank's shards in the dtypes of the computation, on the device of the mesh: from the host all together."""
+def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
+    """Send the shards, in the dtypes of the computation and on the device of the mesh: from the host all together."""
     shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
     device, dtypes = torch.device(parameters[0].gathered.mesh.device_type), [p.resting.dtype for p in parameters]
     on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
-    sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
-    for i, shard in zip(on_host, sent, strict=True):
-        shards[i] = shard
-    return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+    if on_host:
+        sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
+        for i, shard in zip(on_host, sent, strict=True):
+            shards[i] = shard
+    shards = [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+    with purpose(what):
+        return redistribute_shards(shards, [(p.resting, p.gathered) for p in parameters])
 
 
 @torch.no_grad()

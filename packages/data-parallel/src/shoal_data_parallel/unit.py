@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import StyleError, TiedWeightError
-from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
-from shoal_mesh import purpose
+from shoal_dtensor.internal import ShardsInFlight, register_owner
 
 from ._torch import preserving_versions
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Group
-from .sharded_parameters import DataAxes, ShardedParameter, Site, make_whole, shard_parameter, shards_of
+from .sharded_parameters import DataAxes, ShardedParameter, Site, make_whole, shard_parameter, start_to_gather
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""
@@ -214,9 +213,7 @@ class Unit(Group):
         here = self.current is not None and self.current.filled and self.current.versions == versions
         if not self.parameters or here or (self._coming is not None and self._coming[1] == versions):
             return
-        with purpose(f"fully_shard gathers {self.name}"):
-            moves = [(p.resting, p.gathered) for p in self.parameters]
-            self._coming = redistribute_shards(shards_of(self.parameters), moves), versions
+        self._coming = start_to_gather(self.parameters, f"fully_shard gathers {self.name}"), versions
 
     def gather(self) -> Gathered:
         """The gathered parameters, filled."""
@@ -269,3 +266,9 @@ def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """The units in a module, each once, those of outer modules first."""
     owners = module.modules() if recurse else [module]
     return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))
+
+
+def unit_of(module: Any) -> Unit:
+    """The unit of a module that is one, or one of a unit's."""
+    unit: Unit = vars(module)[STATE]
+    return unit

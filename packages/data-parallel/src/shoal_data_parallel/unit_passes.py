@@ -1,16 +1,16 @@
-"""The forward of a unit: its parameters are gathered before it and freed after it, and backward is prepared.
+"""The passes of a unit: its parameters are gathered before its forward and before its backward, and freed after each.
 
 Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters arrive when the last of
-them has been computed.  Hooks of autograd's nodes gather again in backward.
+them has been computed.  Hooks of autograd's nodes gather again in backward.  Gradients are reduced beside it, and those
+of all units are delivered when the pass is over: a pass that raises leaves every `.grad` as it was.
 
-May import: _torch, unit, unit_backward.
+May import: _torch, reduction, unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,25 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_of, pytree, unwatched
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import (
+    FakeTensor,
+    GradRoute,
+    eager_only,
+    first_order_only,
+    grad_hooked,
+    grad_route,
+    in_backward,
+    is_compiling,
+    local_shard,
+    pytree,
+    running_pass,
+    unwatched,
+)
 
-from ._torch import outer_saved_tensors_hooks, run_when_ready
-from .unit import STATE, Forward, Unit
-from .unit_backward import running_backward
+from ._torch import run_when_ready, saved_tensors_hooks_outside
+from .reduction import GroupReduction, arrived, deliver, nodes_of
+from .unit import Forward, Unit, unit_of
 
 
 def lead(unit: Unit, inner: Sequence[Unit]) -> None:
@@ -86,9 +100,7 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
         unit.guards[-1] = _guard(unit.running)
         unit.guards[-1].__enter__()
     precision = unit.policies[0]
-    if precision.param_dtype is None or not precision.cast_forward_inputs:
-        return args, kwargs
-    cast: tuple[Any, Any] = _cast((args, kwargs), precision.param_dtype)
+    cast: tuple[Any, Any] = _cast((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
     return cast
 
 
@@ -99,8 +111,8 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.guards.pop().__exit__(None, None, None)
     forward, schedule = unit.running, unit.schedule
     output = _cast(output, unit.policies[0].output_dtype)
-    if forward is not None:
-        _prepare_backward(output, forward)
+    for node in nodes_of(output) if forward is not None else ():  # gathered when its backward begins
+        node.register_prehook(lambda grads, forward=forward: running_backward().open(forward))
     unit.waiting.discard(module)
     if not unit.waiting and not unit.guards:
         if forward is not None:
@@ -120,7 +132,7 @@ def _leave(unit: Unit) -> None:
     if unit.open:
         return  # recomputed in a backward that needs the parameters
     if in_backward() and torch.is_grad_enabled():
-        running_backward().borrow(unit)  # a backward of what was recomputed follows
+        running_backward().gathered.append(unit)  # a backward of what was recomputed follows
         return
     unit.show()
     if unit.frees or (unit.reshards is None and not torch.is_grad_enabled()):
@@ -211,14 +223,6 @@ class _GatheredUnit(Function):
         return (None, None, *running_backward().receive(ctx.used, grads))
 
 
-def _prepare_backward(output: Any, forward: Forward) -> None:
-    """Have the parameters of a forward gathered when its backward begins."""
-    for tensor in pytree.tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            node: Any = tensor.grad_fn
-            node.register_prehook(lambda grads: running_backward().open(forward))
-
-
 def _show_arriving(forward: Forward) -> None:
     """Have the gradients of matrices added to kept ones as soon as they are there, not when all of the unit's are."""
     views = [*forward.gathered.views]
@@ -230,14 +234,6 @@ def _show_arriving(forward: Forward) -> None:
     forward.unit.show(views)
 
 
-@dataclass(slots=True, eq=False)
-class _OfUnit:
-    """A saved tensor that may have no memory."""
-
-    tensor: Tensor
-    forward: Forward
-
-
 def _guard(forward: Forward) -> saved_tensors_hooks:
     """A block in which what autograd saves of gathered parameters is gathered again before it is read.
 
@@ -245,21 +241,21 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
     given back.  All else goes to the hooks outside, such as those of a checkpoint or an offload around the unit.
     """
-    gathered, outside = forward.gathered, outer_saved_tensors_hooks()
+    gathered, outside = forward.gathered, saved_tensors_hooks_outside(False)
     own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
     def pack(tensor: Tensor) -> Any:
-        local = local_of(tensor)
+        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
-            return _OfUnit(tensor, forward)
+            return forward, tensor  # a tensor that may have no memory when it is read
         return tensor if outside is None else outside[0](tensor)
 
     def unpack(saved: Any) -> Any:
-        if not isinstance(saved, _OfUnit) or saved.forward is not forward:
+        if not (isinstance(saved, tuple) and saved and saved[0] is forward):
             return saved if outside is None else outside[1](saved)
         if not gathered.filled:
             running_backward().open(forward)
-        return saved.tensor
+        return saved[1]
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -271,7 +267,132 @@ def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
 
 
-def unit_of(module: Any) -> Unit:
-    """The unit of a module that is one, or one of a unit's."""
-    unit: Unit = vars(module)[STATE]
-    return unit
+# --- a backward pass over units ---------------------------------------------------------------------------------------
+
+# Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank keeps them.
+Routes = tuple[dict[int, GradRoute], set[int], bool]
+
+
+class UnitBackward:
+    """What one backward pass has done to units, and has still to deliver."""
+
+    def __init__(self) -> None:
+        self._units: dict[Unit, Unit] = {}  # those of its schedules, in one order on all ranks, and which leads them
+        self.gathered: list[Unit] = []  # which stay so until their gradients have arrived, or the pass ends
+        self._opened: set[Forward] = set()  # not those that a pass around this one has opened
+        self._expected: set[Unit] = set()  # those of the gathered units whose gradients have not arrived
+        self._reductions: list[GroupReduction] = []
+        self._routes: dict[Forward, Routes] = {}
+        self._captures = False  # whether the pass is one of torch.autograd.grad
+
+    def open(self, forward: Forward) -> None:
+        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way.
+
+        Raises:
+            StyleError: if a parameter was written to since, or kept gradients are those of half a backward.
+            SecondOrderError: under `create_graph=True`, whose graph would keep parameters that are freed.
+        """
+        unit = forward.unit
+        if forward in unit.open:
+            return
+        self._reach(forward)
+        unit.refill(forward.gathered)
+        unit.open.add(forward)
+        self._opened.add(forward)
+        self.gathered.append(unit)
+        self._expected.add(unit)
+        for before in forward.before[-1:] if unit.next_backward is None else unit.next_backward:
+            if before.current is not None and before.frees:
+                before.start()
+        if self._reductions:
+            self._reductions[-1].poll()
+
+    def _reach(self, forward: Forward) -> None:
+        """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
+        first_order_only(
+            "fully_shard: a backward with create_graph=True; second derivatives need parameters that are not freed: "
+            "differentiate the module before it is sharded, or use replicate() and ask for gradients of inputs"
+        )
+        lead = forward.units[0]
+        if lead.backward is None:
+            for unit in forward.units:
+                unit.check_kept()
+            lead.backward = self
+        self._units.update(dict.fromkeys(forward.units, lead))
+
+    def _routes_of(self, forward: Forward) -> Routes:
+        if forward not in self._routes:
+            self._reach(forward)
+            unit, leaves = forward.unit, {i: forward.unit.parameters[i].leaf for i in forward.trained}
+            routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}
+            captured = {i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)}
+            self._routes[forward] = routes, captured, not unit.syncs and (unit.stands_in or not captured)
+        return self._routes[forward]
+
+    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
+        """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
+        unit, (routes, _, stays) = forward.unit, self._routes_of(forward)
+        adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
+        if grad is None or routes[i] == "unused" or not adds:
+            return False
+        unit.add_to_kept(i, grad)
+        return True
+
+    def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
+        """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
+        unit, (routes, captured, stays) = forward.unit, self._routes_of(forward)
+        returned = {i for i, route in routes.items() if route == "return"}
+        self._expected.discard(unit)
+        if forward in self._opened:
+            unit.open.discard(forward)
+            if not unit.open:
+                unit.leave()
+        self._captures |= bool(captured)
+        each = zip(forward.trained, grads, strict=True)
+        wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
+        if stays:
+            return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
+        # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
+        for reduction in self._reductions[-2:]:
+            reduction.go_on()
+        # torch.autograd.grad gets the gradients of this pass alone
+        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured))
+        given: dict[int, Any] = dict.fromkeys(forward.trained)
+        for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
+            if i in returned:
+                leaf: Any = unit.parameters[i].leaf
+                given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
+        return [*given.values()]
+
+    def finish(self) -> None:
+        """Deliver the gradients and leave all units sharded."""
+        reduced = {reduction.group for reduction in self._reductions}
+        for unit, lead in self._units.items():
+            # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
+            late = unit in self._expected or (unit.kept and not self._captures and lead.backward is self)
+            if unit.syncs and unit.trained and late and unit not in reduced:
+                self._reductions.append(GroupReduction(unit, {}))
+        deliver(self._reductions)
+        self._reductions.clear()
+        for unit, lead in self._units.items():
+            unit.spoiled = unit.spoiled and lead.backward is not self
+        self._close()
+
+    def fail(self) -> None:
+        """Give kept gradients back, and leave all units sharded."""
+        for reduction in reversed(self._reductions):
+            reduction.give_back()
+        self._close()
+
+    def _close(self) -> None:
+        for unit in self.gathered:
+            unit.open.clear()
+            unit.leave()
+        self.gathered.clear()
+        for lead in self._units.values():
+            lead.backward = None if lead.backward is self else lead.backward
+
+
+def running_backward() -> UnitBackward:
+    """What the backward pass that is running does to units."""
+    return running_pass().part(UnitBackward)
