@@ -168,22 +168,19 @@ def given_back(owners: Sequence[Owner]) -> Iterator[None]:
 def in_turns(
     items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
-    """Items that need the same owners together, those of other owners apart: so that few give back at a time.
-
-    `in_order` keeps the order, all together.
+    """Items that need the same owners together, others apart, so that few give back at a time; `in_order` all together.
 
     Example:
         >>> items = [("up 0", ["unit 0"]), ("up 1", ["unit 1"]), ("down 0", ["unit 0"])]
         >>> in_turns(items)  # type: ignore[arg-type]  # names for owners
-        [(['up 1'], ['unit 1']), (['up 0', 'down 0'], ['unit 0'])]
+        [(['up 0', 'down 0'], ['unit 0']), (['up 1'], ['unit 1'])]
     """
-    turns: list[tuple[list[tuple[int, Item]], list[Owner]]] = []
+    turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
     for number, (item, needed) in enumerate(items):
-        same = [turn for turn in turns if in_order or not set(turn[1]).isdisjoint(needed)]
-        owners = list(dict.fromkeys([*(owner for turn in same for owner in turn[1]), *needed]))
-        merged = sorted([*(pair for turn in same for pair in turn[0]), (number, item)], key=lambda pair: pair[0])
-        turns = [turn for turn in turns if turn not in same] + [(merged, owners)]
-    return [([item for _, item in merged], owners) for merged, owners in turns]
+        alike, owners = turns.setdefault("all" if in_order else tuple(needed) or number, ([], {}))
+        alike.append(item)
+        owners.update(dict.fromkeys(needed))
+    return [(alike, [*owners]) for alike, owners in turns.values()]
 
 
 # --- what goes along when a parameter is replaced ---------------------------------------------------------------------
