@@ -59,94 +59,79 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors."""
-    bound = LOOKUPS[call.func].bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    own = [arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments]
-    if not isinstance(arguments["weight"], call.cls) or any(isinstance(each, call.cls | DTensor) for each in own):
-        return call.run(args, kwargs)
-    call.check_layouts()
-    lookup = _TableLookup(call, arguments)
-    return lookup.replicated() if _REPLICATED.own() else lookup.own_rows()
-
-
-class _TableLookup:
-    """One call of embedding or embedding_bag with plain indices.
+    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors.
 
     Per rank two sizes are exchanged: the length of its indices along dim 0, and the number of rows of its result.
     """
+    bound = LOOKUPS[call.func].bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments, weight = bound.arguments, bound.arguments["weight"]
+    own = [arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments]
+    if not isinstance(weight, call.cls) or any(isinstance(each, call.cls | DTensor) for each in own):
+        return call.run(args, kwargs)
+    call.check_layouts()
+    if _REPLICATED.own():
+        _facts(call, arguments)
+        return call.run((), arguments, plain=DTensor.full_tensor)
+    reports = agree_on(weight.process_group, lambda: _facts(call, arguments))
+    lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
+    ranks = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)  # in the order of the group
 
-    def __init__(self, call: DTensorCall, arguments: dict[str, Any]) -> None:
-        self.call, self.arguments, self.weight = call, arguments, arguments["weight"]
-        self.bags = call.func is F.embedding_bag
-        group, device_type = self.weight.process_group, self.weight._local_tensors[0].device.type
-        self.ranks: DeviceMesh = one_dim_mesh(group, device_type)  # in the order of the group
+    def own_rows(result: DTensor) -> torch.Tensor:
+        return result.redistribute(ranks, [Shard(0, sizes=sizes)]).to_local()
 
-    def replicated(self) -> Any:
-        """The result of indices that are equal on all ranks: no gather."""
-        self._facts()
-        return self.call.run((), self.arguments, plain=DTensor.full_tensor)
+    rows: torch.Tensor = call.run((), _gathered(arguments, ranks, lengths, sizes), plain=own_rows)
+    return rows if "offsets" in arguments else rows.view(*arguments["input"].shape, rows.shape[-1])
 
-    def own_rows(self) -> Any:
-        """The rows of this rank's indices."""
-        reports = agree_on(self.weight.process_group, self._facts)
-        lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
 
-        def own(result: DTensor) -> torch.Tensor:
-            return result.redistribute(self.ranks, [Shard(0, sizes=sizes)]).to_local()
+def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What is equal on all ranks that look up their own indices, and this rank's sizes, after its checks."""
+    name, bags = call.name, "offsets" in arguments  # embedding has no such argument
+    indices, offsets = arguments["input"], arguments.get("offsets")
+    weights, rows = arguments.get("per_sample_weights"), arguments["weight"].shape[0]
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        raise ArgumentTypeError(f"{name}: indices must be a plain tensor of int32 or int64, got {kind_of(indices)}")
+    if bags and indices.dim() not in (1, 2):
+        raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
+    is_offsets = isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
+    if bags and not (is_offsets if indices.dim() == 1 else offsets is None):
+        raise ArgumentTypeError(
+            f"{name}: offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices need them, "
+            "2-D indices have none"
+        )
+    if weights is not None and not (isinstance(weights, torch.Tensor) and weights.shape == indices.shape):
+        raise ArgumentTypeError(f"{name}: per_sample_weights must be a plain tensor of the shape of the indices")
+    if indices.device.type == "cpu" and indices.numel():
+        low, high = torch.aminmax(indices)
+        if low.item() < 0 or high.item() >= rows:
+            raise IndexRangeError(f"{name}: an index is out of range of the {rows} rows")
+    facts = {"dtype": indices.dtype, "weighted": weights is not None}
+    if not bags:
+        return {**facts, "~sizes": (indices.numel(), indices.numel())}
+    count = len(indices) if offsets is None else len(offsets) - bool(arguments["include_last_offset"])
+    return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~sizes": (len(indices), count)}
 
-        rows: torch.Tensor = self.call.run((), self._gathered(lengths, sizes), plain=own)
-        return rows if self.bags else rows.view(*self.arguments["input"].shape, rows.shape[-1])
 
-    def _facts(self) -> dict[str, Any]:
-        """What is equal on all ranks that look up their own indices, and this rank's sizes, after its checks."""
-        indices, offsets = self.arguments["input"], self.arguments.get("offsets")
-        weights = self.arguments.get("per_sample_weights")
-        self._check(indices, offsets, weights)
-        facts = {"dtype": indices.dtype, "weighted": weights is not None}
-        if not self.bags:
-            return {**facts, "~sizes": (indices.numel(), indices.numel())}
-        rows = len(indices) if offsets is None else len(offsets) - bool(self.arguments["include_last_offset"])
-        return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~sizes": (len(indices), rows)}
+def _gathered(
+    arguments: dict[str, Any], ranks: DeviceMesh, lengths: Sequence[int], rows: Sequence[int]
+) -> dict[str, Any]:
+    """The arguments with the indices, offsets and weights of all ranks, rank after rank."""
 
-    def _check(self, indices: Any, offsets: Any, weights: Any) -> None:
-        """Raise what is wrong with this rank's arguments."""
-        name = self.call.name
-        if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(f"{name}: indices must be a plain tensor of int32 or int64, got {kind_of(indices)}")
-        if self.bags and indices.dim() not in (1, 2):
-            raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
-        is_offsets = isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
-        if self.bags and not (is_offsets if indices.dim() == 1 else offsets is None):
-            raise ArgumentTypeError(
-                f"{name}: offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices need them, "
-                "2-D indices have none"
-            )
-        if weights is not None and not (isinstance(weights, torch.Tensor) and weights.shape == indices.shape):
-            raise ArgumentTypeError(f"{name}: per_sample_weights must be a plain tensor of the shape of the indices")
-        if indices.device.type == "cpu" and indices.numel():
-            low, high = torch.aminmax(indices)
-            if low.item() < 0 or high.item() >= self.weight.shape[0]:
-                raise IndexRangeError(f"{name}: an index is out of range of the {self.weight.shape[0]} rows")
-
-    def _gathered(self, lengths: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
-        """The arguments with the indices, offsets and weights of all ranks, rank after rank."""
-        arguments = dict(self.arguments)
-        for name in ("input", "per_sample_weights"):
-            if arguments.get(name) is not None:
-                tensor = arguments[name] if self.bags else arguments[name].reshape(-1)
-                arguments[name] = self._collect(tensor, lengths)
-        if arguments.get("offsets") is not None:
-            last = bool(arguments["include_last_offset"])
-            starts = list(accumulate(lengths, initial=0))
-            own = arguments["offsets"] + starts[self.ranks.get_local_rank()]
-            offsets = self._collect(own[: len(own) - last], rows)
-            arguments["offsets"] = torch.cat([offsets, offsets.new_tensor(starts[-1:])]) if last else offsets
-        return arguments
-
-    def _collect(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """S(0) -> R: each rank's gradient of the result is taken to be that of all ranks."""
-        shape, rows = torch.Size([sum(sizes), *tensor.shape[1:]]), [Shard(0, sizes=tuple(sizes))]
+        shape, placed = torch.Size([sum(sizes), *tensor.shape[1:]]), [Shard(0, sizes=tuple(sizes))]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(tensor, self.ranks, rows, run_check=False, shape=shape, stride=stride).full_tensor()
+        return DTensor.from_local(tensor, ranks, placed, run_check=False, shape=shape, stride=stride).full_tensor()
+
+    gathered, offsets = dict(arguments), arguments.get("offsets")
+    for name in ("input", "per_sample_weights"):
+        if arguments.get(name) is not None:
+            tensor = arguments[name] if "offsets" in arguments else arguments[name].reshape(-1)
+            gathered[name] = collect(tensor, lengths)
+    if offsets is not None:  # [0 2] and [0] of ranks with 3 and 1 indices: 0 2 3
+        last = bool(arguments["include_last_offset"])
+        starts = list(accumulate(lengths, initial=0))
+        own = offsets + starts[ranks.get_local_rank()]
+        joined = collect(own[: len(own) - last], rows)
+        gathered["offsets"] = torch.cat([joined, joined.new_tensor(starts[-1:])]) if last else joined
+    return gathered

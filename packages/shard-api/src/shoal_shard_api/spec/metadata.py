@@ -7,7 +7,7 @@ No process group and no tensor data here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -51,14 +51,10 @@ class ShardMetadata:
         expect_all("ShardMetadata", "shard_offsets", shard_offsets, int, error=ShardingSpecError)
         expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
         offsets, sizes = list(shard_offsets), list(shard_sizes)
-        if len(offsets) != len(sizes):
+        if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
             raise ShardingSpecError(
-                f"shard_offsets and shard_sizes must have one entry for each dim: got {len(offsets)} offsets "
+                f"shard_offsets and shard_sizes must have one entry >= 0 for each dim: got {len(offsets)} offsets "
                 f"{offsets} and {len(sizes)} sizes {sizes}"
-            )
-        if any(n < 0 for n in (*offsets, *sizes)):
-            raise ShardingSpecError(
-                f"shard_offsets and shard_sizes must be >= 0: got offsets {offsets} and sizes {sizes}"
             )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
@@ -111,11 +107,8 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-_MEMORY_FORMATS = {
-    MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
-    MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
-    MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
-}
+_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
+"""By the value of their encoding."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +149,13 @@ class TensorProperties:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {each.name: getattr(self, each.name) for each in fields(self)}
-        names = {fmt: name for name, fmt in _MEMORY_FORMATS.items()}
-        if self.memory_format not in names:
-            raise ShardingSpecError(f"memory format {self.memory_format} cannot be saved; known: {list(names)}")
-        return {**state, "memory_format": names[self.memory_format]}
+        if self.memory_format not in _MEMORY_FORMATS:
+            raise ShardingSpecError(f"memory format {self.memory_format} cannot be saved; known: {_MEMORY_FORMATS}")
+        encoding = MEM_FORMAT_ENCODING(_MEMORY_FORMATS.index(self.memory_format))
+        return {**vars(self), "memory_format": encoding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "memory_format": _MEMORY_FORMATS[state["memory_format"]]})
+        vars(self).update(state, memory_format=_MEMORY_FORMATS[state["memory_format"].value])
 
 
 @dataclass(frozen=True)

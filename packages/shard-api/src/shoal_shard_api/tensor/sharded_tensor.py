@@ -216,13 +216,17 @@ class ShardedTensor(ShardedTensorConstructors):
             if out is not None:
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
-        if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.size() != self.size():
+        plain = type(out) in (torch.Tensor, torch.nn.Parameter) and out.size() == self.size()
+        if (
+            not plain
+            or out.is_meta
+            or any(n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True))
+        ):
             kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
-                f"gather: out must be a plain tensor of size {tuple(self.size())} on dst={dst}, got {kind}"
+                "gather: out must be a plain tensor, not on meta and not expanded, of size "
+                f"{tuple(self.size())} on dst={dst}, got {kind}"
             )
-        if out.is_meta or any(n > 1 and stride == 0 for n, stride in zip(out.size(), out.stride(), strict=True)):
-            raise LocalShardError("gather: out must own an element of storage for each element, not meta nor expanded")
 
     def full_tensor(self) -> torch.Tensor:
         """Sharded -> replicated: the global tensor as a plain one on every rank; differentiable, all ranks call it.
