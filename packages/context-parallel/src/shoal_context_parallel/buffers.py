@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from .errors import UnsupportedAttentionError
 from .parallel_attention import ContextOptions, Method, axis_of
 from .routing import RoutedAttention
 from .sequence_layout import SequenceLayout
-
-T = TypeVar("T")
 
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 _default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
@@ -79,15 +77,15 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         torch.Size([1, 16])
     """
     comm = axis_of(mesh)
-    held = _listed("context_parallel: buffers", buffers, Tensor)
-    dims = _listed("context_parallel: buffer_seq_dims", buffer_seq_dims, int)
-    _check(held, dims, no_restore_buffers or set())
-    if held and isinstance(layout, str):
-        layout = getattr(SequenceLayout, layout)(held[0].shape[dims[0]], comm.size)
+    sequences = _sequences("context_parallel", buffers, buffer_seq_dims)
+    _check(sequences, no_restore_buffers or set())
+    if sequences and isinstance(layout, str):
+        (first, dim), *_ = sequences
+        layout = getattr(SequenceLayout, layout)(first.shape[dim], comm.size)
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
-    shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in zip(held, dims, strict=True)] if known else []
-    with _replaced(held, shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
+    shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in sequences] if known else []
+    with _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
         yield known
 
 
@@ -111,33 +109,33 @@ def _replace(buffer: Tensor, contents: Tensor) -> None:
     torch.autograd.graph.increment_version(buffer)
 
 
-def _listed(what: str, values: Any, kind: type[T]) -> list[T]:
-    """The values as a list, each of a type."""
-    if values is None:
-        return []
-    if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
-        raise LayoutTypeError(f"{what} is a list of {kind.__name__}, got {type(values).__name__} {values!r:.60}")
-    return list(values)
-
-
-def _check(buffers: list[Tensor], dims: list[int], unrestored: set[Tensor]) -> None:
+def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
+    """Each buffer with the dim that is its sequence."""
+    buffers, dims = ([] if given is None else given for given in (buffers, dims))
+    for what, values, kind in (("buffers", buffers, Tensor), ("dims of sequences", dims, int)):
+        if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
+            got = f"{type(values).__name__} {values!r:.60}"
+            raise LayoutTypeError(f"{call}: {what} are a list of {kind.__name__}, got {got}")
     if len(buffers) != len(dims):
-        raise LayoutError(
-            f"context_parallel: one of buffer_seq_dims for each buffer; got {len(dims)} for {len(buffers)} buffers"
-        )
-    if any(all(buffer is not other for other in buffers) for buffer in unrestored):
+        raise LayoutError(f"{call}: one dim for each buffer; got {len(dims)} for {len(buffers)} buffers")
+    return list(zip(buffers, dims, strict=True))
+
+
+def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
+    if any(all(buffer is not other for other, _ in sequences) for buffer in unrestored):
         raise LayoutError("context_parallel: no_restore_buffers are some of the buffers")
-    for buffer, dim in zip(buffers, dims, strict=True):
+    for buffer, dim in sequences:
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
                 "context_parallel: buffers are plain tensors without gradients (inputs, labels, tables of positions); "
                 f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor that needs a gradient "
                 "with SequenceLayout.shard"
             )
-        if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != buffers[0].shape[dims[0]]:
+        first, of_first = sequences[0]
+        if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != first.shape[of_first]:
             raise LayoutError(
                 f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no sequence of as many "
-                f"positions as dim {dims[0]} of the first buffer, of shape {tuple(buffers[0].shape)}"
+                f"positions as dim {of_first} of the first buffer, of shape {tuple(first.shape)}"
             )
 
 
@@ -168,27 +166,22 @@ def context_parallel_unshard(
         [tensor([0, 1, 2])]
     """
     comm = axis_of(mesh)
-    buffers = _listed("context_parallel_unshard: buffers", buffers, Tensor)
-    seq_dims = _listed("context_parallel_unshard: seq_dims", seq_dims, int)
-    if len(buffers) != len(seq_dims):
-        raise LayoutError(
-            f"context_parallel_unshard: one dim for each buffer; got {len(seq_dims)} for {len(buffers)} buffers"
-        )
-    if not buffers:
+    sequences = _sequences("context_parallel_unshard", buffers, seq_dims)
+    if not sequences:
         return []
-    lengths = [x.shape[dim] for x, dim in zip(buffers, seq_dims, strict=True)]
+    lengths = [x.shape[dim] for x, dim in sequences]
     sizes = all_gather(upload([lengths], device_of_numbers(comm, buffers[0].device)), comm).tolist()
     layout = load_balancer or next((mode.options.layout for mode in RoutedAttention.active()), "head_tail")
     if isinstance(layout, str):
         layout = getattr(SequenceLayout, layout)(sum(row[0] for row in sizes), comm.size)
-    if sizes != [[size] * len(buffers) for size in layout.sizes]:
+    if sizes != [[size] * len(sequences) for size in layout.sizes]:
         raise LayoutError(
             f"context_parallel_unshard: the ranks hold {[row[0] if len({*row}) == 1 else row for row in sizes]} "
             f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they were sharded by as "
             "load_balancer"
         )
     whole = []
-    for shard, dim in zip(buffers, seq_dims, strict=True):
+    for shard, dim in sequences:
         gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
         whole.append(layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim))
     return whole

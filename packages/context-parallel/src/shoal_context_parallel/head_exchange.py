@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import Shard, Spec
-from shoal_dtensor.internal import apply, first_order_only, redistribute_shards, unwatched
+from shoal_dtensor.internal import apply, first_order_only, redistribute_shards, shard_sizes, spans, unwatched
 from shoal_mesh import DeviceMesh, purpose
 
 from .sequence_layout import Range, SequenceLayout
@@ -31,10 +31,7 @@ class HeadExchange:
         self.layout, self.mesh, self.rank = layout, mesh, mesh.comm(0).rank
         self.group: int = heads // max(shared, 1)
         # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
-        size = max(-(-heads // mesh.size()), 1)
-        self.queries: list[Range] = [
-            (min(rank * size, heads), min((rank + 1) * size, heads)) for rank in range(mesh.size())
-        ]
+        self.queries: list[Range] = spans(shard_sizes(heads, Shard(0), mesh.size()))
         self.keys: list[Range] = [(a // self.group, -(-b // self.group)) if a < b else (0, 0) for a, b in self.queries]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes, spans
 
 Range = tuple[int, int]  # first position, and the one behind the last
 
@@ -45,8 +47,7 @@ class SequenceLayout:
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> SequenceLayout:
         """One range per rank, of the sizes that `torch.chunk` and `Shard(dim)` give; the last ranks may have none."""
-        size = max(-(-length // ranks), 1)  # 10 positions on 4 ranks: 3
-        return cls._of([[(rank * size, min((rank + 1) * size, length))] for rank in range(ranks)])  # 3, 3, 3, 1
+        return cls._of([[own] for own in spans(shard_sizes(length, Shard(0), ranks))])  # 10 on 4 ranks: 3, 3, 3, 1
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
