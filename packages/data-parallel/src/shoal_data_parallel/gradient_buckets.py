@@ -171,10 +171,9 @@ class Bucket(Group):
 class GradientBuckets:
     """The buckets of a module's trained parameters: the part of each backward pass that fills them."""
 
-    def __init__(self, buckets: Sequence[Bucket], owner: Reducer, around: Callable[[bool], None]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
         self.buckets = buckets  # in the order in which they are reduced
         self.owner = owner  # says whether passes reduce gradients
-        self.around = around  # called when a pass begins (True) and when it is over, also by an error (False)
         self.parameters: list[Replica] = [replica for bucket in buckets for replica in bucket.replicas]
         self._place = {id(p.leaf): (at, i) for at, bucket in enumerate(buckets) for i, p in enumerate(bucket.replicas)}
         self.running: bool = False
@@ -220,7 +219,7 @@ class GradientBuckets:
         self._late: set[int] = set()
         self._reductions: list[GroupReduction] = []  # of the first buckets, in order
         self.running = True
-        self.around(True)
+        self.owner.around(True)
         running = running_pass()
         self._earlier = [part for part in running.parts if isinstance(part, GradientBuckets)]
         running.join(self)
@@ -312,7 +311,7 @@ class GradientBuckets:
     def _restore(self) -> None:
         """End the pass, with what was there before it."""
         self.running = False
-        self.around(False)
+        self.owner.around(False)
         for parameter, grad in zip(self.parameters, self._before, strict=True):
             parameter.leaf.grad = grad
         self._before, self._given = [], {}

@@ -40,6 +40,9 @@ class Reducer:
     def drop_kept(self) -> None:
         """Drop kept gradients."""
 
+    def around(self, running: bool) -> None:
+        """Called when a backward pass of replicas begins (True) and when it is over, also by an error (False)."""
+
 
 class Group(Reducer):
     """Parameters whose gradients travel together."""

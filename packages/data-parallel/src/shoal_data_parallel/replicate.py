@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
-    ShardsInFlight,
     check_plain_tensors,
     complete_forms,
     extended,
@@ -100,19 +100,16 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     if src_data_rank is not None:
         _broadcast([*state.held(), *module.buffers()], state.axes, src_data_rank)
     state.take()
-    _install(state, module)
-    watch_draws(module, state.axes.mesh)
-    return module
-
-
-def _install(state: Replicas, module: Any) -> None:
-    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
+    complete_forms(state.axes.mesh, module, over_data=(None, reduce_dtype))
     register_owner(state)
     state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)
+    model: Any = module  # whose class changes
+    model.__class__ = extended(ReplicateModule, model.__class__)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
+    watch_draws(module, state.axes.mesh)
+    return module
 
 
 def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
@@ -162,7 +159,7 @@ class Replicas(Reducer):
         self._bucket_bytes = bucket_bytes
         self.dtype = dtype  # in which gradients are reduced; None for their own
         self.ignored: list[nn.Parameter] = list(ignored)  # parameters that it leaves alone
-        self.gradients: GradientBuckets = GradientBuckets([], self, self.around)
+        self.gradients: GradientBuckets = GradientBuckets([], self)
         # Of shards, which the optimizer updates, the replicas; and whether modules see these.
         self.replicas: list[Replica] = []
         self._shows_replicas = False
@@ -176,7 +173,7 @@ class Replicas(Reducer):
         return {**state, "replicas": replicas, "_shows_replicas": False, "_attached": [], "_depth": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, gradients=GradientBuckets([], self, self.around))
+        vars(self).update(state, gradients=GradientBuckets([], self))
         register_owner(self)
 
     @property
@@ -199,7 +196,7 @@ class Replicas(Reducer):
     def give_back(self) -> None:
         """Have the module hold whole parameters without hooks."""
         self.gradients.remove()
-        self.gradients, self._attached = GradientBuckets([], self, self.around), []
+        self.gradients, self._attached = GradientBuckets([], self), []
         make_whole([replica.target for replica in self.replicas])
 
     def take(self) -> None:
@@ -247,7 +244,7 @@ class Replicas(Reducer):
             self.check()
             trained = [Replica(param, replicated_parameter(param, self.axes, self.dtype)) for param in trained]
         self.gradients.remove()
-        self.gradients, self._attached = GradientBuckets(self._buckets(trained), self, self.around), attached
+        self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 
     def _with_shards(self) -> list[Replica]:
         """Those whose shards require gradients now; a StyleError if the module has a parameter without a shard."""
@@ -315,14 +312,11 @@ class Replicas(Reducer):
             replica.adopt()
         stale = (replica for replica in self.replicas if replica.version != replica.target.version())
         groups = in_groups(stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes)
-
-        def start(some: Sequence[list[Replica]]) -> list[ShardsInFlight]:
-            what = "replicate gathers updated parameters"
-            return [start_to_gather([replica.target for replica in group], what) for group in some]
-
-        in_flight = start(groups[:1])
-        for at, group in enumerate(groups):
-            in_flight += start(groups[at + 1 : at + 2])
+        what = "replicate gathers updated parameters"
+        coming = (start_to_gather([replica.target for replica in group], what) for group in groups)
+        in_flight = [*islice(coming, 1)]
+        for group in groups:
+            in_flight += islice(coming, 1)
             for replica, gathered in zip(group, in_flight.pop(0).wait(), strict=True):
                 replica.fill(gathered)
 

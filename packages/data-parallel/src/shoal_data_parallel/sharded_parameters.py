@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -135,6 +135,10 @@ class ShardedParameter:
                 )
             check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
+        self.set_dtypes()
+
+    def set_dtypes(self) -> None:
+        """Have the layouts the dtypes that follow from that of the leaf."""
         computed, reduced = _dtypes(self.leaf, self.precision)
         if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
             self.resting, self.gathered = self.resting.with_(dtype=computed), self.gathered.with_(dtype=computed)
@@ -206,13 +210,12 @@ def shard_parameter(
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None
     mesh, placements, order = _joined(axes, inner, _data_shard(param, placement))
-    dtype, reduce_dtype = _dtypes(param, precision)
     resting = Spec(mesh, placements, param.shape, None, param.dtype, order)
     own = [*[Replicate()] * axes.mesh.ndim, *(inner.placements if inner else ())]
     inner_order = (
         tuple((dim, tuple(a + axes.mesh.ndim for a in over)) for dim, over in inner.shard_order) if inner else ()
     )
-    gathered = Spec(mesh, own, param.shape, None, dtype, inner_order)
+    gathered = Spec(mesh, own, param.shape, None, param.dtype, inner_order)
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
@@ -222,18 +225,15 @@ def shard_parameter(
             shard = shard.cpu().pin_memory() if pinned else shard.cpu()
         return DTensor(shard, resting)
 
-    leaf = nn.Parameter(rows(param), requires_grad=param.requires_grad)
-    carry_gradient(param, leaf, None if param.grad is None else rows(param.grad))
-    _carry(param, leaf)
-    return ShardedParameter(
-        tuple(sites),
-        leaf,
-        resting.with_(dtype=dtype),
-        gathered,
-        inner.with_(dtype=dtype) if inner else None,
-        resting.with_(dtype=reduce_dtype),
-        precision,
-    )
+    if inner is not None and grad_hooked(param):
+        raise LayoutError(
+            "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
+            "gradient; register them after fully_shard, on the parameter that it leaves"
+        )
+    leaf = _replacement(param, rows, styled=inner is not None)
+    parameter = ShardedParameter(tuple(sites), leaf, resting, gathered, inner, resting, precision)
+    parameter.set_dtypes()
+    return parameter
 
 
 def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
@@ -267,15 +267,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         return local if parameter.inner is None else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
 
     for parameter in parameters:
-        leaf = parameter.leaf
-        param = nn.Parameter(whole(parameter, leaf), requires_grad=leaf.requires_grad)
-        carry_gradient(leaf, param, None if leaf.grad is None else whole(parameter, leaf.grad))
-        if parameter.inner is None:
-            carry_over(leaf, param)
-        else:
-            vars(param).update(vars(leaf))
-            note_replaced(leaf)
-        parameter.put(param)
+        parameter.put(_replacement(parameter.leaf, partial(whole, parameter), styled=parameter.inner is not None))
 
 
 @lru_cache(maxsize=1024)
@@ -285,18 +277,16 @@ def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
     return Spec(reduced.mesh, (*data, *own), reduced.shape, None, reduced.dtype)
 
 
-def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
-    """Give the leaf the attributes and hooks of the parameter that it replaces."""
-    if isinstance(param, DTensor):
-        if grad_hooked(param):
-            raise LayoutError(
-                "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
-                "gradient; register them after fully_shard, on the parameter that it leaves"
-            )
-        vars(leaf).update(vars(param))
-        note_replaced(param)
-        return
-    carry_over(param, leaf)
+def _replacement(old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styled: bool) -> nn.Parameter:
+    """A parameter of converted values and gradient, with the attributes and hooks of the one that it replaces."""
+    new = nn.Parameter(convert(old), requires_grad=old.requires_grad)
+    carry_gradient(old, new, None if old.grad is None else convert(old.grad))
+    if styled:
+        vars(new).update(vars(old))
+        note_replaced(old)
+    else:
+        carry_over(old, new)
+    return new
 
 
 def _dtypes(param: Tensor, precision: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
