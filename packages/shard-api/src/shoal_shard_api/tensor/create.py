@@ -147,8 +147,8 @@ def init_from_local_shards(
 
     Raises:
         ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of integers.
-        LocalShardError: Local shards differ in dtype or layout, are not contiguous, or are placed on another rank.
-        RankMismatchError: The size, or dtype, layout, requires_grad or pinning, differs between ranks.
+        LocalShardError: Local shards differ in dtype, are not contiguous, or are placed on another rank.
+        RankMismatchError: The size, or dtype, requires_grad or pinning, differs between ranks.
         ShardingSpecError: The shards overlap, leave a gap, reach beyond the size, or are outside the group.
 
         Each is raised on every rank.

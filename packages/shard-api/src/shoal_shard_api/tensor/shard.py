@@ -25,8 +25,8 @@ from ..spec.metadata import (
     validate_non_overlapping_shards_metadata,
 )
 
-_COMPARED = ("dtype", "layout", "requires_grad", "pin_memory")
-"""The properties that all shards of a tensor share."""
+_COMPARED = ("dtype", "requires_grad", "pin_memory")
+"""The properties that all shards of a tensor share; their layout is torch.strided, or they were no shards."""
 
 
 @dataclass(slots=True)
@@ -124,8 +124,8 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     return tensor[slices_of(box)]
 
 
-def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[Shard]:
-    """The local shards in the order of the metadata; a LocalShardError unless it places these on this rank."""
+def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+    """The local tensors in the order of the metadata; a LocalShardError unless it places these shards on this rank."""
     rank, by_box = dist.get_rank(), {shard.metadata.box: shard for shard in shards}
     expected = own_shards(metadata)
     if len(by_box) != len(shards) or set(by_box) != {each.box for each in expected}:
@@ -135,14 +135,12 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
         )
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
-    return [by_box[each.box] for each in expected]
+    return [by_box[each.box].tensor for each in expected]
 
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
-    """Check dtype, layout, requires_grad, pinning and contiguity of a shard against the tensor's properties."""
+    """Check dtype, requires_grad, pinning and contiguity of a shard against the tensor's properties."""
     tensor, where = shard.tensor, f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
-    if properties.layout != torch.strided:
-        raise LocalShardError(f"{where}: only the layout torch.strided is supported, got {properties.layout}")
     if not tensor.is_contiguous():
         raise LocalShardError(f"{where}: its tensor of size {list(tensor.size())} is not contiguous")
     actual = TensorProperties.create_from_tensor(tensor)
@@ -177,8 +175,8 @@ def known_size(size: Sequence[Any]) -> torch.Size:
 
 def describe(
     shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
-) -> tuple[ShardedTensorMetadata, list[Shard]]:
-    """Metadata of the global tensor, the same on every rank, and this rank's shards in its order; all ranks call it.
+) -> tuple[ShardedTensorMetadata, list[torch.Tensor]]:
+    """Metadata of the global tensor, the same on every rank, and the local tensors in its order; all ranks call it.
 
     Arguments and errors are those of ``init_from_local_shards``.  Where a dim of the size is None, the offsets of the
     shards are ignored.
@@ -193,19 +191,18 @@ def describe(
         return {"global size": size, **shared, "~shards": [shard.metadata for shard in shards]}
 
     reports = agree_on(group, facts)
-    size, holders = flatten_size(global_size), members(group)
+    size = flatten_size(global_size)
     shared = next((report for report in reports if report["~shards"]), None)
     if shared is None:
         raise ShardingSpecError("no rank has a local shard")
     properties = TensorProperties(**{name: shared[f"?{name}"] for name in _COMPARED})
     per_rank = [list(report["~shards"]) for report in reports]
-    local = list(shards)
     if None in size:
-        size, per_rank = _concatenated(per_rank, size, holders)
-        local = [Shard(shards[0].tensor, per_rank[holders.index(rank)][0])]
+        size, per_rank = _concatenated(per_rank, size, members(group))
     metadata = [shard for own in per_rank for shard in own]
     full_size = torch.Size([n for n in size if n is not None])
-    return checked_metadata(ShardedTensorMetadata(metadata, full_size, properties), group), local
+    local_tensors = [shard.tensor for shard in shards]
+    return checked_metadata(ShardedTensorMetadata(metadata, full_size, properties), group), local_tensors
 
 
 def _check_local(shards: Any, size: tuple[int | None, ...], rank: int) -> None:
@@ -260,13 +257,14 @@ def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) 
 def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     """Uninitialised local tensors of this rank's shards; one empty tensor if it has none, for its node in autograd."""
     properties = metadata.tensor_properties
-    local_tensors = [
-        torch.empty(each.shard_sizes, dtype=properties.dtype, device=device_of(each), pin_memory=properties.pin_memory)
-        for each in own_shards(metadata)
+    sizes: list[tuple[list[int], Any]] = [(each.shard_sizes, device_of(each)) for each in own_shards(metadata)]
+    current = device_of(metadata.shards_metadata[0]).type  # this rank's current device of that type
+    return [
+        torch.empty(size, dtype=properties.dtype, device=device, pin_memory=properties.pin_memory).requires_grad_(
+            properties.requires_grad
+        )
+        for size, device in sizes or [([0], current)]
     ]
-    device = device_of(metadata.shards_metadata[0]).type  # this rank's current device of that type
-    local_tensors = local_tensors or [torch.empty(0, dtype=properties.dtype, device=device)]
-    return [local.requires_grad_(properties.requires_grad) for local in local_tensors]
 
 
 def on_placements(local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from ..ops import dispatch, dtensor_conversion
 from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
 from ..spec.metadata import ShardMetadata
-from ..spec.specs import ShardingSpec, _infer_sharding_spec_from_shards_metadata
+from ..spec.specs import ShardingSpec
 from .shard import Shard, checked_metadata, on_placements
 from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 
@@ -163,8 +163,7 @@ class ShardedTensor(ShardedTensorConstructors):
         gradient = self.grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
             moved = self.resharded(resharding_spec)
-        self._sharding_spec, self._metadata, self._layout = moved._sharding_spec, moved._metadata, moved._layout
-        self._local_shards, self._anchor = list(moved._local_shards), moved._anchor
+        vars(self).update(vars(moved))
         if leaf and requires_grad:
             self._set_local_tensors([local.detach().requires_grad_() for local in self._local_tensors])
         if gradient is not None:
@@ -254,24 +253,19 @@ class ShardedTensor(ShardedTensorConstructors):
         local_tensors = [local.to(*args, **kwargs) for local in self._local_tensors]
         if group is None and all(new is old for new, old in zip(local_tensors, self._local_tensors, strict=True)):
             return self
-        spec, metadata = self._sharding_spec, self._metadata
-        if local_tensors[0].device != self._local_tensors[0].device:
-            device = local_tensors[0].device
+        spec: ShardingSpec | None = self._sharding_spec
+        metadata, device = self._metadata, local_tensors[0].device
+        if device != self._local_tensors[0].device:
             reports = agree_on(self._process_group, lambda: {"device type": device.type, "~device": device})
             devices = dict(zip(members(self._process_group), (report["~device"] for report in reports), strict=True))
             shards = [
                 ShardMetadata(each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}")
                 for each in metadata.shards_metadata
             ]
-            metadata = replace(metadata, shards_metadata=shards)
-            spec = _infer_sharding_spec_from_shards_metadata(shards)
+            spec, metadata = None, replace(metadata, shards_metadata=shards)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
-        return self._wrap(
-            spec,
-            replace(metadata, tensor_properties=properties),
-            local_tensors,
-            resolve(group) if group else self._process_group,
-        )
+        metadata = replace(metadata, tensor_properties=properties)
+        return self._wrap(spec, metadata, local_tensors, resolve(group) if group else self._process_group)
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None

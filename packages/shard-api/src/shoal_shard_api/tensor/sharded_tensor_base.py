@@ -86,7 +86,7 @@ class ShardedTensorBase(torch.Tensor):
     @classmethod
     def _wrap(
         cls,
-        spec: ShardingSpec,
+        spec: ShardingSpec | None,
         metadata: ShardedTensorMetadata,
         local_tensors: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None = None,
@@ -96,6 +96,7 @@ class ShardedTensorBase(torch.Tensor):
         """The tensor of local tensors that fit the metadata; no checks, no communication.
 
         ``local_tensors`` are this rank's shards in the order of the metadata; with a group, no tensors means new ones.
+        None for the spec infers it from the metadata.
         A rank without shards has one empty tensor, so that it has a node in the autograd graph and takes part in the
         collectives of backward.
         """
@@ -113,7 +114,8 @@ class ShardedTensorBase(torch.Tensor):
             device=device,
             pin_memory=props.pin_memory,
         )
-        self._sharding_spec, self._metadata, self._process_group = spec, metadata, group
+        self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        self._metadata, self._process_group = metadata, group
         self._layout = metadata.layout if group is not None else ()
         self._local_shards = [Shard(local, each) for local, each in zip(local_tensors, own, strict=False)]
         self._anchor = None if own or group is None or not local_tensors else _anchor(local_tensors[0])
@@ -162,11 +164,10 @@ class ShardedTensorBase(torch.Tensor):
         expect_all(cls.__name__, "local_shards", local_shards, Shard)
         expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
         shards = sharded_tensor_metadata.shards_metadata
-        spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(shards)
-        self = cls._wrap(spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards])
         for shard in local_shards:
             if shard.metadata not in shards:
                 raise LocalShardError(f"the shard {shard.metadata} is not in the metadata {shards}")
+        self = cls._wrap(sharding_spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards])
         self._local_shards = list(local_shards)
         return self
 
@@ -237,9 +238,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Local shards -> sharded: as ``init_from_local_shards``, which describes the arguments and errors."""
         group = group_of(process_group, init_rrefs)
-        metadata, shards = describe(local_shards, global_size, group)
-        spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
+        return cls._wrap(None, *describe(local_shards, global_size, group), group)
 
     @classmethod
     def _init_from_local_tensor(
@@ -265,8 +264,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
             raise LocalShardError(
                 f"the spec places {len(own)} shards on rank {dist.get_rank()}, one local tensor was given"
             )
-        shards = ordered_for([Shard(local_tensor, each) for each in own], metadata)
-        return cls._wrap(sharding_spec, metadata, [shard.tensor for shard in shards], group)
+        shards = [Shard(local_tensor, each) for each in own]
+        return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
@@ -286,9 +285,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         expect_all(call, "local_shards", local_shards, Shard)
         expect(call, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
         metadata = checked_metadata(sharded_tensor_metadata, group)
-        shards = ordered_for(local_shards, metadata)
-        spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
+        return cls._wrap(sharding_spec, metadata, ordered_for(local_shards, metadata), group)
 
     @classmethod
     def _scatter(
