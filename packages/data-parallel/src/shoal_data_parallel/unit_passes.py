@@ -35,7 +35,7 @@ from shoal_dtensor.internal import (
     unwatched,
 )
 
-from ._torch import run_when_ready, saved_tensors_hooks_outside
+from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .reduction import GroupReduction, arrived, deliver, nodes_of
 from .unit import Forward, Unit, unit_of
 
@@ -241,7 +241,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
     given back.  All else goes to the hooks outside, such as those of a checkpoint or an offload around the unit.
     """
-    gathered, outside = forward.gathered, saved_tensors_hooks_outside(False)
+    gathered, outside = forward.gathered, outer_saved_tensors_hooks()
     own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
     def pack(tensor: Tensor) -> Any:
