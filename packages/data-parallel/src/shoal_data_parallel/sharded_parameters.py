@@ -33,6 +33,7 @@ from shoal_dtensor.internal import (
     note_replaced,
     redistribute_shards,
     shard_sizes,
+    slices_of,
     upload_packed,
 )
 from shoal_mesh import Comm, DeviceMesh, purpose
@@ -209,19 +210,13 @@ def shard_parameter(
     """
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None
-    mesh, placements, order = _joined(axes, inner, _data_shard(param, placement))
-    resting = Spec(mesh, placements, param.shape, None, param.dtype, order)
-    own = [*[Replicate()] * axes.mesh.ndim, *(inner.placements if inner else ())]
-    inner_order = (
-        tuple((dim, tuple(a + axes.mesh.ndim for a in over)) for dim, over in inner.shard_order) if inner else ()
-    )
-    gathered = Spec(mesh, own, param.shape, None, param.dtype, inner_order)
+    resting, gathered = _layouts(param, axes, inner, _data_shard(param, placement))
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
         if isinstance(offload, CPUOffloadPolicy):
-            pinned = offload.pin_memory and mesh.device_type != "cpu"
+            pinned = offload.pin_memory and axes.mesh.device_type != "cpu"
             shard = shard.cpu().pin_memory() if pinned else shard.cpu()
         return DTensor(shard, resting)
 
@@ -306,13 +301,12 @@ def _data_shard(param: nn.Parameter, placement: Callable[[nn.Parameter], Shard |
     return asked or Shard(0)
 
 
-def _joined(
-    axes: DataAxes, inner: Spec | None, shard: Placement
-) -> tuple[DeviceMesh, list[Placement], tuple[tuple[int, tuple[int, ...]], ...] | None]:
-    """Mesh, placements and shard order at rest: the data axes shard what the axes of the style have left."""
-    placements = axes.placements(shard)
+def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, shard: Placement) -> tuple[Spec, Spec]:
+    """At rest, where the data axes shard what the axes of the style have left, and gathered."""
+    placements, whole = axes.placements(shard), [Replicate()] * axes.mesh.ndim
+    meta = param.shape, None, param.dtype
     if inner is None:
-        return axes.mesh, placements, None
+        return Spec(axes.mesh, placements, *meta), Spec(axes.mesh, whole, *meta)
     if inner.partials:
         raise LayoutError(f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}")
     shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
@@ -323,12 +317,13 @@ def _joined(
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
     first = axes.mesh.ndim - axes.sharded
-    over = {dim: tuple(a + axes.mesh.ndim for a in held) for dim, held in inner.shard_order}
+    order = {dim: tuple(a + axes.mesh.ndim for a in over) for dim, over in inner.shard_order}
+    gathered = Spec(mesh, [*whole, *inner.placements], *meta, tuple(order.items()))
     if isinstance(shard, Shard):
         dim = shard.dim % len(inner.shape)
-        over[dim] = (*over.get(dim, ()), *range(first, axes.mesh.ndim))
+        order[dim] = (*order.get(dim, ()), *range(first, axes.mesh.ndim))
         placements[first:] = _within(inner.placements, shard.on_dim(dim), axes)
-    return mesh, [*placements, *inner.placements], tuple(sorted(over.items()))
+    return Spec(mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))), gathered
 
 
 def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
@@ -359,7 +354,4 @@ def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
     if target.is_strided:
         (shard,) = redistribute_shards([local], [(source, target)]).wait()  # every rank has all that it is to have
         return shard
-    start = source.box(target.coordinate)
-    for dim, ((low, high), (base, _)) in enumerate(zip(target.box(target.coordinate), start, strict=True)):
-        local = local.narrow(dim, low - base, high - low)
-    return local
+    return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]
