@@ -124,8 +124,11 @@ def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dis
     try:
         dcp.load(staged, storage_reader=dcp.FileSystemReader(checkpoint_id), planner=_planner(), process_group=group)
     except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
+        failures = getattr(error, "failures", {})  # by rank the error and its traceback
+        rank = min(failures, default=None)
+        cause, of_rank = (error, "") if rank is None else (failures[rank][0], f"rank {rank}: ")
         raise CheckpointError(
-            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(error)}"
+            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {of_rank}{type(cause).__name__}: {cause}"
         ) from error
 
 
@@ -186,16 +189,6 @@ def _staging(value: Any, padding: float | None) -> Any:
             for local in _local_tensors(copied):
                 local.fill_(padding)
     return copied
-
-
-def _cause(error: BaseException) -> str:
-    """The error of the lowest rank in a CheckpointException, in one line; any other error in one line."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = min(failures.items(), key=lambda item: item[0])
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
 
 
 def _planner() -> Any:

@@ -290,8 +290,7 @@ def _check_parameters(
         other = first.setdefault(id(tensor), path)
         if specs.setdefault(other, spec) != spec:
             raise PlanConflictError(
-                f"{other!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
-                f"{specs[other]} and {spec}"
+                f"{other!r} and {path!r} are one tied parameter of two specs: {specs[other]} and {spec}"
             )
     return specs
 

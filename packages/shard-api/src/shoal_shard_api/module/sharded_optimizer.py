@@ -77,9 +77,7 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         kind: Any = optimizer_class
         if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
-            raise ArgumentTypeError(
-                f"ShardedOptimizer: optimizer_class must be a class of torch.optim, got {optimizer_class!r}"
-            )
+            raise ArgumentTypeError(f"ShardedOptimizer: optimizer_class is a class of torch.optim, got {kind!r}")
         self.named_params: dict[str, torch.Tensor] = {}
         self._optim = optimizer_class(self._local_tensors_of(named_params), *optimizer_args, **optimizer_kwargs)
 
@@ -176,8 +174,7 @@ class ShardedOptimizer(optim.Optimizer):
         owner = {id(local): name for name, each in self.named_params.items() for local in _local_tensors(each)}
         if not all(id(local) in owner for group in self.param_groups for local in group["params"]):
             raise UnsupportedOpError(
-                "a parameter of this ShardedOptimizer was resharded in place: construct a new optimizer and load the "
-                "state dict of this one, taken before"
+                "a parameter was resharded in place: construct a new optimizer, and load a state dict taken before"
             )
         return owner
 
@@ -224,9 +221,7 @@ class ShardedOptimizer(optim.Optimizer):
     def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
         if wrong or not all(isinstance(group, Mapping) for group in groups):
-            raise CheckpointError(
-                f"the state of a parameter and a parameter group are mappings; not so: {wrong or groups}"
-            )
+            raise CheckpointError(f"state of parameters and parameter groups are mappings, not {wrong or groups}")
         unknown = sorted(map(str, state.keys() - self.named_params.keys()))
         if unknown:
             raise CheckpointError(f"optimizer state for unknown parameters {unknown}")

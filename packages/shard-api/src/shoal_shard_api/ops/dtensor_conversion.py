@@ -143,9 +143,8 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
     ]
     if unsharded or spec.ndim == 0:
         raise NotExpressibleError(
-            f"a ShardedTensor's shards do not overlap, so a DTensor of shape {tuple(spec.shape)} with "
-            f"{', '.join(unsharded) or 'no dims'} has no sharding spec: redistribute it to Shard on every mesh axis "
-            f"{spec.mesh.axis_names}, or take full_tensor()"
+            f"a DTensor of shape {tuple(spec.shape)} with {', '.join(unsharded) or 'no dims'} has no sharding spec: "
+            f"redistribute it to Shard on every mesh axis {spec.mesh.axis_names}, or take full_tensor()"
         )
     layout, local = layout_of(spec), dtensor.to_local()
     devices = {rank: _device(rank, spec.mesh.device_type) for rank, _ in layout}

@@ -96,8 +96,7 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     is_offsets = isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
     if bags and not (is_offsets if indices.dim() == 1 else offsets is None):
         raise ArgumentTypeError(
-            f"{name}: offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices need them, "
-            "2-D indices have none"
+            f"{name}: offsets are a plain 1-D tensor of the dtype of the indices: 1-D indices need them, 2-D have none"
         )
     if weights is not None and not (isinstance(weights, torch.Tensor) and weights.shape == indices.shape):
         raise ArgumentTypeError(f"{name}: per_sample_weights must be a plain tensor of the shape of the indices")

@@ -132,8 +132,7 @@ class DTensorCall:
         """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
         if self.problem and not _MAY_RESHARD.own():
             raise NotExpressibleError(
-                f"{self.name}: {self.problem}. reshard() the tensor to a ChunkShardingSpec first, or make the call "
-                "inside implicit_reshard()"
+                f"{self.name}: {self.problem}. reshard() to a ChunkShardingSpec first, or use implicit_reshard()"
             )
 
     def _at_home(self, tensor: Any) -> bool:

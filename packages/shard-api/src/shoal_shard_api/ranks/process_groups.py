@@ -30,7 +30,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}")
     if isinstance(group, int) or dist.get_rank(group) < 0:
         raise NotInGroupError(
-            f"rank {dist.get_rank()} is not in the given process group ({group}); only its members make this call"
+            f"rank {dist.get_rank()} is not in the given process group {group}; only members call this"
         )
     return group
 
@@ -137,7 +137,7 @@ class ProcessGroupState:
         ):
             if getattr(now, name) != getattr(self, name):
                 raise ProcessGroupError(
-                    f"a ShardedTensor saved with {what} {getattr(self, name)} cannot be loaded with {what} "
+                    f"a ShardedTensor of {what} {getattr(self, name)} cannot be loaded with {what} "
                     f"{getattr(now, name)}; torch.distributed.checkpoint loads onto other ranks"
                 )
 

@@ -78,8 +78,8 @@ class ShardMetadata:
         rank = self.placement.rank() if self.placement is not None else None
         if rank is None:
             raise ShardingSpecError(
-                f"shard at offsets {self.shard_offsets} has placement {self.placement}: 'rank:<global rank>/<device>' "
-                "is needed (RPC worker names are not supported)"
+                f"shard at {self.shard_offsets}: placement {self.placement} is not 'rank:<global rank>/<device>'; RPC "
+                "worker names are not supported"
             )
         return int(rank)
 
@@ -200,8 +200,8 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     for i, shard in enumerate(shards):
         if len(shard.shard_sizes) != len(shards[0].shard_sizes):
             raise ShardingSpecError(
-                f"all shards must have the same number of dims: shard 0 {_name(shards[0])} has "
-                f"{len(shards[0].shard_sizes)}, shard {i} {_name(shard)} has {len(shard.shard_sizes)}"
+                f"shard 0 {_name(shards[0])} has {len(shards[0].shard_sizes)} dims, shard {i} {_name(shard)} has "
+                f"{len(shard.shard_sizes)}"
             )
     pair = overlap([shard.box for shard in shards])
     if pair is not None:

@@ -178,8 +178,7 @@ class ChunkShardingSpec(ShardingSpec):
         ndim = len(tensor_sizes)
         if isinstance(self.dim, str):
             raise ShardingSpecError(
-                f"dim {self.dim!r} is a name, and sizes {tuple(tensor_sizes)} have none: "
-                "turn it into an index with on_names()"
+                f"dim {self.dim!r} is a name, sizes {tuple(tensor_sizes)} have none: make it an index with on_names()"
             )
         if not -ndim <= self.dim < ndim:
             raise ShardingSpecError(f"dim {self.dim} is not a dim of a tensor of size {tuple(tensor_sizes)}")

@@ -54,14 +54,10 @@ class Shard:
         expect("Shard", "metadata", self.metadata, ShardMetadata)
         placement, size, expected = self.metadata.placement, list(self.tensor.shape), self.metadata.shard_sizes
         if size != expected:
-            raise LocalShardError(
-                f"shard {format_box(self.metadata.box)} on {placement}: its tensor has size {size}, "
-                f"its metadata {expected}"
-            )
+            raise LocalShardError(f"the tensor of {self.metadata} has size {size}, its metadata {expected}")
         if placement is not None and placement.device().type != self.tensor.device.type:
             raise LocalShardError(
-                f"shard {format_box(self.metadata.box)}: its tensor is on {self.tensor.device}, "
-                f"its placement is {placement}"
+                f"the tensor of {self.metadata} is on {self.tensor.device}, its placement is {placement}"
             )
 
     @classmethod
@@ -222,13 +218,12 @@ def _concatenated(
     per_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
 ) -> tuple[tuple[int | None, ...], list[list[ShardMetadata]]]:
     """Metadata of one shard per rank, concatenated along the dim to infer, and the size that results."""
-    dim, at, metadata = size.index(None), 0, []
+    at, metadata = 0, []
     for rank, (shard,) in zip(ranks, per_rank, strict=True):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}")
-        offsets = [0] * len(size)
-        offsets[dim] = at
-        at += shard.shard_sizes[dim]
+        offsets = [at if n is None else 0 for n in size]
+        at += shard.shard_sizes[size.index(None)]
         metadata.append([ShardMetadata(offsets, shard.shard_sizes, shard.placement)])
     return tuple(at if n is None else n for n in size), metadata
 
@@ -236,20 +231,18 @@ def _concatenated(
 def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensorMetadata:
     """The metadata of dense shards that are on ranks of the group and cover its size; else a ShardingSpecError."""
     expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)  # a spec of a user's own returns anything
-    allowed = members(group)
+    ranks = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
-        if shard.rank not in allowed:
+        if shard.rank not in ranks:
             raise ShardingSpecError(
-                f"shard {index} is placed on {shard.placement}: global rank {shard.rank} is not among those of the "
-                f"process group, {list(allowed)}"
+                f"shard {index} on {shard.placement}: global rank {shard.rank} is not among the group's, {list(ranks)}"
             )
     validate_non_overlapping_shards_metadata(metadata.shards_metadata)
     check_tensor(metadata.shards_metadata, metadata.size)
     properties = metadata.tensor_properties
     if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
         raise ShardingSpecError(
-            "shards are torch.strided and torch.contiguous_format, asked for "
-            f"{properties.layout} and {properties.memory_format}"
+            f"shards are torch.strided and contiguous_format, not {properties.layout} and {properties.memory_format}"
         )
     return replace(metadata, size=torch.Size(metadata.size))
 

@@ -223,8 +223,7 @@ class ShardedTensor(ShardedTensorConstructors):
         ):
             kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
-                "gather: out must be a plain tensor, not on meta and not expanded, of size "
-                f"{tuple(self.size())} on dst={dst}, got {kind}"
+                f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on dst={dst}, got {kind}"
             )
 
     def full_tensor(self) -> torch.Tensor:

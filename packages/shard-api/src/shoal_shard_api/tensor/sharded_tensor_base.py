@@ -202,8 +202,7 @@ class ShardedTensorBase(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise UnsupportedOpError(
-            f"{func} reached a ShardedTensor below __torch_function__, where its shards cannot be seen; "
-            "call it without DisableTorchFunction, or on local_tensor()"
+            f"{func} cannot see the shards of a ShardedTensor; leave __torch_function__ enabled, or use local_tensor()"
         )
 
     def __hash__(self) -> int:
@@ -261,9 +260,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         metadata = checked_metadata(sharding_spec.build_metadata(known_size(global_size), properties), group)
         own = own_shards(metadata)
         if len(own) > 1:
-            raise LocalShardError(
-                f"the spec places {len(own)} shards on rank {dist.get_rank()}, one local tensor was given"
-            )
+            raise LocalShardError(f"rank {dist.get_rank()} has {len(own)} shards, one local tensor was given")
         shards = [Shard(local_tensor, each) for each in own]
         return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
 
