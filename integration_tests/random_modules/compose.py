@@ -87,7 +87,6 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
         "tie": 0.2 if program.sizes[3] else 0,
         "share": 0.1,
         "accumulate": 0.25,
-        "deferred": 0.15,
         "evaluate": 0.15,
         "zero": 0.2,
         "functional": 0.08,

@@ -20,7 +20,6 @@ from shoal_dtensor import (
     DTensor,
     checked_replicas,
     communication,
-    deferred_gradients,
     get_optimizer_state_dict,
     implicit_replication,
     random_mode,
@@ -34,7 +33,6 @@ FEATURES = {
     "tie": "head and embedding share their weight",
     "share": "the last block is the first",
     "accumulate": "two backward passes a step",
-    "deferred": "these inside deferred_gradients()",
     "clip": "gradients clipped: 2, inf, 1, value, foreach, ours",
     "checkpoint": "blocks checkpointed: reentrant, plain, selective",
     "hook": "hooks: parameter, before, accumulated, activation, forward, backward, foreign",
@@ -173,17 +171,15 @@ class Run:
         """Gradients of all parameters; the loss."""
         loss: Any = None
         passes = 2 if self.program.has("accumulate") else 1
-        deferred = self.mesh is not None and self.program.has("deferred")
-        with deferred_gradients() if deferred else nullcontext():
-            for turn in range(passes):
-                with ExitStack() as scope:
-                    if self.mesh is not None:
-                        scope.enter_context(SCOPES[self.program.option("scope").removesuffix(" after")]())
-                    loss = self.loss(2 * step + turn, model)
-                    if self.program.option("scope").endswith("after"):
-                        scope.close()
-                    self.stage = "backward"
-                    self.deliver(loss, [p for p in model.parameters() if p.requires_grad])
+        for turn in range(passes):
+            with ExitStack() as scope:
+                if self.mesh is not None:
+                    scope.enter_context(SCOPES[self.program.option("scope").removesuffix(" after")]())
+                loss = self.loss(2 * step + turn, model)
+                if self.program.option("scope").endswith("after"):
+                    scope.close()
+                self.stage = "backward"
+                self.deliver(loss, [p for p in model.parameters() if p.requires_grad])
         return loss
 
     def deliver(self, loss: Any, wanted: list[Any]) -> None:

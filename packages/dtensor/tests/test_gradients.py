@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from shoal_dtensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
-    deferred_gradients,
     distribute_tensor,
 )
 from shoal_dtensor.tensor import gradients
@@ -116,65 +114,6 @@ def test_hooks_see_reduced_gradients_in_any_order() -> None:
     assert seen == [(R,)] * 2 and sums[-1] == (pytest.approx(plain[4].grad.sum().item()), (R,))
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
-@on_ranks(4)
-def test_deferred_gradients_are_reduced_once_at_the_end(shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape)
-    layouts = [[R] * len(shape)] * 5
-    plain, spread = leaves(mesh, layouts)
-    loss(batches()[0], plain).backward()
-    loss(data(mesh)[0], spread).backward()
-    parts = data(mesh)
-    with CommDebugMode() as counted, deferred_gradients():
-        for x, part in zip(batches(), parts, strict=True):
-            loss(x, plain).backward()
-            with deferred_gradients():  # the outermost block counts
-                loss(part, spread).backward()
-        assert counted.get_total_counts() == 0
-        assert all(p.grad.placements[0] == Partial() for p in spread)
-    assert counted.get_total_counts() == 1
-    check(plain, spread)
-    loss(batches()[0], plain).backward()
-    loss(data(mesh)[0], spread).backward()
-    check(plain, spread)
-
-
-@on_ranks(4)
-def test_a_deferred_block_leaves_alone_what_users_look_at() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    plain, spread = leaves(mesh)
-    seen: list[tuple[Placement, ...]] = []
-    spread[0].register_hook(lambda g: seen.append(g.placements))
-    spread[2].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.placements))
-    with deferred_gradients():
-        for x, part in zip(batches(), data(mesh), strict=True):
-            loss(x, plain).backward()
-            loss(part, spread).backward()
-        torch.testing.assert_close(spread[4].grad.full_tensor(), plain[4].grad, rtol=1e-12, atol=1e-12)
-        taken = torch.autograd.grad(loss(data(mesh)[0], spread), spread)
-        assert [g.placements for g in taken] == [p.placements for p in spread]  # type: ignore[attr-defined]  # DTensors
-    assert seen == [(R,)] * 7, "three times each, and once for torch.autograd.grad"
-    check(plain, spread)
-
-
-@on_ranks(4)
-def test_a_deferred_block_that_raises_reduces_nothing_and_loses_nothing() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    plain, spread = leaves(mesh, [[R]] * 5)
-    loss(batches()[0], plain).backward()
-    with CommDebugMode() as counted, pytest.raises(ValueError, match="stop"), deferred_gradients():
-        loss(distribute_tensor(batches()[0], mesh, [S0], src_data_rank=None), spread).backward()
-        raise ValueError("stop")
-    assert counted.get_total_counts() == 0 and spread[0].grad.placements == (Partial(),)
-    for one, many in zip(plain, spread, strict=True):
-        torch.testing.assert_close(many.grad.full_tensor(), one.grad)
-    for p in (*plain, *spread):
-        p.grad = None
-    loss(batches()[1], plain).backward()
-    loss(data(mesh)[1], spread).backward()
-    check(plain, spread)
-
-
 @pytest.mark.parametrize("bucket", [0, 450])
 @on_ranks(4)
 def test_collectives_are_bounded(bucket: int) -> None:
@@ -192,7 +131,7 @@ def test_collectives_are_bounded(bucket: int) -> None:
         assert counted.get_total_counts() == (3 if bucket else 5)
         check(plain, spread)
         loss(x, plain).backward()
-        with CommDebugMode() as counted, deferred_gradients():
+        with CommDebugMode() as counted:
             loss(part, spread).backward()
         assert counted.get_total_counts() == (3 if bucket else 5)
         check(plain, spread)
@@ -207,8 +146,7 @@ def test_gradients_of_gradients() -> None:
     for params, x in ((plain, batches()[0]), (spread, data(mesh)[0])):
         first = torch.autograd.grad(loss(x, params), params, create_graph=True)
         penalty: Any = sum(g.square().sum() for g in first)
-        with deferred_gradients():
-            penalty.backward()
+        penalty.backward()
     check(plain, spread)
     for params, x in ((plain, batches()[1]), (spread, data(mesh)[1])):
         loss(x, params).backward(create_graph=True)

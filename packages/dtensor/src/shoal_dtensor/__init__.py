@@ -65,7 +65,7 @@ from .rng.modes import random_mode, set_random_mode
 from .rng.state import get_rng_state, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending, safe_globals
-from .tensor.gradients import ACCUMULATION, deferred_gradients
+from .tensor.gradients import ACCUMULATION
 
 Spec.at_first += [
     install_in_torch,
@@ -102,7 +102,6 @@ __all__ = [
     "compute_global_tensor_shape",
     "compute_local_shape_and_global_offset",
     "compute_local_tensor_info",
-    "deferred_gradients",
     "distribute_module",
     "distribute_tensor",
     "draw_layout",

@@ -11,8 +11,7 @@ the backward pass.  The DTensor class is an argument here: this module is below 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 
 from .._torch.compiling import is_compiling, is_tracing, whole_when_compiled
-from .._torch.tensors import apply, at_end_of_backward, backward_number, current_node, is_transformed, will_run
+from .._torch.tensors import apply, at_end_of_backward, backward_number, is_transformed, will_run
 from ..errors import SecondOrderError
 from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
-from ..scopes import ScopedValue, obey
+from ..scopes import obey
 from .autograd import Redistribute, as_gradient, gradient_spec, laid_out, pending, queued, redistributed
 
 Item = TypeVar("Item")
@@ -199,13 +198,9 @@ class ParameterGradientHook:
         target = _target(self.spec, spec)
         if target is None:
             return None if gradient is grad else gradient
-        deferred = _DEFERRED.get()
-        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not recorded and deferred is not None and deferred.takes(self.cls, gradient):
-            return gradient
         plan = find_plan(spec, target)
         obey("the gradient of a leaf", self.spec, plan)
-        if recorded:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return apply(Redistribute, gradient, self.cls, target, (None, None), False)
         return running_pass().part(GradientBatch).moved(self.cls, gradient, plan)
 
@@ -304,75 +299,3 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
         target.__class__ = cls.pending
         return target
     return None
-
-
-# --- several backward passes ------------------------------------------------------------------------------------------
-
-
-class _DeferredGradients:
-    """The leaves whose gradients wait for the end of a block."""
-
-    __slots__ = ("_leaves",)
-
-    def __init__(self) -> None:
-        self._leaves: dict[int, tuple[Any, Any]] = {}
-
-    def takes(self, cls: Any, grad: Any) -> bool:
-        """Whether the gradient that a hook sees can keep its layout: it is about to be accumulated, unseen by users."""
-        node = current_node()
-        leaf = getattr(node, "variable", None)
-        if leaf is None or leaf_route(node) != "accumulate" or grad_hooked(leaf):
-            return False
-        present = leaf.grad
-        if present is not None and not present._spec.same_layout(grad._spec):
-            target = laid_out(grad._spec, present._spec)
-            if find_plan(present._spec, target).collectives:
-                return False
-            leaf.grad = redistributed(cls, present, target)
-        self._leaves[id(leaf)] = cls, leaf
-        return True
-
-    def finish(self) -> None:
-        """Redistribute every gradient to its leaf's layout, many in one collective."""
-        batch = GradientBatch()
-        for cls, leaf in self._leaves.values():
-            target = None if leaf.grad is None else _target(leaf._spec, leaf.grad._spec)
-            if target is not None:
-                leaf.grad = batch.moved(cls, leaf.grad, find_plan(leaf.grad._spec, target))
-        batch.finish()
-
-
-_DEFERRED = ScopedValue[_DeferredGradients | None]("shoal_dtensor.deferred_gradients", None)
-
-
-@contextmanager
-def deferred_gradients() -> Iterator[None]:
-    """Accumulate gradients over the backward passes of a block, and reduce them once, together, at its end.
-
-    Inside, the gradient of a leaf stays partial where it arrives so: it has its true value for whoever asks, but not
-    yet the leaf's placements. Leaves with hooks of their own are reduced in every pass, for the hooks to see them.
-    Nothing is reduced if the block raises.
-
-    Example:
-        >>> import torch
-        >>> from shoal_dtensor import Replicate, Shard, distribute_tensor
-        >>> from shoal_mesh import init_device_mesh
-        >>> from shoal_mesh.testing import fake_world
-        >>> with fake_world(2):
-        ...     mesh = init_device_mesh("cpu", (2,))
-        ...     weight = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
-        ...     with deferred_gradients():
-        ...         for batch in (torch.ones(4, 3), torch.ones(6, 3)):
-        ...             (distribute_tensor(batch, mesh, [Shard(0)]) * weight).sum().backward()
-        ...         print(weight.grad.placements)
-        ...     print(weight.grad.placements)
-        (Partial(sum),)
-        (Replicate(),)
-    """
-    if _DEFERRED.get() is not None:  # the outermost block counts
-        yield
-        return
-    deferred = _DeferredGradients()
-    with _DEFERRED.entered(deferred):
-        yield
-    deferred.finish()
