@@ -102,6 +102,9 @@ class OpSchema:
     `add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` reads `self`, `other` and `alpha`,
     writes `self`, and its only return is `self`.
 
+    Args:
+        op: the overload.
+
     Attributes:
         inputs: names of the arguments that are read, in order; `out=` arguments are not among them.
         positional: those of them that have a position.
