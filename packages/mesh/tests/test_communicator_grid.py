@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,3 +156,20 @@ def test_compiled_code_asks_a_mesh_for_its_groups() -> None:
     compiled = torch.compile(sums, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), sums(x))
+
+
+@on_ranks(4)
+def test_meshes_of_one_root_share_communicators() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), lazy=True)
+    early, split = mesh["tp"], mesh.unflatten("dp", (2, 1), ("a", "b"))
+    assert (
+        early.comm(0)
+        is mesh.comm("tp")
+        is split.comm("tp")
+        is DeviceMesh.concatenate([split["tp"], split["a"]]).comm(0)
+    )
+    assert split.comm("a") is not mesh.comm("dp")  # its axis has another name
+    rows = [dist.new_group(ranks, timeout=timedelta(seconds=77)) for ranks in ([0, 1], [2, 3])]
+    group = rows[dist.get_rank() // 2]
+    own = DeviceMesh.from_group([mesh.get_group("dp"), group], "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+    assert own["tp"].get_group() is group is not mesh.get_group("tp")

@@ -140,27 +140,17 @@ class DeviceMesh(RankGrid):
             members = tuple(_torch.group_ranks(own))
             if self._coordinate is None and all(self.coordinate_of(rank) is None for rank in members):
                 continue
-            ranks = () if self._coordinate is None else self.ranks_along(axis)
+            ranks = () if self._coordinate is None else self._layout.select((axis,), self._coordinate).ranks
             if set(ranks) != set(members):
-                raise MeshError(f"axis {name} of {self!r} has the ranks {ranks}, but its group has {members}")
-            self._comms[axis,] = Comm.over(own, (name,), ranks)
+                raise MeshError(f"axis {name} of {self!r} has the ranks {(*ranks,)}, but its group has {members}")
+            self._shared[(name,), ranks, BackendChoice()] = Comm.over(own, (name,), ranks)
         return self
 
     # --- derived meshes ---------------------------------------------------------------------------------------------
 
-    def _derive(
-        self,
-        layout: Layout,
-        names: tuple[str, ...] | None,
-        choices: tuple[BackendChoice, ...],
-        comms: Sequence[Comm | None] = (),
-    ) -> DeviceMesh:
-        """A mesh over ranks of this one, whose axes may have communicators already."""
-        mesh = self._of(replace(self._fields, layout=layout, names=names, choices=choices), self._get_root_mesh())
-        for axis, comm in enumerate(comms):
-            if comm is not None and comm.axes == (mesh.axis_names[axis],):
-                mesh._comms[axis,] = comm
-        return mesh
+    def _derive(self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...]) -> DeviceMesh:
+        """A mesh over ranks of this one."""
+        return self._of(replace(self._fields, layout=layout, names=names, choices=choices), self._get_root_mesh())
 
     def _get_root_mesh(self) -> DeviceMesh:
         """The mesh that this one was derived from, itself for one that was constructed."""
@@ -193,8 +183,7 @@ class DeviceMesh(RankGrid):
             return self
         layout = self._layout.select(axes, self._coordinate or (0,) * self.ndim)
         names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[a] for a in axes)
-        comms = [self._comms.get((a,)) for a in axes]
-        return self._derive(layout, names, tuple(self._choices[a] for a in axes), comms)
+        return self._derive(layout, names, tuple(self._choices[a] for a in axes))
 
     def flatten(self, name: str | None = None, backend_override: object | None = None) -> DeviceMesh:
         """The 1-D mesh over all ranks of this one in row-major order.
@@ -270,9 +259,7 @@ class DeviceMesh(RankGrid):
         choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
         if not root._layout.is_crossed_by_axes(layout):  # so its slices are to be looked for in this mesh itself
             return self._of(replace(self._fields, layout=layout, names=every, choices=choices))
-        comms = [self._comms.get((a,)) for a in range(self.ndim)]
-        comms[axis : axis + 1] = [None] * len(sizes)
-        return self._derive(layout, every, choices, comms)
+        return self._derive(layout, every, choices)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -291,9 +278,8 @@ class DeviceMesh(RankGrid):
             raise MeshError(f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common")
         named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
         names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
-        comms = [mesh._comms.get((a,)) for mesh in meshes for a in range(mesh.ndim)]
         choices = tuple(choice for mesh in meshes for choice in mesh._choices)
-        return root._derive(layout, read_names(names, layout.ndim), choices, comms)
+        return root._derive(layout, read_names(names, layout.ndim), choices)
 
     def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
         """The slice along `axes` at every position of the other axes, in row-major order; this rank's among them.

@@ -29,10 +29,11 @@ class RankGrid:
 
     __slots__ = (
         "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_hash", "_key",
-        "_layout", "_root", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
+        "_layout", "_root", "_shared", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
         "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
-    _comms: dict[Any, Comm]
+    _comms: dict[Any, Comm]  # by axes
+    _shared: dict[Any, Comm]  # by names, ranks and choice, of all meshes that were derived from one
     _derived: dict[Any, Any]
     _flattened: dict[str, Any]
     _tensor: torch.Tensor | None
@@ -56,6 +57,7 @@ class RankGrid:
         self._fields, self._root = fields, root
         self._layout, self._choices = fields.layout, fields.choices
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
+        self._shared = {} if root is None else root._shared
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
         put(self, "device_type", fields.device_type)
@@ -263,9 +265,7 @@ class RankGrid:
             comm = None
         if comm is None:
             indices = self._axes(axes)
-            comm = self._comms.get(indices)
-            if comm is None:
-                comm = self._comms.setdefault(indices, self._create_comm(indices))  # one for all threads
+            comm = self._comms.get(indices) or self._comms.setdefault(indices, self._create_comm(indices))
             if isinstance(axes, Hashable):  # a list may have come
                 self._comms[axes] = comm
         return comm
@@ -277,13 +277,17 @@ class RankGrid:
             raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes")
         if self._fields.connect is not None:
             return self._fields.connect(self.ranks_along(axes))
-        if self._world != world_place():
-            raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
         names = tuple(self.axis_names[a] for a in axes)
         ranks = self._layout.select(axes, self._coordinate).ranks
         choices = {self._choices[a] for a in axes}
         choice = choices.pop() if len(choices) == 1 else BackendChoice()
-        return Comm.over(find_or_create(ranks, choice, f"mesh_{'_'.join(names)}"), names, ranks, choice)
+        key = names, ranks, choice
+        if key not in self._shared:
+            if self._world != world_place():
+                raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
+            group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
+            self._shared.setdefault(key, Comm.over(group, names, ranks, choice))  # one for all threads
+        return self._shared[key]
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
         """The process group along one or several axes; one of a 1-D mesh if none is given. Raises as `comm` does."""
