@@ -150,10 +150,10 @@ class DimSharding:
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Number of elements that the rank at a mesh coordinate holds."""
-        shard = self.index(coordinate)
-        if self.ragged is not None:
-            return self.ragged[shard]
-        return self.step if self.even else max(0, min(self.step, self.length - shard * self.step))  # shard 3: 7 - 3 * 2
+        if self.even:
+            return self.step
+        start, stop = self.interval(coordinate)
+        return stop - start
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds."""

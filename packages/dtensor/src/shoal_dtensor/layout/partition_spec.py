@@ -113,12 +113,11 @@ def read_placements(
 # --- as a spec keeps them ---------------------------------------------------------------------------------------------
 
 
-def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> ShardOrder:
-    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless in `shard_order`).
+def _order_of(placements: Sequence[Placement], asked: Mapping[int, tuple[int, ...]]) -> ShardOrder:
+    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless asked for).
 
-    PlacementError if `shard_order` names other axes than the placements do.
+    PlacementError if other axes are asked for than those that the placements name.
     """
-    asked = dict(shard_order or ())
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
@@ -170,7 +169,7 @@ def normalize_placements(
     order = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
     if strided:
         order = _order_of_strided(resolved, strided, mesh_shape) | order
-    return tuple(resolved), order_of(resolved, tuple(order.items()))
+    return tuple(resolved), _order_of(resolved, order)
 
 
 def _in_runs(

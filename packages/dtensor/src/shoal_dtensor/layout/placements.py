@@ -69,7 +69,7 @@ class Placement(Interned):
     """Base of the placements; never instantiated itself."""
 
     __slots__ = ("__weakref__",)
-    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Placement]] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Any]] = WeakValueDictionary()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,9 +78,9 @@ class Placement(Interned):
             raise PlacementError(f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}")
 
     @classmethod
-    def _intern(cls, fields: dict[str, Any]) -> Any:
+    def _intern(cls, fields: dict[str, Any]) -> Self:
         key = (cls, *fields.values())
-        placement = Placement._interned.get(key)
+        placement: Self | None = Placement._interned.get(key)
         if placement is None:
             placement = object.__new__(cls)
             for name, value in fields.items():
@@ -144,8 +144,7 @@ class Shard(Placement):
                 raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
         if multiple_of < 1:
             raise PlacementError(f"Shard: multiple_of must be at least 1, got {multiple_of}")
-        placement: Shard = cls._intern({"dim": int(dim), "sizes": sizes, "multiple_of": int(multiple_of)})
-        return placement
+        return cls._intern({"dim": int(dim), "sizes": sizes, "multiple_of": int(multiple_of)})
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -219,8 +218,7 @@ class StridedShard(Placement):
             sizes = tuple(int(size) for size in sizes)
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"StridedShard: sizes must not be negative, got {sizes}")
-        placement: StridedShard = cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
-        return placement
+        return cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -253,8 +251,7 @@ class Replicate(Placement):
     __slots__ = ()
 
     def __new__(cls) -> Replicate:
-        placement: Replicate = cls._intern({})
-        return placement
+        return cls._intern({})
 
     def is_replicate(self) -> bool:
         return True
@@ -298,8 +295,7 @@ class Partial(Placement):
             raise ArgumentTypeError(f"Partial: reduce_op must be a str, got {reduce_op!r}")
         if reduce_op not in REDUCE_OPS:
             reduce_op = _norm_op(reduce_op)
-        placement: Partial = cls._intern({"reduce_op": reduce_op})
-        return placement
+        return cls._intern({"reduce_op": reduce_op})
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op

@@ -22,8 +22,8 @@ from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
 from .dim_sharding import DimSharding, ShardOrder
-from .partition_spec import canonical_placements, normalize_placements, order_of
-from .placements import Interned, Partial, Placement, Replicate, Shard, StridedShard
+from .partition_spec import canonical_placements, normalize_placements
+from .placements import Interned, Partial, Placement, Replicate, Shard
 from .spec_text import describe, spec_html
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .tensor_meta import (
@@ -227,15 +227,14 @@ class Spec(Interned):
 
         Example:
             >>> from shoal_mesh import abstract_mesh
+            >>> from shoal_dtensor import StridedShard
             >>> qkv = StridedShard(0, split_factor=3, sizes=(2, 2))
             >>> Spec(abstract_mesh((2,)), (qkv,), (12,)).boxes((1,))
             [(((2, 4),), ((0, 2),)), (((6, 8),), ((2, 4),)), (((10, 12),), ((4, 6),))]
         """
-        by_dim: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
-        for sharding in self.dim_shardings:
-            runs = sharding.intervals(coordinate)
-            by_dim.append(list(zip(runs, spans(stop - start for start, stop in runs), strict=True)))
-        return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*by_dim)]
+        by_dim = [sharding.intervals(coordinate) for sharding in self.dim_shardings]
+        places = [spans(stop - start for start, stop in runs) for runs in by_dim]
+        return list(zip(product(*by_dim), product(*places), strict=True))
 
     def dim_sharding(self, dim: int) -> DimSharding:
         """How the mesh shards a tensor dim of which every rank holds one interval.
@@ -307,13 +306,9 @@ class Spec(Interned):
         if placements is None:
             placements = self.placements
         elif not shard_order:
-            ndim = len(shape or self.shape)
-            resolved = [*placements]
-            for axis, placement in enumerate(resolved):
-                if isinstance(placement, Shard | StridedShard) and placement.dim < 0:
-                    resolved[axis] = placement.on_dim(placement.dim % ndim)  # S(-1) of 2 dims: S(1)
-            axes_of = dict(order_of(resolved))  # S(0), S(0): {0: (0, 1)}
-            order = tuple((dim, axes) for dim, axes in order if sorted(axes) == list(axes_of.get(dim, ())))
+            of = shape or self.shape
+            axes_of = dict(normalize_placements(placements, self.mesh.shape, len(of), None, of)[1])
+            order = tuple((dim, axes) for dim, axes in order if sorted(axes) == sorted(axes_of.get(dim, ())))
         if shape is None:
             shape, stride = self.shape, self.stride if stride is None else stride
         return Spec(self.mesh, placements, shape, stride, dtype or self.dtype, order)
