@@ -154,7 +154,6 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
 
 
 MAX = 2  # the mode of `embedding_bag`
-_SCATTER = Rule(scatter, _scatter)
 
 
 def _embedding(local_call: LocalCall) -> LocalFunction | None:
@@ -213,9 +212,9 @@ def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
 GATHER_SCATTER: Table = family(
     {
         "gather index_select": Rule(gather, _gather, moves="self"),
-        "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
-        "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
-        "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
+        "scatter.src* scatter.value* scatter.reduce* scatter_.src scatter_.value* scatter_.reduce scatter_reduce": Rule(
+            scatter, _scatter
+        ),
         "scatter_add": Rule(scatter_add, _scatter),
         "index_add": Rule(scatter_add, _write_slices),
         "index_copy index_fill": Rule(scatter, _write_slices),

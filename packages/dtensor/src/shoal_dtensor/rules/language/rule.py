@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -276,7 +277,7 @@ def nothing_of(local_call: LocalCall) -> LocalFunction:
 def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
     """`function`, written for the functional form, in the form of the operator (`out=`, in-place, or as it is)."""
     outs = call.schema.outs
-    if call.rewritten:
+    if any(output is not None for _, output in call.fixed):
         return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
     if not outs:
         return function
@@ -304,11 +305,11 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     """A table from `aten` names to rules.
 
     Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
-    `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one and comes before a plain name.
-    Names that this version of torch lacks are skipped, and so are overloads that no call with a DTensor leads to: those
-    with a list to write to (`_foreach_add.List_out`), TorchScript's own for lists and dicts of tensors, and those that
-    take a dim by its name (torch 2.11 has them; no DTensor has named dims).  With `unordered`, all rules are (see
-    `Rule`).
+    `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one, `name.start*` for those that
+    begin so, and both come before a plain name.  Names that this version of torch lacks are skipped, and so are
+    overloads that no call with a DTensor leads to: those with a list to write to (`_foreach_add.List_out`),
+    TorchScript's own for lists and dicts of tensors, and those that take a dim by its name (torch 2.11 has them; no
+    DTensor has named dims).  With `unordered`, all rules are (see `Rule`).
 
     Args:
         rules: rules by lists of names.
@@ -328,15 +329,15 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     for names, listed in rules.items():
         rule = replace(listed, unordered=True) if unordered else listed
         for name in names.split():
-            base, _, overload = name.partition(".")
-            if overload:
+            base, _, chosen = name.partition(".")
+            if chosen:
                 packet = getattr(torch.ops.aten, base, None)
-                if packet is not None and overload in packet.overloads():
-                    exact[getattr(packet, overload)] = rule
-            else:
-                for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
-                    if table.setdefault(op, rule) is not rule:
-                        raise DuplicateRuleError(f"{op} is listed twice in one table")
+                overloads = packet.overloads() if packet is not None else ()
+                exact |= {getattr(packet, overload): rule for overload in overloads if fnmatchcase(overload, chosen)}
+                continue
+            for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
+                if table.setdefault(op, rule) is not rule:
+                    raise DuplicateRuleError(f"{op} is listed twice in one table")
     return table | exact
 
 

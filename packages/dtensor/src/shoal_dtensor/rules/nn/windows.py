@@ -146,18 +146,16 @@ def _windowed_backward(local_call: LocalCall) -> LocalFunction | None:
     if not halos and "input_size" not in call.bound:
         return None
     back, takes_input = _on_halos(local_call, halos), "self" in call.places
+    sizes, here = (source.shape[-spatial:], halos.shape[-spatial:]), [-n for n in halos.first[-spatial:]]
 
     def run(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (takes_input or empty):
-            return halos.return_gradient(back(halos.uncropped(gradient), *args, **kwargs))
-        wide = gradient.new_zeros(halos.shape)
-        if _takes_maximum(call) and not empty:
-            sizes, here = (source.shape[-spatial:], halos.shape[-spatial:]), [-n for n in halos.first[-spatial:]]
-            places, _ = moved_between_boxes(args[-1], *sizes, here)
-            wide.flatten(-spatial).scatter_add_(-1, places.flatten(-spatial), gradient.flatten(-spatial))
-        elif not empty:
-            wide = back(gradient, wide, *args[1:], **kwargs)
-        return halos.return_gradient(wide)
+        if empty:
+            return halos.return_gradient(gradient.new_zeros(halos.shape))
+        if _takes_maximum(call):  # behind all arguments are the places of the maxima
+            args = (*args[:-1], moved_between_boxes(args[-1], *sizes, here)[0])
+        if takes_input:  # of which nothing but the shape is read
+            args = (gradient.new_empty(halos.shape), *args[1:])
+        return halos.return_gradient(back(halos.uncropped(gradient), *args, **kwargs))
 
     return run
 

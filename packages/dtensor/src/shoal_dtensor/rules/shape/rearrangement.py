@@ -22,7 +22,7 @@ from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
-from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, backward, family
 from .slicing import PadMap, SliceMap
 from .views import same_dims, with_input_sizes
 
@@ -274,19 +274,15 @@ def _tril(local_call: LocalCall) -> LocalFunction | None:
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
 
 
-_REFLECTION = Rule(reflection_pad, skip_empty=True, moves="self")
-_REFLECTION_BACKWARD = Rule(reflection_pad, skip_empty=True, linear="grad_output")
+_PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
 
 REARRANGEMENT: Table = family(
     {
         "cat.default cat.out": Rule(cat, _cat, moves="tensors"),
         "stack": Rule(stack, moves="tensors"),
         "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
-        "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default": _REFLECTION,
-        "replication_pad1d.default replication_pad2d.default replication_pad3d.default": _REFLECTION,
-        "reflection_pad1d_backward.default reflection_pad2d_backward.default": _REFLECTION_BACKWARD,
-        "reflection_pad3d_backward.default replication_pad1d_backward.default": _REFLECTION_BACKWARD,
-        "replication_pad2d_backward.default replication_pad3d_backward.default": _REFLECTION_BACKWARD,
+        _PADS: Rule(reflection_pad, skip_empty=True, moves="self"),
+        backward(_PADS): Rule(reflection_pad, skip_empty=True, linear="grad_output"),
         "roll flip": Rule(roll, _roll, moves="self"),
         "rot90": Rule(rot90, moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
