@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
-from ..layout.boxes import box_at, overlap, volume
+from ..layout.boxes import box_at, format_box, overlap, volume
 
 _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -115,15 +115,13 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
 
 def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
     """Raise CheckpointError unless the parts of a tensor cover it once."""
-    shape = tuple(stored.size)
-    parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-    for offsets, lengths in parts:
-        inside = len(offsets) == len(lengths) == len(shape) and all(
-            first >= 0 and length >= 0 and first + length <= size
-            for first, length, size in zip(offsets, lengths, shape, strict=True)
-        )
-        if not inside:
-            raise CheckpointError(f"a part of {name} {shape} with offsets {offsets} and sizes {lengths} is outside")
-    boxes = [box_at(offsets, lengths) for offsets, lengths in parts]
+    shape, boxes = tuple(stored.size), []
+    for chunk in stored.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        box = box_at(offsets, sizes) if len(offsets) == len(sizes) == len(shape) else None
+        if box is None or not all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)):
+            raise CheckpointError(f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside")
+        boxes.append(box)
     if sum(map(volume, boxes)) != prod(shape) or overlap(boxes) is not None:
-        raise CheckpointError(f"the {len(parts)} parts of {name} {shape} do not cover it once: {parts[:8]}")
+        parts = ", ".join(map(format_box, boxes[:8]))
+        raise CheckpointError(f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -28,6 +27,7 @@ from .._torch.compiling import is_compiling
 from .._torch.operators import out_of_sight
 from .._torch.tensors import TensorNote, pytree
 from ..errors import LayoutError
+from ..layout.boxes import spans
 from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride, flatten
@@ -332,16 +332,14 @@ def _described(value: Any) -> Any:
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:
     """The blocks that views of a fused output are, each; none if some view is another part of it."""
     taken: list[LocalLayout] = []
-    sizes = [spec.local_shape[-1] for spec in layout.blocks]
-    blocks = dict(zip(zip(accumulate(sizes, initial=0), sizes, strict=False), layout.blocks, strict=True))
+    blocks = dict(zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True))
     at = 0
     for out in outs:
         if out.ndim != source.ndim or out.stride() != source.stride() or out.shape[:-1] != source.shape[:-1]:
             return []
         at = at if len(outs) > 1 else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
-        block = blocks.get((at, out.shape[-1]))
-        if block is None:
+        start, at = at, at + out.shape[-1]
+        if (start, at) not in blocks:
             return []
-        taken.append(LocalLayout(block))
-        at += out.shape[-1]
+        taken.append(LocalLayout(blocks[start, at]))
     return taken

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
 from shoal_mesh.internal import accelerator
 
+from ..layout.tensor_meta import contiguous_stride
 from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
@@ -53,10 +55,10 @@ class Simulation:
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
-        meeting = self.meetings.setdefault(ranks, Meeting(len(ranks)))
+        meeting = Meeting(threading.Barrier(len(ranks), timeout=TIMEOUT), [None] * len(ranks))
         index = ranks.index(rank)
         return Comm(
-            cast("ProcessGroup", ThreadGroup(self, meeting, index)),
+            cast("ProcessGroup", ThreadGroup(self, self.meetings.setdefault(ranks, meeting), index)),
             name="threads",
             axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
             size=len(ranks),
@@ -68,9 +70,8 @@ class Simulation:
 
     def axes_of(self, ranks: tuple[int, ...]) -> list[int]:
         """The mesh axes along which ranks differ."""
-        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        places = zip(strides, self.shape, strict=True)
-        return [axis for axis, (stride, n) in enumerate(places) if len({rank // stride % n for rank in ranks}) > 1]
+        places = enumerate(zip(contiguous_stride(self.shape), self.shape, strict=True))
+        return [axis for axis, (stride, n) in places if len({rank // stride % n for rank in ranks}) > 1]
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Simulation:
@@ -78,20 +79,22 @@ class Simulation:
         return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
 
 
+@dataclass
 class Meeting:
     """Where the members of one communicator exchange values."""
 
-    def __init__(self, size: int) -> None:
-        self.barrier: threading.Barrier = threading.Barrier(size, timeout=TIMEOUT)
-        self.values: list[Any] = [None] * size
-        self.used: bool = False
+    barrier: threading.Barrier
+    values: list[Any]
+    used: bool = False
 
 
+@dataclass(eq=False)
 class ThreadGroup:
     """The process group of one member of a meeting: those of its calls that the collectives make."""
 
-    def __init__(self, simulation: Simulation, meeting: Meeting, index: int) -> None:
-        self.simulation, self.meeting, self.index = simulation, meeting, index
+    simulation: Simulation
+    meeting: Meeting
+    index: int
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's values, in index order."""
@@ -105,19 +108,17 @@ class ThreadGroup:
             self.simulation.take_turn()
         return values
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        asked = ReduceOp.SUM if opts is None else opts.reduceOp
-        op = next(name for name in COMBINE if asked == getattr(ReduceOp, name.upper()))
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        op = next(name for name in COMBINE if opts.reduceOp == getattr(ReduceOp, name.upper()))
         for tensor in tensors:
             tensor.copy_(reduce_all(self.exchange(tensor.clone()), op))
         return _DONE
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        values = self.exchange(tensor.clone())
-        output.copy_(torch.cat([value.reshape(-1) for value in values]).view(output.shape))
+        output.copy_(torch.cat([value.reshape(-1) for value in self.exchange(tensor.clone())]).view(output.shape))
         return _DONE
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         total = tensor.clone()
         self.allreduce([total], opts)
         output.copy_(total.view(-1).chunk(len(self.meeting.values))[self.index].view(output.shape))
@@ -132,9 +133,9 @@ class ThreadGroup:
         output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
         return _DONE
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         for tensor in tensors:
-            tensor.copy_(self.exchange(tensor.clone())[opts.rootRank if opts else 0])
+            tensor.copy_(self.exchange(tensor.clone())[opts.rootRank])
         return _DONE
 
 
