@@ -37,23 +37,12 @@ _LAYERS = __name__.partition("dtensor.")[0]  # shoal_, or where it is vendored: 
 
 
 def name_of(function: Any) -> str:
-    """The name of a torch function, without its overload.
-
-    Example:
-        >>> import torch
-        >>> name_of(torch.ops.aten.bernoulli.default)
-        'bernoulli'
-    """
+    """The name of a torch function, without its overload: `bernoulli` of `aten.bernoulli.default`."""
     return str(getattr(function, "__name__", "")).partition(".")[0]
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a torch function draws random numbers.
-
-    Example:
-        >>> draws("dropout", (None,), {"p": 0.5, "training": False}), draws("relu", (None,), {})
-        (False, False)
-    """
+    """Whether a call of a torch function draws random numbers: a `dropout` that is not training does not."""
     if name not in _NAMES:
         return False
     training = kwargs.get("training", kwargs.get("train"))

@@ -29,19 +29,7 @@ def draw(
     In the default mode its values, and the generator's state afterwards, are those of `fill` on the plain global
     tensor, bit for bit.  Every rank of the program may call it, also one with an empty box or outside the mesh.  The
     numbers go to the box `out`, else to a new one on the mesh's device; a `bernoulli_` may have the box's probabilities
-    as its operand.
-
-    Raises:
-        PlacementError: if the tensor is partial: random addends do not have the sum's distribution.
-        RandomStateError: if the ranks' generators are out of step (found at a mesh's first draw).
-
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Shard
-        >>> spec = Spec(abstract_mesh((2,), rank=1), (Shard(0),), (5,))
-        >>> _ = torch.manual_seed(0); part = draw(spec, Fill("normal_"))
-        >>> _ = torch.manual_seed(0); torch.equal(part, torch.randn(5)[3:])
-        True
+    as its operand.  A partial tensor is a PlacementError, as random addends do not have the sum's distribution.
     """
     if spec.partials:
         raise PlacementError(f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}")

@@ -68,12 +68,8 @@ def memory_order_of(spec: Spec) -> MemoryOrder:
 
 
 def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dims by descending stride; dims of one element go first, because where they stand does not matter.
-
-    Example:
-        >>> dims_by_stride((2, 3, 4), (1, 8, 2))
-        (1, 2, 0)
-    """
+    """Dims by descending stride; dims of one element go first, because where they stand does not matter."""
+    # (2, 3, 4) of stride (1, 8, 2): (1, 2, 0)
     return tuple(sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0)))
 
 

@@ -55,13 +55,7 @@ def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
 
 
 def get_random_mode() -> Mode:
-    """The name of the mode that is in force in this thread; see `random_mode`.
-
-    Example:
-        >>> with random_mode("local"):
-        ...     get_random_mode()
-        'local'
-    """
+    """The name of the mode that is in force in this thread; see `random_mode`."""
     return _current.get().mode
 
 

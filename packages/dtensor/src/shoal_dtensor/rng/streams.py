@@ -30,13 +30,7 @@ from .state import generator_of
 
 
 class Fill(NamedTuple):
-    """One of torch's in-place random methods with its arguments.
-
-    Example:
-        >>> target = torch.empty(3, dtype=torch.int64)
-        >>> Fill("random_", (0, 6))(target); bool(target.lt(6).all())
-        True
-    """
+    """One of torch's in-place random methods with its arguments, such as `Fill("random_", (0, 6))`."""
 
     # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`, `log_normal_` or
     # `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with arguments (chance to drop, dtype of the

@@ -53,17 +53,13 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
         >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
         [tensor([0., 1., 2.]), tensor([0., 1., 2.])]
     """
-    tensors = dict(zip(_ranks(plan.src), shards, strict=True))
+    src, dst = ([spec.mesh.rank_at(c) for c in coordinates(spec)] for spec in (plan.src, plan.dst))
+    tensors = dict(zip(src, shards, strict=True))
     for step in plan.steps:
         tensors |= _run(step, tensors)
     if plan.steps and plan.slices:
         tensors = {rank: tensor.clone() for rank, tensor in tensors.items()}
-    return [tensors[rank] for rank in _ranks(plan.dst)]
-
-
-def _ranks(spec: Spec) -> list[int]:
-    """Global ranks of the mesh, row-major."""
-    return [spec.mesh.rank_at(c) for c in coordinates(spec)]
+    return [tensors[rank] for rank in dst]
 
 
 def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -79,11 +75,8 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     for rank, work in kernels.items():
         got, call = buffers[rank], work.collective
         if call is not None:
-            group = list(call.ranks)
-            if not group:
-                coordinate = mesh.coordinate_of(rank)
-                assert coordinate is not None, "the rank takes part in a step of its mesh"
-                group = [mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)]
+            coordinate = mesh.coordinate_of(rank) or ()
+            group = list(call.ranks) or [mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)]
             calls = [other for m in group if (other := kernels[m].collective) is not None]
             got = _received([buffers[m] for m in group], group.index(rank), calls)
         after[rank] = work.finish(got, tensors[rank])

@@ -216,8 +216,6 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
 
     with torch.random.fork_rng(devices=()), ThreadPoolExecutor(len(functions)) as threads:
         ranks = [threads.submit(work, function) for function in functions]
-    failures = [error for error in (rank.exception() for rank in ranks) if error is not None]
-    real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
-    if failures:
-        raise (real or failures)[0]
+    for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)):
+        rank.result()  # raises what it raised; those last that another one's failure has woken
     return [rank.result() for rank in ranks]

@@ -205,22 +205,21 @@ class CallTrial:
         meshes = thread_meshes(shape)
         for mesh in meshes:
             count_as_checked(mesh)  # a collective of the first random operator, not of the rule
-        inputs = [[row.inputs[i] for row in rows] for i in range(len(self.tensors))]  # along the mesh axes
-        outputs = [[row.outputs[i] for row in rows] for i in range(len(self.call.outputs))]
+        entries = zip(*(row.inputs + row.outputs for row in rows), strict=True)  # of each operand, along the mesh axes
+        operands = [*zip((*self.call.tensors, *self.call.outputs), entries, strict=True)]
+        n = len(self.tensors)
         try:
-            metas, entries = (*self.call.tensors, *self.call.outputs), (*inputs, *outputs)
-            operands = [*zip(metas, entries, strict=True)]
-            specs = [tuple(_spec(mesh, *each, rows, shardings) for each in operands) for mesh in meshes]
-            of_ranks = [LocalCall(self.call, each[: len(inputs)], each[len(inputs) :]) for each in specs]
-            terms = [deal(tensor, entries, shape) for tensor, entries in zip(self.tensors, inputs, strict=True)]
+            specs = [tuple(_spec(mesh, *operand, rows, shardings) for operand in operands) for mesh in meshes]
+            terms = [deal(tensor, spec.placements, shape) for tensor, spec in zip(self.tensors, specs[0], strict=False)]
         except NotImplementedError:
             return set()
         report.checked += 1
+        of_ranks = [LocalCall(self.call, each[:n], each[n:]) for each in specs]
         try:
             communicates = any(row.traffic is not None for row in rows)
             functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
             results = on_threads(functions, meshes, SEED) if communicates else [*map(_alone, functions)]
-            problems = [*self._problems(results, meshes, rows, shardings)]
+            problems = [*self._problems(results, of_ranks[0])]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         used = axes_used(meshes[0])
@@ -242,31 +241,27 @@ class CallTrial:
         targets = [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in local_call.outputs if self.outs]
         return self._run(shards, targets, local_function(self.rule, local_call, communicates))
 
-    def _problems(
-        self, results: Sequence[Any], meshes: Sequence[DeviceMesh], rows: Sequence[Row], shardings: Shardings
-    ) -> Iterator[str]:
+    def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
         """What differs: outputs first, then the inputs that the operator writes."""
         expected, inputs = list(flatten([self.results[0]])), self.results[1]
         got = [list(flatten([result[0]])) for result in results]
         if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
         compared = [
-            (f"output {i}", value, [one[i] for one in got], [row.outputs[i] for row in rows])
-            for i, value in enumerate(expected)
+            (f"output {i}", value, [one[i] for one in got], local_call.outputs[i]) for i, value in enumerate(expected)
         ]
         compared += [
-            (f"written input {i}", inputs[i], [result[1][i] for result in results], [row.inputs[i] for row in rows])
+            (f"written input {i}", inputs[i], [result[1][i] for result in results], local_call.inputs[i])
             for i in self.call.written
         ]
-        for name, value, parts, entries in compared:
-            spec = _spec(meshes[0], _meta(value), entries, rows, shardings)
+        for name, value, parts, spec in compared:
             part_at = dict(zip(coordinates(spec), parts, strict=True))
             misshapen = [c for c, t in part_at.items() if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)]
             for c in misshapen:
                 shape, dtype = tuple(part_at[c].shape), part_at[c].dtype
                 yield f"{name} at {c}: {shape} {dtype}, should be {tuple(spec.local_shape_at(c))} {value.dtype}"
             wide = torch.complex128 if value.is_complex() else torch.float64
-            totals = gather(part_at, entries, spec.mesh.shape) if self.exact and not misshapen else {}
+            totals = gather(part_at, spec.placements, spec.mesh.shape) if self.exact and not misshapen else {}
             for c, total in totals.items():
                 wanted = part_of(value, spec, c)
                 if not torch.allclose(total.to(wide), wanted.to(wide), rtol=1e-6, atol=1e-7, equal_nan=True):
