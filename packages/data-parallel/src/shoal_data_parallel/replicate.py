@@ -237,8 +237,7 @@ class Replicas(Reducer):
             bucket.check_kept()
         if self.keeps_gradients:
             raise StyleError(
-                "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
-                "for the next one that reduces; run that one first"
+                "replicate: kept gradients are of other parameters than are trained now; reduce them first"
             )
         if not self.axes.sharded:
             self.check()
@@ -251,10 +250,7 @@ class Replicas(Reducer):
         trained = [replica for replica in self.replicas if replica.adopt()]
         known = {id(replica.held) for replica in self.replicas}
         if any(id(param) not in known for param in self.held()):
-            raise StyleError(
-                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
-                "the optimizer's state cannot be sharded; add parameters before"
-            )
+            raise StyleError("replicate: another parameter than shard_optimizer=True has sharded; add it before")
         return trained
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
