@@ -97,6 +97,14 @@ def test_concatenate(cube: DeviceMesh) -> None:
         DeviceMesh.concatenate([])
 
 
+def test_concatenate_slices_elsewhere(cube: DeviceMesh) -> None:
+    rows, columns = cube.get_all_submeshes("tp"), cube.get_all_submeshes("pp")  # this rank is 17, at (1, 1, 1)
+    assert DeviceMesh.concatenate([rows[0]]).ranks == (0, 1, 2, 3)
+    assert DeviceMesh.concatenate([rows[0], columns[2]]).ranks == (0, 12, 1, 13, 2, 14, 3, 15)
+    with pytest.raises(MeshError, match="none in common"):
+        DeviceMesh.concatenate([rows[0], cube["pp"]])
+
+
 def test_a_slice_of_another_mesh_that_equals_one_of_this_is_one_of_this() -> None:
     ours, theirs = abstract_mesh((2, 3), ("data", "tensor")), abstract_mesh((2, 3), ("batch", "tensor"))
     assert ours["tensor"] == theirs["tensor"]
