@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickle
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -115,11 +115,9 @@ def _attributes(instance: object) -> dict[str, Any]:
     """The attributes of a test instance that can be sent."""
     attributes = {}
     for name, value in vars(instance).items():
-        try:
+        with suppress(Exception):  # whatever cannot be pickled stays here
             pickle.dumps(value)
-        except Exception:  # whatever cannot be pickled stays here
-            continue
-        attributes[name] = value
+            attributes[name] = value
     return attributes
 
 

@@ -212,23 +212,19 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     if largest <= 64 or repeats < 1:
         raise MeshError(f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}")
     defaults, device = _default(mesh), own_device(mesh.device_type)
-    times = []
-    for axis in range(mesh.ndim):
-        comm = mesh.comm(axis)
-        small, large = (_seconds(comm, torch.zeros(nbytes // 4, device=device), repeats) for nbytes in (64, largest))
-        times.append((small, large))
+    times = [
+        [_seconds(mesh.comm(axis), torch.zeros(nbytes // 4, device=device), repeats) for nbytes in (64, largest)]
+        for axis in range(mesh.ndim)
+    ]
     everyone = mesh.comm(tuple(range(mesh.ndim)))
     # In float32: there are devices without float64.
     worst = even.all_reduce(torch.tensor(times, device=device), everyone, "max").tolist()
     links = []
     for axis, (small, large) in enumerate(worst):
         steps = mesh.shape[axis] - 1
-        if steps == 0:
-            links.append(defaults[axis])
-            continue
         sent = (largest - 64) * steps  # a rank of a ring sends its own block and passes on the others
         transfer = max(large - small, large / 4)  # on a busy machine the small message may take as long as the large
-        links.append(Link(small, sent / transfer))
+        links.append(Link(small, sent / transfer) if steps else defaults[axis])
     return Topology(tuple(links))
 
 
