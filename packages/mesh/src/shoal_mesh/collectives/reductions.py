@@ -148,7 +148,7 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
 
 def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()) -> Pending:
     """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
-    if not are_equal(sizes):
+    if sizes and not are_equal(sizes):
         largest, own = max(sizes), sizes[comm.rank]
         if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
             first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ second copy of the message.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -144,7 +145,7 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
 
     What the others have to read of it follows from the counts of bytes that ranks say in the first round.
     """
-    width, window, peers = flat.element_size(), stream.slot_bytes, stream.peers
+    width, window, said = flat.element_size(), stream.slot_bytes, stream.peers.said
     flat, out = as_bytes(flat), as_bytes(out)  # a rank without any element may not know the dtype
     send, receive = [n * width for n in send], [n * width for n in receive]  # 3 of float32: 12 bytes
     what = request("all_to_all_v", flat.dtype, 0)
@@ -156,10 +157,10 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
         slots, own = stream.slots(flat.dtype, window)
         own[: shown.numel()].copy_(shown)
         if a == 0:
-            peers.say((*send, flat.numel()), stream.round + 1)
+            said[stream.round + 1 & 1][stream.rank][:] = array("Q", (*send, flat.numel()))
         yield what
         if a == 0:
-            counts = [peers.said(rank, stream.round) for rank in range(stream.size)]  # for every rank, and all of them
+            counts = [numbers.tolist() for numbers in said[stream.round & 1]]  # of each rank: for every rank, and all
             sources.extend(_sources(stream, counts, receive))
             longest = max(total for *_, total in counts)
         for rank, first, last in sources:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,10 @@ _STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it co
 
 def head_bytes(size: int, streams: int) -> int:
     """What is in front of the slots: a line for a token, and a page of each rank (`Peers`)."""
-    return 8 * (LINE + size * _page_words(size, streams))
+    head = 8 * (LINE + size * _page_words(size, streams))
+    # torch's large tensors begin 64 bytes into a page of memory. Copies are slow where what is written begins a little
+    # behind what is read in such a page, either way, so slots begin half a page from there: 9152 bytes end at 14400.
+    return -(-head // 4096) * 4096 + 2112
 
 
 def _page_words(size: int, streams: int) -> int:
@@ -45,7 +47,7 @@ class Peers:
 
     Every rank writes a page of its own: for each stream a line of the rounds that it has shown, those that it has read,
     and its requests in even and odd rounds; then the number of its calls of the backend in a line, and the last of
-    them; what it says in even and odd rounds of the first stream, `1 + size` numbers each; why it has given up.
+    them; what it says in even and odd rounds; why it has given up.
     """
 
     def __init__(self, group: ProcessGroup, pids: Sequence[int], memory: memoryview, streams: int) -> None:
@@ -58,20 +60,12 @@ class Peers:
         pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
         self.lines = [[page + LINE * i for page in pages] for i in range(streams)]  # by stream and rank
         self._announced = [page + LINE * streams for page in pages]
-        self._said = [call + LINE + ANNOUNCED for call in self._announced]
+        # By parity of the round and rank: what it says in a round of the first stream, `1 + size` numbers.
+        said = [call + LINE + ANNOUNCED for call in self._announced]
+        self.said = [[self.words[first + n :][: 1 + self.size] for first in said] for n in (0, 1 + self.size)]
         self._reasons = [memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages]
         self._calls = 0
         self._failure: PeerError | None = None
-
-    def say(self, numbers: Sequence[int], number: int) -> None:
-        """Up to `1 + size` numbers that the others read in a round of the first stream, by its number."""
-        first = self._said[self.rank] + (1 + self.size) * (number & 1)
-        self.words[first : first + len(numbers)] = array("Q", numbers)
-
-    def said(self, rank: int, number: int) -> list[int]:
-        """What a rank has said in a round that it has shown."""
-        first = self._said[rank] + (1 + self.size) * (number & 1)
-        return self.words[first : first + 1 + self.size].tolist()
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
