@@ -87,7 +87,7 @@ def names_of(optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]
 def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
     """A flat state dict by parameters, with groups like those given; what is not flat, as it is."""
     if not isinstance(state, Mapping) or not state or "state" in state:
-        return state
+        return dict(state) if isinstance(state, Mapping) else state
     by_name: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
     names = {name for group in groups for name in group["params"]}
     for key, value in state.items():

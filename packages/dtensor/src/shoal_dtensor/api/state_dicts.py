@@ -22,6 +22,7 @@ from torch import nn
 from shoal_mesh.internal import agree
 
 from .._torch.interception import around_state_dicts
+from .._torch.tensors import pytree
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
@@ -35,7 +36,6 @@ from .optimizer_states import (
 )
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-Path = tuple[str | int, ...]
 
 
 def get_model_state_dict(
@@ -275,28 +275,23 @@ def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """`placements -> R`: the state with full tensors; on rank 0 alone if they are offloaded."""
     here = not options.cpu_offload or dist.get_rank() == 0
 
-    def gather(_: Path, value: Any) -> Any:
+    def gather(value: Any) -> Any:
         detached: Any = value.detach()
         full = detached.full_tensor() if isinstance(value, DTensor) else value
         return (full.cpu() if options.cpu_offload else full) if here else None
 
-    result = _mapped(state, gather)
-    return result if here else {}
+    result = pytree.tree_map_only(torch.Tensor, gather, state)
+    return dict(result) if here else {}
 
 
-def _mapped(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Nested dicts and lists with a function of (path, tensor) in place of each tensor, in the order of the dicts."""
-    if isinstance(value, torch.Tensor):
-        return function(path, value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(each, function, (*path, key)) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(each, function, (*path, index)) for index, each in enumerate(value))
-    return value
+def _by_path(state: Any) -> dict[Any, Any]:
+    """What nested dicts and lists hold, by the keys that lead there."""
+    return dict(pytree.tree_leaves_with_path(state))
 
 
-def _sharded(state: Mapping[str, Any], target: Mapping[str, Any], options: Any) -> dict[str, Any]:
+def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, Any]:
     """`R -> placements`: a full state dict of a model in the layouts of the target; checked before any tensor moves."""
+    state = dict(state) if isinstance(state, Mapping) else state
     structure = _structure(state, options)
     if options.strict and structure.keys() != target.keys():
         raise StateDictError(
@@ -311,72 +306,58 @@ def _laid_out(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
     """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
-    devices: list[torch.device] = []
-    _mapped(target, lambda _, like: devices.append(like.device) if isinstance(like, DTensor) else None)
-    device = devices[0] if devices else torch.device("cpu")
+    values, wanted = _by_path(state), _by_path(target)
+    device = next((each.device for each in wanted.values() if isinstance(each, DTensor)), torch.device("cpu"))
 
-    def shard(path: Path, info: Any) -> Any:
-        if not info.dim():
+    def shard(path: Any, info: Any) -> Any:
+        if not isinstance(info, torch.Tensor) or not info.dim():
             return info
-        full = _broadcast(state, path, info, device) if options.broadcast_from_rank0 else _at(state, path).detach()
-        like = _at(target, path)
+        full: Any = values.get(path)
+        full = _broadcast(full, info, device) if options.broadcast_from_rank0 else full.detach()
+        like = wanted.get(path)
         if not isinstance(like, DTensor):
             return full.to(like.device) if isinstance(like, torch.Tensor) else full
         spec = like.spec.with_(shape=full.shape, dtype=full.dtype)
         return DTensor(shard_of(full.to(spec.mesh.device_type), spec, None), spec)
 
-    result: dict[str, Any] = _mapped(structure, shard)
-    return result
+    return dict(pytree.tree_map_with_path(shard, structure))
 
 
-def _structure(state: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
+def _structure(state: Any, options: Any) -> dict[str, Any]:
     """The state dict, of rank 0 if it broadcasts, with tensors on the meta device in place of all but numbers."""
 
-    def without_values(_: Path, each: torch.Tensor) -> torch.Tensor:
+    def without_values(each: torch.Tensor) -> torch.Tensor:
         return torch.empty(each.shape, dtype=each.dtype, device="meta") if each.dim() else each
 
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
-        structure = _mapped(state, without_values)
+        structure = pytree.tree_map_only(torch.Tensor, without_values, state)
     if options.broadcast_from_rank0:
         structure = agree(lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent")[0]
-    if not isinstance(structure, Mapping):
-        raise StateDictError(f"a state dict must be a dict, got {type(structure).__name__}")
+    others = [each for each in pytree.tree_leaves(structure) if isinstance(each, Mapping)]  # of which it knows no keys
+    if others or not isinstance(structure, dict):
+        raise StateDictError(f"a state dict must be a dict, got {type([structure, *others][-1]).__name__}")
     return structure
 
 
-def _broadcast(state: Mapping[str, Any], path: Path, info: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`V -> R`: the tensor at a path of the state dict of rank 0."""
-    if dist.get_rank() == 0:
-        full: torch.Tensor = _at(state, path).detach().to(device).contiguous()
-    else:
+def _broadcast(full: torch.Tensor | None, info: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`V -> R`: a tensor of rank 0, of which `info` has the shape and dtype."""
+    if full is None or dist.get_rank() != 0:
         full = torch.empty(info.shape, dtype=info.dtype, device=device)
+    full = full.detach().to(device).contiguous()
     dist.broadcast(full, src=0)
     return full
 
 
 def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
-
-    def check(path: Path, info: Any) -> Any:
-        like = _at(target, path)
-        if not isinstance(like, torch.Tensor):
-            return info
-        name = ".".join(map(str, path))
-        if tuple(like.shape) != tuple(info.shape):
+    wanted = _by_path(target)
+    for path, info in _by_path(structure).items():
+        like = wanted.get(path)
+        if not isinstance(like, torch.Tensor) or not isinstance(info, torch.Tensor):
+            continue
+        name = ".".join(str(getattr(key, "key", key)) for key in path)
+        if like.shape != info.shape:
             raise StateDictError(f"{name} has shape {tuple(info.shape)}, here it has {tuple(like.shape)}")
         if like.is_meta:
             raise StateDictError(f"{name} is on the meta device: allocate the model first, with to_empty(device=...)")
-        return info
-
-    _mapped(structure, check)
-
-
-def _at(state: Any, path: Path) -> Any:
-    """The entry at a path, None if there is none."""
-    for key in path:
-        try:
-            state = state[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return state
