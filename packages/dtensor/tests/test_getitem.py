@@ -10,20 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
-from shoal_dtensor.tensor.spec_arguments import without_numbers
+from shoal_dtensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from shoal_dtensor.tensor.spec_arguments import with_a_dim
 from shoal_dtensor.testing import on_threads, thread_meshes
+from shoal_mesh import DeviceMesh
 
 PARTS = st.one_of(
     st.integers(-2, 1), st.sampled_from([slice(None), slice(1, None), slice(0, 2, 2), None]), st.just(Ellipsis)
 )
+LAYOUTS: list[tuple[Placement, Placement]] = [
+    (Replicate(), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(2), Shard(2)),
+    (Shard(1), Partial()),
+]
 
 
-@given(st.lists(PARTS, max_size=5), st.integers(0, 4), st.booleans())
-def test_the_same_assignment(parts: list[Any], ndim: int, row: bool) -> None:
-    x = torch.zeros(2, 3, 2)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARTS, max_size=5), st.integers(0, 4), st.booleans(), st.sampled_from(LAYOUTS), st.booleans())
+def test_the_same_assignment(
+    parts: list[Any], ndim: int, row: bool, layout: tuple[Placement, Placement], sharded: bool
+) -> None:
+    x = torch.arange(12.0).view(2, 3, 2)
     if sum(part is not None and part is not Ellipsis for part in parts) > 3 or parts.count(Ellipsis) > 1:
         return
     index = tuple(parts)
@@ -32,24 +42,29 @@ def test_the_same_assignment(parts: list[Any], ndim: int, row: bool) -> None:
     value = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
     expected = x.clone()
     expected[index] = value
-    made, given_value = without_numbers(index, value, x.shape)
-    assert not any(isinstance(part, int) for part in made)
-    x[made] = given_value
-    assert torch.equal(x, expected)
+
+    def check(mesh: Any) -> None:
+        spread = distribute_tensor(x, mesh, layout)
+        part: Placement = Shard(0) if sharded and shape else Replicate()
+        spread[index] = distribute_tensor(value, mesh, [part, Replicate()])
+        assert torch.equal(spread.full_tensor(), expected)
+
+    meshes = thread_meshes((2, 2))
+    on_threads([partial(check, mesh) for mesh in meshes], meshes)
 
 
 @pytest.mark.parametrize("index", [slice(2), (slice(1), None), torch.tensor([1]), (0, torch.tensor([1])), True, [0]])
 def test_other_indices_stay(index: Any) -> None:
-    made, value = without_numbers(index, 3, (4, 4))
-    assert made is index
-    assert value == 3
+    x = torch.ones(4, 4)
+    assert with_a_dim(x, index, 3) == (x, index, 3)
 
 
-def test_a_number_out_of_range_is_refused() -> None:
+def test_a_number_out_of_range_is_refused(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(IndexError, match="index 4 is out of bounds for dimension 1 with size 4"):
-        without_numbers((slice(None), 4), 3, (8, 4))
-    with pytest.raises(IndexError, match="dimension 2 with size 0"):
-        without_numbers((0, 0, 0), 3, (8, 4))
+        x[:, 4] = 3
+    with pytest.raises(IndexError, match="too many indices"):
+        x[0, 0, 0] = 3
 
 
 @pytest.mark.parametrize("index", [[], (slice(None), []), ([], [])], ids=str)

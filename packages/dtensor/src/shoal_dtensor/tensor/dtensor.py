@@ -27,7 +27,7 @@ from ..scopes import obey
 from . import serialization
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .gradients import CheckedHook, install_gradient_hook, postponed
-from .spec_arguments import global_spec, mesh_or_current, target_spec, with_lists, without_numbers
+from .spec_arguments import global_spec, mesh_or_current, target_spec, with_a_dim, with_lists
 
 
 class DTensor(torch.Tensor):
@@ -274,13 +274,12 @@ class DTensor(torch.Tensor):
         return super().__getitem__(with_lists(DTensor, self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        index = with_lists(DTensor, self, index)
-        slices, value = without_numbers(index, value, self.shape)
-        if slices is not index and isinstance(value, DTensor) and shares_memory(value, self):
+        target, index, value = with_a_dim(self, with_lists(DTensor, self, index), value)
+        if target is not self and isinstance(value, DTensor) and shares_memory(value, self):
             value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
         if torch.is_grad_enabled():
-            _ = self.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
-        super().__setitem__(slices, value)
+            _ = target.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
+        super(DTensor, target).__setitem__(index, value)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:

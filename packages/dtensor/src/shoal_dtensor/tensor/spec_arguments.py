@@ -270,45 +270,19 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
     return replicated(index) if type(index) is list else index
 
 
-def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    """The same assignment `x[index] = value` with every number `i` in the index replaced by the slice `i:i+1`.
+def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The assignment `tensor[index] = value`, with one dim more at the end of both if the index has numbers.
 
-    A slice of a sharded tensor is a view on every rank; one element would belong to one rank only. Indices that are
-    not made of numbers, slices, None and Ellipsis stay as they are.
-
-    Example:
-        >>> without_numbers((-1, slice(2)), 5.0, (3, 4))
-        ((slice(2, 3, None), slice(None, 2, None)), 5.0)
+    One element of a sharded tensor belongs to one rank only.  Where a dim is left, what a number selects is a view on
+    every rank, empty on those that do not have it.  Indices that are not made of numbers, slices, None and Ellipsis
+    stay as they are.
     """
     entries = index if isinstance(index, tuple) else (index,)
-    basic = (entry is None or entry is Ellipsis or isinstance(entry, slice) or _is_number(entry) for entry in entries)
-    if not any(map(_is_number, entries)) or not all(basic):
-        return index, value
-    used = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
-    rest = (slice(None),) * (len(shape) - used)
-    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    entries = (*entries[:at], *rest, *entries[at + 1 :])
-    # x[2, :, 1] = value, x of shape (3, 4, 5): slices (2:3, :, 1:2), and the value (4,) becomes (1, 4, 1)
-    slices: list[Any] = []
-    numbers: list[int] = []  # where the new dims of size 1 stand, counted from the end of the result: [-3, -1]
-    dim = 0
-    for i, entry in enumerate(entries):
-        if _is_number(entry):
-            size = shape[dim] if dim < len(shape) else 0
-            if not -size <= entry < size:
-                raise IndexError(f"index {entry} is out of bounds for dimension {dim} with size {size}")
-            slices.append(slice(entry % size, entry % size + 1))
-            numbers.append(i - len(entries))
-        else:
-            slices.append(entry)
-        dim += entry is not None
+    numbers = [isinstance(entry, int) and not isinstance(entry, bool) for entry in entries]
+    others = [entry for entry, is_number in zip(entries, numbers, strict=True) if not is_number]
+    if not any(numbers) or not all(entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in others):
+        return tensor, index, value
+    # x[2, :, 1] = value, x of shape (3, 4, 5): of (3, 4, 5, 1) the part [2, :, 1, :], (4, 1) as the value (4,) becomes
     if isinstance(value, Tensor) and value.ndim:
-        # The numbers' dims are missing from the value; from the right, so that every place stays what it was.
-        for place in reversed(numbers):
-            if value.ndim >= -place - 1:
-                value = value.unsqueeze(place + value.ndim + 1)
-    return tuple(slices), value
-
-
-def _is_number(entry: Any) -> bool:
-    return isinstance(entry, int) and not isinstance(entry, bool)
+        value = value.unsqueeze(-1)
+    return tensor.unsqueeze(-1), (*entries, slice(None)), value
