@@ -30,7 +30,7 @@ from ..language.local_ops import (
     with_arguments,
 )
 from ..language.notation import product
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, flatten
 
 aten: Any = torch.ops.aten
 
@@ -44,19 +44,20 @@ def lookup_partial(source: TensorMeta) -> P:
 
 
 def lookup(
-    local_call: LocalCall, place: int, local: Callable[[Tensor], tuple[Tensor, Tensor]], behind: int = 0
+    local_call: LocalCall, place: int, local: Callable[[Any], tuple[Any, Tensor]], behind: int = 0
 ) -> LocalFunction:
     """Element below = sum over shards of (element if it is in the shard, else 0).
 
     Behind its source the operator takes the indices as argument `place`, which `local` makes positions in the shard,
     with whether they are.  Of the result's dims, so many are `behind` those of the indices.
     """
-    read, shape = functional(local_call.call), local_call.outputs[0].local_shape
+    call, shape = local_call.call, local_call.outputs[0].local_shape
+    read = functional(call) if call.schema.outs else call.op
 
     def run(x: Tensor, *args: Any, **_: Any) -> Tensor:
         positions, is_local = local(args[place])
         if 0 in x.shape:
-            return bound(x.new_zeros(shape), args[place])
+            return bound(x.new_zeros(shape), *flatten([args[place]]))
         elements: Tensor = read(x, *args[:place], positions, *args[place + 1 :])
         return elements.masked_fill_(~is_local.reshape(*is_local.shape, *[1] * behind), 0)
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound
-
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import (
@@ -111,24 +109,17 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     sharded = [d for (d,) in where.indexed if spec.dim_shardings[d].axes]
     if not sharded:
         return None
-    op, shape, first, ndim = call.op, local_call.outputs[0].local_shape, where.first, where.ndim
-    tail = len(shape) - first - ndim
-    indexed_axes = sharding_axes(spec, sharded)
-    reduction = lookup_partial(call["self"]).reduce_op
 
-    def run(x: Tensor, indices: Sequence[Tensor | None], *args: Any) -> Any:
-        positions, is_local = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
-        for d, index in enumerate(indices):
-            if index is not None and d in sharded:
-                positions[d], is_in_dim = local_positions(index, spec, d)
-                is_local = is_local & is_in_dim
-        if 0 in x.shape:
-            elements = bound(x.new_zeros(shape), *(index for index in indices if index is not None))
-        else:
-            elements = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
-        return all_reduced(elements, spec, indexed_axes, reduction)
+    def local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
+        positions, is_local = list(indices), torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device)
+        for d in sharded:
+            positions[d], is_in_dim = local_positions(indices[d], spec, d)
+            is_local = is_local & is_in_dim
+        return positions, is_local
 
-    return run
+    read = lookup(local_call, 0, local, local_call.outputs[0].ndim - where.first - where.ndim)
+    axes, reduction = sharding_axes(spec, sharded), lookup_partial(call["self"]).reduce_op
+    return lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ _RULES: dict[str, Rule] = {
     # -- values unchanged or converted
     "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
-    "copy_ copy fill": replace(pointwise(partial=_replaced), local=_offset),
+    "copy fill": replace(pointwise(partial=_replaced), local=_offset),
     "zero": pointwise(partial=lambda call: _partial(call, [op for op in REDUCE_OPS if op != "bxor"], ())),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
     "where.Scalar": _PLAIN,
@@ -207,13 +207,6 @@ _RULES: dict[str, Rule] = {
     "_local_scalar_dense": Rule(replicated),
 }
 
-_FOREACH = (
-    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 "
-    "floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign "
-    "sin sinh sqrt sub tan tanh trunc zero"
-)
-_RULE_OF = {name: rule for names, rule in _RULES.items() for name in names.split()}
-
 
 def _with_numbers(rule: Rule) -> Rule:
     """`rule` for operators whose last tensor holds a number for each element of the lists."""
@@ -225,7 +218,13 @@ def _with_numbers(rule: Rule) -> Rule:
     return replace(rule, rows=rows)
 
 
-_LISTS = {f"_foreach_{n}": replace(_RULE_OF[n], kind="each", local=None) for n in _FOREACH.split()}
+# Those of them that torch has for lists, which run element by element.
+_LISTS = {
+    f"_foreach_{name}": replace(rule, kind="each", local=None)
+    for names, rule in _RULES.items()
+    for name in names.split()
+    if "." not in name
+}
 _TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
 
 

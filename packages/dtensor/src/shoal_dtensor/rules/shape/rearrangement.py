@@ -53,14 +53,15 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
     if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
         return None
-    op, where = local_call.call.op, result.coordinate or (0,) * result.mesh.ndim
-    start, stop = result.dim_sharding(dim).interval(where)  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
+    op, start = local_call.call.op, result.offset(dim)
+    stop = start + result.local_shape[dim]  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
     parts, before = [], 0
     for i in joined:
-        first, last = (before + n for n in local_call.inputs[i].dim_sharding(dim).interval(where))  # 0:2, 4:6, 6:7
-        length = max(min(last, stop) - max(first, start), 0)
+        spec = local_call.inputs[i]
+        first = before + spec.offset(dim)  # 0:2, 4:6, 6:7
+        length = max(min(first + spec.local_shape[dim], stop) - max(first, start), 0)
         parts.append((i, max(first, start) - first if length else 0, length))  # nothing of the first, all of the others
-        before += local_call.inputs[i].shape[dim]
+        before += spec.shape[dim]
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         return op([tensors[i].narrow(dim, at, length) for i, at, length in parts], *args, **kwargs)
@@ -97,16 +98,17 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 
     Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
     """
-    source, pads = local_call["self"], _pads(local_call.call)
+    source, (result,), pads = local_call["self"], local_call.outputs, _pads(local_call.call)
     if not any(source.dim_shardings[d].axes for d in pads):
         return None
-    where = source.coordinate or (0,) * source.mesh.ndim
     local: list[int] = []
     for d in reversed(range(source.ndim)):
-        (start, stop), (first, last) = source.box(where)[d], local_call.outputs[0].box(where)[d]
-        low = start + pads.get(d, (0, 0))[0] - first  # rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4
-        low = min(max(low, start - stop), last - first)  # but it takes off no more than 3, and adds no more than 0: 0
-        local += [low, (last - first) - (stop - start) - low]  # 0 - 3 - 0
+        have, want = source.local_shape[d], result.local_shape[d]
+        # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no more than 3, and adds
+        # no more than 0: 0 at the start, 0 - 3 - 0 at the end.
+        low = source.local_offset[d] + pads.get(d, (0, 0))[0] - result.local_offset[d]
+        low = min(max(low, -have), want)
+        local += [low, want - have - low]
     op = local_call.call.op
     return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
 
@@ -244,10 +246,11 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     """The diagonal of the shard that is on the global diagonal."""
     call, spec = local_call.call, local_call["self"]
     one, two = call.dim("dim1"), call.dim("dim2")
-    if spec.coordinate is None or not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
+    if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
-    row, column = (spec.dim_sharding(d).interval(spec.coordinate)[0] for d in (one, two))
-    offset = call["offset"] + row - column  # of rows 2:4 of (4, 4): 0 + 2 - 0, (2, 2) is its (0, 2)
+    offset = (
+        call["offset"] + spec.offset(one) - spec.offset(two)
+    )  # of rows 2:4 of (4, 4): 0 + 2 - 0, (2, 2) is its (0, 2)
     shape = local_call.outputs[0].local_shape
     if not shape[-1]:
         return lambda x, *args: x.new_empty(shape)
