@@ -45,11 +45,12 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     unwatch_draws(root)
     if batch_axes is not None:
         root.__dict__[_BATCH_AXES] = batch_axes
-    meshes = _axes_of(root)
+    batch = _batch_axes(root)
+    meshes = _axes_of(batch, _lowered(root))
     drawers = {*drawers_of(root)} if meshes else set()
     for module in [*root.modules()] if drawers else ():
         if inner := [child for child in module.modules() if child in drawers]:
-            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, _batch_axes(root)))
+            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, batch))
 
 
 def unwatch_draws(root: nn.Module) -> None:
@@ -120,14 +121,14 @@ class DrawRegion(ModuleForward):
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch of its own."""
-        recomputes = backward_number() != -1
+        recomputes, lowered = backward_number() != -1, _lowered(self.module)
         if not recomputes:  # modules in it may have become parallel since
-            self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.module))))
             self.batch = self.batch or _batch_axes(self.module)
+            self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
         axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
-        for lowered in _lowered(self.module).values():  # what acts on several axes shards its inputs along the first
-            axes.setdefault(lowered.mesh, axes[_single_axes(lowered.mesh)[0]])
+        for forward in lowered.values():  # what acts on several axes shards its inputs along the first
+            axes.setdefault(forward.mesh, axes[_single_axes(forward.mesh)[0]])
         from .watch import Watch  # imported with the first forward that draws
 
         watch = Watch(joint, axes)
@@ -138,7 +139,7 @@ class DrawRegion(ModuleForward):
         elif self.batch is not None:
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
-        with _replaced(_lowered(self.module), watch), watch:
+        with _replaced(lowered, watch), watch:
             return self.under(watch, args, kwargs)
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -179,12 +180,11 @@ def _batch_axes(root: nn.Module) -> DeviceMesh | None:
     return next((vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)), None)
 
 
-def _axes_of(root: nn.Module) -> list[DeviceMesh]:
+def _axes_of(batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]) -> list[DeviceMesh]:
     """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
-    batch = _batch_axes(root)
     meshes = [] if batch is None else [batch]
-    for lowered in _lowered(root).values():
-        chain = [lowered]
+    for outer in lowered.values():
+        chain = [outer]
         while (inner := chain[-1].inner) is not None:
             chain.append(inner)
         meshes += [forward.mesh for forward in reversed(chain)]
