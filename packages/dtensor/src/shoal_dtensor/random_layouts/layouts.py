@@ -28,13 +28,14 @@ from .._torch.operators import out_of_sight
 from .._torch.tensors import TensorNote, pytree
 from ..errors import LayoutError
 from ..layout.boxes import spans
-from ..layout.placements import Replicate, Shard
+from ..layout.placements import Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride, flatten
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
 
 _ATTRIBUTE = "_shoal_layout"
+AnyShard = Shard | StridedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +237,12 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     return tuple(1 if spec.is_strided else spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
 
-def shard_of(spec: Spec, axis: int) -> Shard | None:
+def shard_of(spec: Spec, axis: int) -> AnyShard | None:
     """How an axis shards a tensor, with the sizes of all its shards; None where it does not."""
     placement = spec.placements[axis]
-    return Shard(placement.dim, sizes=extents(spec, axis)) if isinstance(placement, Shard) else None
+    if isinstance(placement, Shard):
+        return Shard(placement.dim, sizes=extents(spec, axis))
+    return placement if isinstance(placement, StridedShard) else None
 
 
 # --- sizes that are given as arguments -------------------------------------------------------------------------------

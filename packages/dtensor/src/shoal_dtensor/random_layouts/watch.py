@@ -22,7 +22,7 @@ from shoal_mesh import DeviceMesh, all_gather
 from .._torch.interception import FunctionMode
 from .._torch.tensors import saving_state, unwatched_functions
 from ..errors import LayoutError
-from ..layout.placements import Placement, Replicate, Shard, StridedShard
+from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
@@ -34,6 +34,7 @@ from .layouts import (
     PLAIN,
     UNSEEN,
     WAY_OUT,
+    AnyShard,
     LocalLayout,
     extents,
     followed,
@@ -191,7 +192,7 @@ class Watch(FunctionMode):
     ) -> None:
         """Note the layout of a module's plain output."""
         axis, noted, blocks = self.axes[forward.mesh], spec_of(result), forward.output_blocks()
-        shard: Shard | None = None
+        shard: AnyShard | None = None
         if blocks is not None:
             note_layout(result, self._fused(forward, blocks, result, source))
             return
@@ -224,7 +225,7 @@ class Watch(FunctionMode):
             return LocalLayout(specs[0])
         return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
 
-    def placed(self, local: Tensor, axis: int, shard: Shard | None, source: Tensor | None) -> LocalLayout:
+    def placed(self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None) -> LocalLayout:
         """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
         around = UNSEEN if source is None else layout_of(source)
         if around.unknown and self.mesh.ndim > 1:
@@ -232,19 +233,19 @@ class Watch(FunctionMode):
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         if around.spec is not None:
             for other in range(self.mesh.ndim):
-                kept = around.spec.placements[other]
-                if other == axis or not isinstance(kept, Shard | StridedShard):
+                kept = shard_of(around.spec, other)
+                if other == axis or kept is None:
                     continue
                 if kept.dim >= local.ndim or local.shape[kept.dim] != around.spec.local_shape[kept.dim]:
                     return LocalLayout(unknown=f"where the sharded dim {kept.dim} of the module's input went")
-                placements[other] = shard_of(around.spec, other) or kept
+                placements[other] = kept
         placements[axis] = shard or Replicate()
-        dims = [placement.dim for placement in placements if isinstance(placement, Shard | StridedShard)]
+        dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]
         if not dims:
             return LocalLayout(replicated(self.mesh, local), drawn=True) if around.drawn else PLAIN
         shape = [*local.shape]
         for other, placement in enumerate(placements):
-            if isinstance(placement, Shard | StridedShard):
+            if isinstance(placement, AnyShard):
                 dim, sizes = placement.dim, placement.sizes
                 if sizes is None or len({*sizes}) == 1:
                     placements[other] = Shard(dim) if isinstance(placement, Shard) else placement

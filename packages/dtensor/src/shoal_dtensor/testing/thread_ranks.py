@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
 from shoal_mesh.internal import accelerator
 
-from ..layout.tensor_meta import contiguous_stride
 from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
@@ -70,7 +69,8 @@ class Simulation:
 
     def axes_of(self, ranks: tuple[int, ...]) -> list[int]:
         """The mesh axes along which ranks differ."""
-        places = enumerate(zip(contiguous_stride(self.shape), self.shape, strict=True))
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        places = enumerate(zip(strides, self.shape, strict=True))
         return [axis for axis, (stride, n) in places if len({rank // stride % n for rank in ranks}) > 1]
 
     @staticmethod
