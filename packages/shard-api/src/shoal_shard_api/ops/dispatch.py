@@ -81,9 +81,8 @@ def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple
 
 def _on_shards(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function on every shard; the tensor itself if the function returns its argument for each of them."""
-    return run_shardwise(
-        func, args, kwargs, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-    )
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+    return run_shardwise(func, args, kwargs, tensors)
 
 
 def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,10 +57,8 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
         raise NotExpressibleError(f"ranks {several} hold several shards each; a DTensor has one shard on each rank")
     cells = grid(list(holders), shape)  # 0:2 and 2:3 of (3,): ((2, 1),)
     if cells is None:
-        raise NotExpressibleError(
-            f"the {len(filled)} shards are not all cells of a grid over a tensor of size {shape}: "
-            + ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
-        )
+        held = ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
+        raise NotExpressibleError(f"the shards are not all cells of a grid over size {shape}: {held}")
     dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1] or [_only_dim(layout, shape)]
     axes = [list(cells[dim]) if filled else [] for dim in dims]  # shard sizes along every mesh axis
     idle = [rank for rank in dict.fromkeys([*(rank for rank, _ in layout), *members]) if rank not in ranks]

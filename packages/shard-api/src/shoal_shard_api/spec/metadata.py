@@ -53,8 +53,7 @@ class ShardMetadata:
         offsets, sizes = list(shard_offsets), list(shard_sizes)
         if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
             raise ShardingSpecError(
-                f"shard_offsets and shard_sizes must have one entry >= 0 for each dim: got {len(offsets)} offsets "
-                f"{offsets} and {len(sizes)} sizes {sizes}"
+                f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, {len(sizes)} sizes {sizes}"
             )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
@@ -78,8 +77,7 @@ class ShardMetadata:
         rank = self.placement.rank() if self.placement is not None else None
         if rank is None:
             raise ShardingSpecError(
-                f"shard at {self.shard_offsets}: placement {self.placement} is not 'rank:<global rank>/<device>'; RPC "
-                "worker names are not supported"
+                f"shard at {self.shard_offsets}: no rank in {self.placement} (RPC worker names are not supported)"
             )
         return int(rank)
 
@@ -141,12 +139,7 @@ class TensorProperties:
             ArgumentTypeError: It is no tensor.
         """
         expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
-        return TensorProperties(
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            requires_grad=tensor.requires_grad,
-            pin_memory=tensor.is_pinned(),
-        )
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
     def __getstate__(self) -> dict[str, Any]:
         if self.memory_format not in _MEMORY_FORMATS:
@@ -200,8 +193,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     for i, shard in enumerate(shards):
         if len(shard.shard_sizes) != len(shards[0].shard_sizes):
             raise ShardingSpecError(
-                f"shard 0 {_name(shards[0])} has {len(shards[0].shard_sizes)} dims, shard {i} {_name(shard)} has "
-                f"{len(shard.shard_sizes)}"
+                f"shards differ in dims: 0 {_name(shards[0])}, shard {i} {_name(shard)} has {len(shard.shard_sizes)}"
             )
     pair = overlap([shard.box for shard in shards])
     if pair is not None:

@@ -122,16 +122,14 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
 
 def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     """The local tensors in the order of the metadata; a LocalShardError unless it places these shards on this rank."""
-    rank, by_box = dist.get_rank(), {shard.metadata.box: shard for shard in shards}
-    expected = own_shards(metadata)
-    if len(by_box) != len(shards) or set(by_box) != {each.box for each in expected}:
-        raise LocalShardError(
-            f"rank {rank} must pass the shards {[format_box(each.box) for each in expected]}, "
-            f"got {[format_box(shard.metadata.box) for shard in shards]}"
-        )
+    by_box = {shard.metadata.box: shard for shard in shards}
+    expected = [each.box for each in own_shards(metadata)]
+    if len(by_box) != len(shards) or set(by_box) != set(expected):
+        wanted, got = [format_box(box) for box in expected], [format_box(shard.metadata.box) for shard in shards]
+        raise LocalShardError(f"rank {dist.get_rank()} must pass the shards {wanted}, got {got}")
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
-    return [by_box[each.box].tensor for each in expected]
+    return [by_box[box].tensor for box in expected]
 
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:

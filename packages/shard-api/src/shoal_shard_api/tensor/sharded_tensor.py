@@ -65,9 +65,8 @@ class ShardedTensor(ShardedTensorConstructors):
         properties = replace(metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad)
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
-        return self._wrap(
-            self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride or self.stride()
-        )
+        stride = stride or self.stride()
+        return self._wrap(self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride)
 
     # --- access ---------------------------------------------------------------------------------------------------
 
@@ -140,9 +139,8 @@ class ShardedTensor(ShardedTensorConstructors):
             ShardingSpecError: It does not fit the size or the group.
         """
         expect("ShardedTensor.resharded", "spec", spec, ShardingSpec, error=SpecTypeError)
-        metadata = checked_metadata(
-            spec.build_metadata(self.size(), self.metadata().tensor_properties), self._process_group
-        )
+        properties = self.metadata().tensor_properties
+        metadata = checked_metadata(spec.build_metadata(self.size(), properties), self._process_group)
         local_tensors = move(self._local_tensors, self._layout, metadata.layout, self._comm)
         return self._wrap(spec, metadata, on_placements(local_tensors, metadata), self._process_group)
 
@@ -329,10 +327,8 @@ class ShardedTensor(ShardedTensorConstructors):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
-        copied = self._with(
-            [local.detach().clone().requires_grad_(local.requires_grad) for local in self._local_tensors]
-        )
-        memo[id(self)] = copied
+        clones = [local.detach().clone().requires_grad_(local.requires_grad) for local in self._local_tensors]
+        copied = memo[id(self)] = self._with(clones)
         if self.grad is not None:
             gradient = self.grad
             copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])

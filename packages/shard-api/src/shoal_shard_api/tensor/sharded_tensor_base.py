@@ -78,9 +78,8 @@ class ShardedTensorBase(torch.Tensor):
         expect(cls.__name__, "requires_grad", requires_grad, bool)
         expect(cls.__name__, "pin_memory", pin_memory, bool)
         expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
-        properties = TensorProperties(
-            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
-        )
+        dtype = dtype or torch.get_default_dtype()
+        properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
         return cls._wrap(sharding_spec, sharding_spec.build_metadata(known_size(size), properties), [])
 
     @classmethod
@@ -105,15 +104,8 @@ class ShardedTensorBase(torch.Tensor):
         own = own_shards(metadata) if group is not None else []
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
         props = metadata.tensor_properties
-        self: Self = make_wrapper(
-            cls,
-            metadata.size,
-            stride,
-            dtype=props.dtype,
-            layout=props.layout,
-            device=device,
-            pin_memory=props.pin_memory,
-        )
+        memory: dict[str, Any] = {"layout": props.layout, "device": device, "pin_memory": props.pin_memory}
+        self: Self = make_wrapper(cls, metadata.size, stride, dtype=props.dtype, **memory)
         self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         self._metadata, self._process_group = metadata, group
         self._layout = metadata.layout if group is not None else ()
