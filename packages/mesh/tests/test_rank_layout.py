@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -124,3 +126,18 @@ def test_ranks_with_one_step_are_a_range() -> None:
     assert Layout.dense((4, 4096)).ranks == range(16384)
     assert Layout.dense((4, 4096)).select((0,), (0, 0)).ranks == range(0, 16384, 4096)
     assert Layout.of((3,), (5, 3, 1)).ranks == range(5, -1, -2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "offset", "listed", "shape", "ranks"),
+    [
+        ((((2, 4),), ((4, 1),)), 0, None, (2, 4), [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((((4, 1),),), 4, None, (4,), [4, 5, 6, 7]),
+        ((((3, 2), (2, 1)), ()), 0, (5, 3, 1, 0, 2, 4), (6, 1), [5, 3, 1, 0, 2, 4]),
+    ],
+)
+def test_files_that_hold_strides_are_read(axes: Any, offset: int, listed: Any, shape: Any, ranks: list[int]) -> None:
+    layout = Layout.__new__(Layout)
+    layout.__setstate__({"axes": axes, "offset": offset, "listed": listed})
+    assert layout == Layout.of(shape, ranks) and layout.coordinate(ranks[0]) == (0,) * len(shape)
+    assert pickle.loads(pickle.dumps(layout)) == layout

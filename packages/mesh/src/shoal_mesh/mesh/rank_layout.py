@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..argument_types import kind_of
 from ..errors import MeshError, MeshTypeError
@@ -43,6 +43,16 @@ class Layout:
         first, step = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
         line = range(first, first + step * len(ranks), step)  # 1 3 5 7: range(1, 9, 2)
         return cls(tuple(shape), line if all(map(int.__eq__, line, ranks)) else tuple(ranks))
+
+    def __setstate__(self, state: Any) -> None:
+        """Files written before hold (size, step) pairs of each axis, an offset, and perhaps a list of all ranks."""
+        if "axes" in state:
+            axes, offset, listed = state["axes"], state["offset"], state["listed"]
+            pairs = [pair for axis in axes for pair in axis]  # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
+            places = [offset + sum(each) for each in product(*(range(0, n * step, step) for n, step in pairs))]
+            shape = [prod(n for n, _ in axis) for axis in axes]
+            state = vars(Layout.of(shape, places if listed is None else [listed[place] for place in places]))
+        vars(self).update(state)
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> Layout:
