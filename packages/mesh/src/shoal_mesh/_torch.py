@@ -124,12 +124,14 @@ _MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
 
 def refuse_its_own_mesh(mesh: object) -> None:
     """MeshTypeError if this one's caller is called by a part of torch that accepts any mesh and fails later, in C++."""
-    what = ".".join(sys._getframe(2).f_globals.get("__name__", "").split(".")[:3])
-    if what in _MADE_FOR_ITS_OWN_MESH:
-        raise MeshTypeError(
-            f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
-            "shoal_dtensor.interop.mesh_to_torch(mesh)"
-        )
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    if name.startswith("torch.distributed."):
+        what = ".".join(name.split(".")[:3])
+        if what in _MADE_FOR_ITS_OWN_MESH:
+            raise MeshTypeError(
+                f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
+                "shoal_dtensor.interop.mesh_to_torch(mesh)"
+            )
 
 
 def _own_name(value: object) -> tuple[str, dict[str, object]]:

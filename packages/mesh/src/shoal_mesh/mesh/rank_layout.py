@@ -82,11 +82,11 @@ class Layout:
 
     def select(self, axes: Sequence[int], at: Sequence[int]) -> Layout:
         """The grid over some axes in the order asked for, through a coordinate."""
-        start = sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)
-        shape = tuple(self.shape[axis] for axis in axes)
-        # (2, 3, 4), axes 2 and 0 at dp=1: from 4 on 0 12, 1 13, 2 14, 3 15
-        lines = [range(0, self.shape[axis] * self._steps[axis], self._steps[axis]) for axis in axes]
-        return Layout.of(shape, [self.ranks[start + sum(steps)] for steps in product(*lines)])
+        positions = [sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)]
+        for axis in axes:  # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
+            steps = range(0, self.shape[axis] * self._steps[axis], self._steps[axis])
+            positions = [position + step for position in positions for step in steps]
+        return Layout.of([self.shape[axis] for axis in axes], [self.ranks[position] for position in positions])
 
     def flatten(self) -> Layout:
         """The grid with all axes merged into one, row-major."""
