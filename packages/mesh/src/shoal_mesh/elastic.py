@@ -189,12 +189,13 @@ class ElasticWorld:
     def _agreed(self, deadline: float) -> list[Member]:
         """The members of this round, once somebody has written them."""
         begin, key = time.monotonic(), f"{self.round}/members"
+        last = self.members(self.round - 1) if self.round else []
         while not self._store.check([key]):
             came, now = self._registered(self.round), time.monotonic()
             if now > deadline:
                 raise PeerError(f"no world has taken this rank in time; {len(came)} have come to round {self.round}")
-            if self._is_complete(came, now - begin):
-                order = {member["id"]: rank for rank, member in enumerate(self._last())}
+            if self._is_complete(last, came, now - begin):
+                order = {member["id"]: rank for rank, member in enumerate(last)}
                 came.sort(key=lambda member: order.get(member["id"], len(order)))  # newcomers follow, as they came
                 self._store.compare_set(key, "", json.dumps(came))
             time.sleep(_POLL)
@@ -206,12 +207,8 @@ class ElasticWorld:
         came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         return [member for member in came if not self._is_gone(member)]
 
-    def _last(self) -> list[Member]:
-        return self.members(self.round - 1) if self.round else []
-
-    def _is_complete(self, came: list[Member], waited: float) -> bool:
-        """Whether nobody has to be waited for any longer."""
-        last = self._last()
+    def _is_complete(self, last: list[Member], came: list[Member], waited: float) -> bool:
+        """Whether nobody has to be waited for any longer, of the last world or of so many."""
         if not last:
             return len(came) >= self._size
         missing = [member for member in last if member not in came and not self._is_gone(member)]
