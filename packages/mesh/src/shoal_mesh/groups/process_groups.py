@@ -209,7 +209,7 @@ def note_group(comm: Comm) -> str:
 
 
 @dataclass(slots=True)
-class _Made:
+class _GroupRecord:
     """The group over some ranks with some options, and how often one was created under the present default group."""
 
     group: ProcessGroup | None = None
@@ -220,7 +220,7 @@ class _Made:
 
 
 # The mutable state of this file: groups by ranks and options, which go with their default group, and communicators.
-_MADE: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _Made]] = WeakKeyDictionary()
+_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = WeakKeyDictionary()
 _COMMS: WeakSet[Comm] = WeakSet()
 _LOCK = Lock()  # of both; never held while ranks wait for each other
 
@@ -320,13 +320,13 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
         return world
     members = tuple(sorted(ranks))
     with _LOCK:
-        made = _MADE.setdefault(world, {}).setdefault((members, choice.key), _Made())
-    with made.lock:
-        group = made.group
+        known = _GROUPS.setdefault(world, {}).setdefault((members, choice.key), _GroupRecord())
+    with known.lock:
+        group = known.group
         if group is None or not _torch.is_live(group):
-            group = _find(world, members, choice) or _create(made, members, choice, description)
+            group = _find(world, members, choice) or _create(known, members, choice, description)
         if group is not world:  # holding the world here would keep its entry alive
-            made.group = group
+            known.group = group
     return group
 
 
@@ -346,11 +346,11 @@ def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) 
     return None
 
 
-def _create(made: _Made, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
+def _create(known: _GroupRecord, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
     text = f"{','.join(map(str, members))}|{choice.key}"
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
-    name = f"shoal_{digest}_{made.times}"
-    made.times += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
+    name = f"shoal_{digest}_{known.times}"
+    known.times += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
     try:
         return _torch.new_group(
             members, name=name, description=description, backend=choice.backend, options=choice.options
