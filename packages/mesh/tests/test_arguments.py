@@ -1,4 +1,4 @@
-"""Covers: arguments.py."""
+"""Covers: mesh/fields.py: what users pass."""
 
 from __future__ import annotations
 

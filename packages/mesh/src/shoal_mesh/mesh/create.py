@@ -10,15 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch import ProcessGroup
 from ..accelerator import own_device
 from ..argument_types import require, require_each
 from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
 from .device_mesh import DeviceMesh, current_mesh, rebuild_mesh
-from .rank_layout import Layout, MeshFields
+from .fields import BackendOverride, Layout, MeshFields, check_fits, read_backends, read_device, read_names, read_shape
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
@@ -63,7 +61,7 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
     require(order, str, "the order of ranks is 'rank' or 'topology'")
     if order not in {"rank", "topology"}:
         raise MeshError(f"the order of ranks is 'rank' or 'topology', got {order!r}")
-    device_type, shape = read_device_type(device_type), read_shape(mesh_shape)
+    device_type, shape = read_device(device_type), read_shape(mesh_shape)
     names = read_names(mesh_dim_names, len(shape))
     choices = read_backends(backend_override, names, len(shape))
     world = ensure_world(device_type)
@@ -73,15 +71,11 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
             f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}, order {order}"
         )
     check_fits(shape, world.size())
-    layout = Layout.dense(shape) if order == "rank" else Layout.of(shape, _measured(shape, device_type, world).ranks)
+    layout = Layout.dense(shape) if order == "rank" else Layout.of(shape, measured_order(shape, device_type).ranks)
     mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices))
     if not lazy:
         mesh._create_groups()
     return mesh
-
-
-def _measured(shape: tuple[int, ...], device_type: str, world: ProcessGroup) -> RankOrder:
-    return order_by_costs(shape, measured_costs(world, own_device(device_type)))
 
 
 def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankOrder:
@@ -95,10 +89,10 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
         >>> launch(lambda: measured_order((2,)).ranks, 2)[0]
         (0, 1)
     """
-    kind, shape = read_device_type(device_type), read_shape(mesh_shape)
+    kind, shape = read_device(device_type), read_shape(mesh_shape)
     world = ensure_world(kind)
     check_fits(shape, world.size())
-    return _measured(shape, kind, world)
+    return order_by_costs(shape, measured_costs(world, own_device(kind)))
 
 
 def abstract_mesh(
@@ -132,7 +126,7 @@ def abstract_mesh(
     require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
-    axis_names, device_type = read_names(names, len(sizes)), read_device_type(device_type)
+    axis_names, device_type = read_names(names, len(sizes)), read_device(device_type)
     choices = (BackendChoice(),) * len(sizes)
     return DeviceMesh._of(MeshFields(device_type, Layout.dense(sizes), axis_names, choices, rank, connect))
 

@@ -16,9 +16,8 @@ from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import BackendOverride, common_root, read_backends, read_device_type, read_names, read_ranks
+from .fields import BackendOverride, Layout, MeshFields, read_backends, read_device, read_names, read_ranks, read_sizes
 from .rank_grid import AxisLike, RankGrid
-from .rank_layout import Layout, MeshFields, read_sizes
 
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 
@@ -81,7 +80,7 @@ class DeviceMesh(RankGrid):
         validate: bool = True,
     ) -> None:
         require_each((validate, _init_backend), bool, "validate and _init_backend are bool")
-        device_type = read_device_type(device_type)
+        device_type = read_device(device_type)
         abstract = None if _init_backend else _rank
         world = None if abstract is not None else ensure_world(device_type).size()
         layout = read_ranks(mesh, world)
@@ -123,7 +122,7 @@ class DeviceMesh(RankGrid):
             >>> launch(example, 2)[0]
             DeviceMesh((dp=2), 'cpu', ranks 0-1)
         """
-        groups, device_type = [group] if isinstance(group, ProcessGroup) else group, read_device_type(device_type)
+        groups, device_type = [group] if isinstance(group, ProcessGroup) else group, read_device(device_type)
         require_each(groups, ProcessGroup, "from_group takes one process group, or a list with one per axis")
         if not groups:
             raise MeshError("from_group needs at least one process group")
@@ -272,7 +271,13 @@ class DeviceMesh(RankGrid):
         require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
         if not meshes:
             raise AxisError("concatenate needs at least one mesh")
-        root: DeviceMesh = common_root(meshes)
+        root = meshes[0]._get_root_mesh()
+        for mesh in meshes:
+            # What is kept for a mesh is kept for its equals, so one may come back as an equal slice of another root.
+            if mesh._get_root_mesh() != root and not (
+                {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
+            ):
+                raise MeshError(f"concatenate takes meshes sliced from one mesh, got {', '.join(map(repr, meshes))}")
         layout = root._layout.crossed([mesh._layout for mesh in meshes])
         if layout is None:
             raise MeshError(f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common")
