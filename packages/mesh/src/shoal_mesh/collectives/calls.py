@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import in_graph
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
+Sync = Literal[False]  # of `async_op`: the result is returned
+Async = Literal[True]  # a `Pending` is
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
 ONE_SHOT_RANKS, ONE_SHOT_BYTES = 8, 1 << 16
 # Of this size malloc takes new memory from the system each time, page by page as it is first written: 20 ms for 32 MiB,

@@ -8,7 +8,7 @@ that requires grad is refused, `shoal_mesh.differentiable` has the versions with
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from ..errors import CollectiveError
 from ..events import observed
 from ..transport import Pending
 from . import calls
-from .calls import Along, check_root, checked, collective, materialized, normal_dim, refuse_uneven
+from .calls import Along, Async, Sync, check_root, checked, collective, materialized, normal_dim, refuse_uneven
 from .reductions import reduced, reduced_blocks, reduction
 
 
 @overload
-def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -> Pending: ...
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
     """`P -> R`: the reduction of the ranks' tensors, the same on all of them.
 
@@ -58,9 +58,9 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
 
 
 @overload
-def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -> Pending: ...
 def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
     """`P -> R`: `all_reduce` into the tensor itself, which is returned.
 
@@ -96,9 +96,9 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
 
 
 @overload
-def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Async) -> Pending: ...
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
     """`S(dim) -> R`: the ranks' shards joined along `dim` in index order.
 
@@ -133,13 +133,9 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
 
 
 @overload
-def reduce_scatter(
-    tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Literal[False] = ...
-) -> Tensor: ...
+def reduce_scatter(tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def reduce_scatter(
-    tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Literal[True]
-) -> Pending: ...
+def reduce_scatter(tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Async) -> Pending: ...
 def reduce_scatter(
     tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
@@ -177,11 +173,9 @@ def reduce_scatter(
 
 
 @overload
-def all_to_all(
-    tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...
-) -> Tensor: ...
+def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Literal[True]) -> Pending: ...
+def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Async) -> Pending: ...
 def all_to_all(
     tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: bool = False
 ) -> Tensor | Pending:

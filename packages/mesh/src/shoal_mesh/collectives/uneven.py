@@ -6,7 +6,7 @@ What they send is exact, or padded to the largest block where that sends less.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,17 +17,15 @@ from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
-from .calls import Along, are_equal, check_root, check_sizes, checked, collective, materialized, normal_dim
+from .calls import Along, Async, Sync, are_equal, check_root, check_sizes, checked, collective, materialized, normal_dim
 from .even import all_gather, reduce_scatter
 from .reductions import reduced_blocks, reduction
 
 
 @overload
-def all_gather_v(
-    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Literal[False] = ...
-) -> Tensor: ...
+def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
-def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Async) -> Pending: ...
 def all_gather_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
@@ -76,11 +74,11 @@ def all_gather_v(
 
 @overload
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Literal[False] = ...
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Sync = ...
 ) -> Tensor: ...
 @overload
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Literal[True]
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Async
 ) -> Pending: ...
 def reduce_scatter_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, op: str = "sum", *, async_op: bool = False
@@ -126,12 +124,10 @@ def reduce_scatter_v(
 
 @overload
 def all_to_all_v(
-    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Literal[False] = ...
+    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Sync = ...
 ) -> Tensor: ...
 @overload
-def all_to_all_v(
-    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Literal[True]
-) -> Pending: ...
+def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Async) -> Pending: ...
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
