@@ -56,7 +56,7 @@ def test_a_note_is_said_of_as_many_collectives_as_it_has(tmp_path: Path, monkeyp
     note(("redistribute S(0) -> R", 2))
     for count in range(3):
         record("group", request("all_gather", torch.int8, count))
-    dump({"rank": 0, "world": 1})
+    dump(0, "", (), {})
     ENTRIES.clear()
     ENTRIES.extend(kept)
     written = json.loads((tmp_path / "rank0.json").read_text())["collectives"]

@@ -14,8 +14,8 @@ from .._torch import ProcessGroup, Store, Work
 from ..argument_types import name_ranks
 from ..errors import PeerError
 from .channel import Channel, machine, processes_of
-from .peers import different_collectives, state_of, wait_until, written_down
-from .recorder import last_of_backend
+from .peers import different_collectives, state_of, wait_until
+from .recorder import dump, last_of_backend
 
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
 _ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
@@ -82,7 +82,7 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of:
     if part_of:
         error, culprits = first_failure(part_of, error, culprits)
     if channel is None:
-        return PeerError(error + written_down(me, error, culprits, {}), culprits)
+        return PeerError(error + dump(me, error, culprits, {}), culprits)
     return channel.peers.fail(error, culprits)
 
 

@@ -81,7 +81,7 @@ class Peers:
         may be in other groups.
         """
         if self._failure is None:
-            self._failure = kind(text + written_down(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks))
+            self._failure = kind(text + dump(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks))
             said, as_it_is = reason or text, kind is LockstepError
             data = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(data) > REASON_BYTES - 2:
@@ -164,30 +164,24 @@ class Peers:
             if group is None or not _torch.is_live(group):
                 own = self.ranks[self.rank]
                 raise self.fail("the process group was destroyed while one of its collectives waited", [own])
-            if words[word] < value:
-                timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
-                self._look(rank, state, waited, timeout, stopped)
+            if words[word] >= value:
+                return
+            timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
+            me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
+            if state in ("ended", "returned"):
+                raise self.fail(f"{name} has {state} while {me} waited for it in a collective", other)
+            if words[self._announced[rank]] > self._calls:
+                raise self.fail(f"{name} started another collective than the one in which {me} waits for it", other)
+            if waited > timeout or stopped > _STOPPED_CHECKS:
+                why = f", the timeout of the process group, for {name}" if waited > timeout else ""
+                more = ": ranks start the same ones in one order, with one async_op"
+                if stopped:
+                    more = f", and {name} is stopped (SIGSTOP)"
+                raise self.fail(f"{me} waited {min(waited, timeout):.0f} s{why} in a collective{more}", other)
 
         wait_until(lambda: words[word] >= value, look)
         if words[word] == BROKEN:
             raise self.heard(rank)
-
-    def _look(self, rank: int, state: str, waited: float, timeout: float, stopped: int) -> None:
-        """Raise if a rank, whose process is in a state, will not come: it was seen stopped so often in a row."""
-        me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
-        if state in ("ended", "returned"):
-            raise self.fail(f"{name} has {state} while {me} waited for it in a collective", other)
-        if self.words[self._announced[rank]] > self._calls:
-            raise self.fail(f"{name} started another collective than the one in which {me} waits for it", other)
-        if waited > timeout or stopped > _STOPPED_CHECKS:
-            why = f", the timeout of the process group, for {name}" if waited > timeout else ""
-            raise self.fail(
-                f"{me} waited {waited:.0f} s{why} in a collective, and {name} is stopped (SIGSTOP)"
-                if stopped
-                else f"{me} waited {timeout:.0f} s{why} in a collective: ranks start the same ones in one order, "
-                "with one async_op",
-                other,
-            )
 
     def differ(self, lines: Sequence[int], requests: Sequence[int]) -> PeerError:
         """The error where ranks request different things: one that has given up says why."""
@@ -219,13 +213,6 @@ def wait_until(done: Callable[[], bool], look: Callable[[float], None], every: f
         if now - looked > every:
             looked = now
             look(now - start)
-
-
-def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
-    """What to add to an error once the recorder has been written to a file; '' where it is not."""
-    world = _torch.default_group()
-    size = rank + 1 if world is None else world.size()
-    return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen})
 
 
 def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:

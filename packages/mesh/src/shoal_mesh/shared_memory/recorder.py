@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from .. import _torch
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
 # First what shared memory carries, then what a backend may be asked for.
@@ -99,8 +101,8 @@ def folder() -> str:
     return os.path.join(gettempdir(), f"shoal_postmortem_{os.getuid()}_{os.getppid()}")
 
 
-def dump(facts: dict[str, Any]) -> str:
-    """Write down what this rank did last beside the `facts` of `written_down`.
+def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Write down what this rank did last, beside its error, who is at fault, and what it has seen of others.
 
     Returns:
         What to add to the error: the command that reads the files; '' where nothing was written.
@@ -116,8 +118,13 @@ def dump(facts: dict[str, Any]) -> str:
         (round(now - at, 3), group, describe(what) if isinstance(what, int) else _in_words(*what), _joined(texts))
         for at, group, what, texts in _with_notes()
     ]
+    world = _torch.default_group()
     written = {
-        **facts,
+        "rank": rank,
+        "world": rank + 1 if world is None else world.size(),
+        "error": error,
+        "culprits": culprits,
+        "seen": seen,
         "process": os.getpid(),
         "host": socket.gethostname(),
         "time": time.time(),
@@ -128,7 +135,7 @@ def dump(facts: dict[str, Any]) -> str:
         os.makedirs(path, mode=0o700, exist_ok=True)
         if os.stat(path).st_uid != os.getuid():  # a name in a shared folder may be somebody else's
             return ""
-        whole, partial = (os.path.join(path, f"rank{facts['rank']}{end}") for end in (".json", ".json.part"))
+        whole, partial = (os.path.join(path, f"rank{rank}{end}") for end in (".json", ".json.part"))
         with open(partial, "w") as file:
             json.dump(written, file)
         os.replace(partial, whole)
