@@ -26,8 +26,6 @@ _ONE_ROUND_SUM_BYTES = 1 << 16
 _PACKED_ONE_ROUND_SUM_BYTES = 1 << 20
 # Of a packed reduction in one round: 12 MiB take no longer in two than in one, and 4 MiB less memory.
 _PACKED_WINDOW_BYTES = 1 << 23
-# Takes elements a to b, (size, b - a), from all ranks: of their only row, or of the row with this rank's number.
-Read = Callable[[Tensor, int, int], object]
 
 _REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # of two rows, and along a dim
     "sum": (torch.add, torch.sum),
@@ -63,40 +61,20 @@ class SharedMemoryTransport(Transport):
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
         stream = self._stream
         if background or stream.size == 2 or tensor.nbytes <= _ONE_ROUND_SUM_BYTES:
-            return self._start("all_reduce", tensor, tensor, op)
+            return stream.start(_in_windows(stream, "all_reduce", tensor, tensor, op))
         return stream.start(_all_reduce(stream, [tensor], op, None))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Underway:
-        return self._start("all_gather", tensor, out)
+        return self._stream.start(_in_windows(self._stream, "all_gather", tensor, out))
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Underway:
-        return self._start("reduce_scatter", tensor, out, op)
+        return self._stream.start(_in_windows(self._stream, "reduce_scatter", tensor, out, op))
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Underway:
-        return self._start("all_to_all", tensor, out)
-
-    def _start(self, kind: str, tensor: Tensor, out: Tensor, op: str = "") -> Underway:
-        stream = self._stream
-
-        def read(slots: Tensor, a: int, b: int) -> None:
-            if op:
-                reduce_rows(slots, op, _window(_flat(out), a, b))
-                return
-            into = _movable(out)
-            rows = into.view(stream.size, into.numel() // stream.size)
-            (rows if b - a == rows.shape[1] else rows[:, a:b]).copy_(slots)
-
-        ways = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
-        return stream.start(_in_windows(stream, kind, tensor, ways, read, op))
+        return self._stream.start(_in_windows(self._stream, "all_to_all", tensor, out))
 
     def broadcast_(self, tensor: Tensor, root: int) -> Underway:
-        stream = self._stream
-
-        def read(slots: Tensor, a: int, b: int) -> None:
-            if stream.rank != root:
-                _window(_flat(_movable(tensor)), a, b).copy_(slots[root])
-
-        return stream.start(_in_windows(stream, "broadcast", tensor, 1, read, root=root, shows=stream.rank == root))
+        return self._stream.start(_in_windows(self._stream, "broadcast", tensor, tensor, root=root))
 
     def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Underway:
         return self._stream.start(_exchange(self._stream, flat, out, send, receive))
@@ -121,23 +99,31 @@ def is_carried(tensor: Tensor, op: str) -> bool:
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 
-def _in_windows(  # noqa: PLR0913  # a request, and what is shown
-    stream: Stream, kind: str, tensor: Tensor, ways: int, read: Read, op: str = "", root: int = 0, shows: bool = True
-) -> Steps:
-    """Rounds that each show a window of the tensor's `ways` equal rows, and read it of all ranks."""
-    shown = _movable(tensor)
-    what = request(kind, shown.dtype, shown.numel(), op, root)
+def _in_windows(stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str = "", root: int | None = None) -> Steps:
+    """Rounds that each show a window of the tensor's rows, and read it of all ranks.
+
+    There is one row, or one for each rank, which reads that with its number; the root of a broadcast alone shows one.
+    """
+    shown, into = _movable(tensor), _movable(out)
+    ways = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
+    what = request(kind, shown.dtype, shown.numel(), op, root or 0)
     length = shown.numel() // ways  # 10 elements, of an all-to-all of 2: rows of 5
     window = stream.slot_bytes // shown.element_size() // ways  # slots of 1 MiB, float32, 2 rows: 131072
     for a in range(0, max(length, 1), window):
         b = min(a + window, length)
         slots, own = stream.slots(shown.dtype, ways * (b - a), ways)
-        if shows and b - a == length:
+        if root in (None, stream.rank) and b - a == length:
             own.copy_(_flat(shown))
-        elif shows:
+        elif root in (None, stream.rank):
             own.view(ways, b - a).copy_(shown.view(ways, length)[:, a:b])  # rows of 5, window 2:4
         yield what
-        read(slots, a, b)
+        if op:
+            reduce_rows(slots, op, _window(_flat(into), a, b))
+        elif root is None:
+            rows = into.view(stream.size, into.numel() // stream.size)
+            (rows if b - a == rows.shape[1] else rows[:, a:b]).copy_(slots)
+        elif root != stream.rank:
+            _window(_flat(into), a, b).copy_(slots[root])
 
 
 def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Steps:
