@@ -21,7 +21,8 @@ from ..groups.process_groups import Comm
 from ..transport import Flat, Pending, Sizes
 from . import calls
 from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
-from .reductions import in_tree, reduced, reduced_blocks, reduction
+from .even import reduced, reduced_blocks
+from .reductions import in_tree, reduction
 
 _FUNCTIONAL = {
     "all_gather": "all_gather_into_tensor",

@@ -22,19 +22,13 @@ from torch import Tensor
 
 from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
-from ..groups.process_groups import Comm
-from ..transport import Pending, Sizes
-from . import calls
 from .c10d_transport import PLAIN, REDUCE
-from .calls import are_equal, materialized
 
 _SENT_AS = {
     torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64,
     torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64,
 }  # fmt: skip
 _BITWISE = {"band", "bor", "bxor"}
-# Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
-_ONE_EXCHANGE_BYTES = 1 << 14
 
 
 class WireReduction(NamedTuple):
@@ -130,69 +124,3 @@ def tree_sum(terms: Tensor) -> Tensor:
     while terms.shape[0] > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
-
-
-def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
-    """`P -> R`: reduce a contiguous tensor that nobody else holds."""
-    sent = own if how.dtype is None else _as_sent(own, how.dtype)
-    if in_tree(own, how.op):
-        pending = Pending(_all_reduce_in_tree(sent, comm), None)
-    elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
-        # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
-        pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
-    else:
-        pending = calls.all_reduce_(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
-
-
-def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()) -> Pending:
-    """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
-    if sizes and not are_equal(sizes):
-        largest, own = max(sizes), sizes[comm.rank]
-        if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
-            first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
-            return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own))
-        # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
-        zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
-        blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
-        padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
-        return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
-    sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
-    if in_tree(rows, how.op):
-        pending = calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
-    else:
-        pending = calls.reduce_scatter(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, rows.dtype) if how.divide or how.dtype else pending
-
-
-def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of a dtype to reduce in place of another: same shape, (..., 2) for complex."""
-    return torch.view_as_real(materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
-
-
-def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
-    """A reduction on the wire, as that of the caller's op and dtype."""
-    if how.divide:
-        pending = pending.then(lambda total: total.div_(comm.size))
-    if how.dtype is None:
-        return pending
-    return pending.then(lambda sent: torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype))
-
-
-def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
-    """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
-    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))  # (8, 3) of 4: (4, 2, 3)
-
-
-def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
-    """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
-    flat = tensor.view(-1)
-    if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        flat.copy_(tree_sum(calls.all_gather(flat.unsqueeze(0), comm).wait()))
-        return tensor
-    part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
-    padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
-    own = _sum_in_tree(calls.all_to_all(padded, comm).wait(), comm)
-    flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
-    return tensor

@@ -18,8 +18,8 @@ from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
 from .calls import Along, Async, Sync, are_equal, check_root, check_sizes, checked, collective, materialized, normal_dim
-from .even import all_gather, reduce_scatter
-from .reductions import reduced_blocks, reduction
+from .even import all_gather, reduce_scatter, reduced_blocks
+from .reductions import reduction
 
 
 @overload
