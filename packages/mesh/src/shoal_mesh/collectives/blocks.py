@@ -15,7 +15,7 @@ from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import calls
-from .calls import Along, check_operand, materialized, resolve
+from .calls import Along, check_operand, materialized, require_tensors, resolve
 from .graph_dependences import bound
 
 Blocks = Sequence[Sequence[Tensor]]
@@ -108,7 +108,7 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
         >>> pack_blocks([x[:, 2:], x[:, :1]])
         tensor([2, 5, 0, 3])
     """
-    _require_blocks(blocks)
+    require_tensors(blocks, "blocks are a list of tensors")
     kinds = Tensor | None if blocks else Tensor
     require(like, kinds, "like= is a tensor of the dtype of the blocks, needed if there are none", CollectiveTypeError)
     return _packed(blocks, like)
@@ -153,7 +153,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
         tensor([[1, 0, 2],
                 [4, 0, 5]])
     """
-    _require_blocks(out)
+    require_tensors(out, "blocks are a list of tensors")
     for tensor in (flat, *out):
         if type(tensor) is not Tensor or tensor.requires_grad:
             check_operand(tensor)
@@ -195,12 +195,6 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
         raise CollectiveError(
             f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have {expected}"
         )
-
-
-def _require_blocks(blocks: Sequence[Tensor]) -> None:
-    """Refuse what is no sequence of tensors."""
-    if not isinstance(blocks, list | tuple) or any(type(block) is not Tensor for block in blocks):
-        require_each(blocks, Tensor, "blocks are a list of tensors", CollectiveTypeError)
 
 
 def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -65,11 +65,17 @@ def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
 
 def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
     """`checked` of a list of tensors; `taken` says what the call takes."""
-    require_each(tensors, Tensor, taken, CollectiveTypeError)
+    require_tensors(tensors, taken)
     comm = resolve(along)
     for tensor in tensors:
         checked(tensor, comm)
     return comm
+
+
+def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
+    """CollectiveTypeError for what is no sequence of tensors; `taken` says what the call takes."""
+    if not isinstance(tensors, list | tuple) or any(type(tensor) is not Tensor for tensor in tensors):
+        require_each(tensors, Tensor, taken, CollectiveTypeError)
 
 
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:

@@ -86,7 +86,7 @@ def start_packed(
 
 def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending[Flat]:
     pending: Pending[Flat] = Pending((), None)
-    if not (comm.size == 1 or is_traced(tensors[0]) or in_tree(tensors[0], op)):
+    if not (comm.size == 1 or is_traced(tensors[0]) or (op and in_tree(tensors[0], op))):
         order = comm.order if kind == "all_gather" else None
 
         def receive(arrived: Flat) -> None:
