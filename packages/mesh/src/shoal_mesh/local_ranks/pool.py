@@ -36,7 +36,7 @@ from .pickle_functions import dump, dump_function, refuse_while_loading
 from .worker import Failure, Job
 
 R = TypeVar("R")
-_IDS = count()
+_JOBS = count()  # of this process
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
 _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
 
@@ -129,8 +129,6 @@ class RankPool:
         self._printed: dict[int, int] = {}  # bytes that each rank had printed before this job
         self._lock = threading.RLock()
         self._parent = os.getpid()
-        self._key = f"pool{os.getpid()}_{next(_IDS)}"
-        self._jobs = count()
 
     def __enter__(self) -> RankPool:
         return self
@@ -202,8 +200,7 @@ class RankPool:
             raise MeshTypeError(f"arguments of {function.__qualname__} cannot be sent to ranks: {error}") from error
         with self._lock:
             self.start()
-            port = ForkServer.get().store.port
-            store = (port, f"{self._key}/{next(self._jobs)}")
+            store = (ForkServer.get().store.port, f"job{os.getpid()}_{next(_JOBS)}")
             logs = {rank: (self._folder or Path()) / f"log{rank}" for rank in range(self.size)}
             self._printed = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
             process = (list(sys.path), list(sys.argv), os.getcwd())
