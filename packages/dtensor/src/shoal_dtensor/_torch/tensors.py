@@ -52,11 +52,16 @@ class TensorNote:
 around: Callable[..., Any] = torch.Tensor._dtensor__new__
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; a plain tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are views of one; also when they are empty, so that all ranks say the same."""
     if is_tracing():
         return False
-    storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in (one, other)]
+    storages = [local_of(tensor).untyped_storage() for tensor in (one, other)]
     return bool(storages[0]._cdata == storages[1]._cdata)
 
 

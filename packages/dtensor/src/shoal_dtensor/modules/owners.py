@@ -24,7 +24,7 @@ from shoal_mesh import DeviceMesh
 
 from .._torch.tensors import TensorNote
 from ..errors import LayoutError, StyleError, UnsupportedModuleError
-from ..tensor.dtensor import DTensor, local_shard
+from ..tensor.dtensor import DTensor
 
 Item = TypeVar("Item")
 
@@ -289,11 +289,6 @@ def carry_attached(old: Any, new: Any) -> None:
     for key in post_hooks:
         new.register_post_accumulate_grad_hook(_Carried(post_hooks, key))
     new.requires_grad_(trained)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The `local_shard` of a DTensor; a plain tensor itself."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def holds_tensors(param: Tensor | None) -> bool:

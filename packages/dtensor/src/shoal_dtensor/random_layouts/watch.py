@@ -20,13 +20,12 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh, all_gather
 
 from .._torch.interception import FunctionMode
-from .._torch.tensors import saving_state, unwatched_functions
+from .._torch.tensors import local_of, saving_state, unwatched_functions
 from ..errors import LayoutError
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
-from ..modules.owners import local_of
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor
 from .functions import active, drawers_of, draws, name_of
