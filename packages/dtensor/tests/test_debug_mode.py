@@ -17,6 +17,7 @@ from shoal_dtensor import (
     Shard,
     distribute_tensor,
 )
+from shoal_dtensor.errors import ArgumentValueError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -69,3 +70,26 @@ def test_operators_and_their_collectives_are_recorded_in_order(sharded: tuple[DT
         "  all_to_all_single of 64 bytes along 0",
     ]
     assert debug.debug_string().count("\n") == 2 and debug.get_total_counts() == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "record_torchfunction",
+        "record_faketensor",
+        "record_tensor_attributes",
+        "record_nn_module",
+        "store_original_args",
+        "record_stack_trace",
+        "record_ids",
+        "run_compile_with_interpreter",
+    ],
+)
+def test_options_that_record_something_else_are_refused(option: str) -> None:
+    with pytest.raises(ArgumentValueError, match=f"DebugMode: {option}: this mode records"):
+        DebugMode(**{option: True})  # type: ignore[arg-type]  # any of them
+
+
+def test_options_of_how_a_line_is_printed_change_nothing() -> None:
+    options = ("record_realtensor", "record_localtensor", "record_output", "record_profiler_context")
+    assert DebugMode(**dict.fromkeys(options, False)).operators == []  # type: ignore[arg-type]  # any of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,13 +49,6 @@ class ExplicitRedistributionContext:
 
     def __exit__(self, *error: object) -> None:
         self._entered.pop().__exit__(None, None, None)
-
-
-# Options of torch's that record something else.
-_NOT_RECORDED = (
-    "record_torchfunction", "record_faketensor", "record_tensor_attributes", "record_nn_module", "store_original_args",
-    "record_stack_trace", "record_ids", "run_compile_with_interpreter",
-)  # fmt: skip
 
 
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
@@ -108,10 +102,11 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     ) -> None:
         options = dict(locals())
         super().__init__()
-        names = ", ".join(name for name in _NOT_RECORDED if options[name])
-        if names:
+        off = [name for name, option in inspect.signature(DebugMode).parameters.items() if not option.default]
+        asked = ", ".join(name for name in off if options[name])
+        if asked:  # they record something else, all of them
             raise ArgumentValueError(
-                f"DebugMode: {names}: this mode records operators on DTensors and collectives alone; CommDebugMode "
+                f"DebugMode: {asked}: this mode records operators on DTensors and collectives alone; CommDebugMode "
                 "says which module starts them, torch.utils._debug_mode.DebugMode records what torch does"
             )
         self.operators: list[str] = []

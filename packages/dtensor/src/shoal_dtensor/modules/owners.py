@@ -11,7 +11,7 @@ that still holds a parameter that was replaced would update nothing: its step ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar
@@ -154,15 +154,11 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
 @contextmanager
 def given_back(owners: Sequence[Owner]) -> Iterator[None]:
     """A block in which modules hold whole parameters, as far as data axes are concerned."""
-    given: list[Owner] = []
-    try:
+    with ExitStack() as given:
         for owner in owners:
             owner.give_back()
-            given.append(owner)
+            given.callback(owner.take)
         yield
-    finally:
-        for owner in given:
-            owner.take()
 
 
 def in_turns(
