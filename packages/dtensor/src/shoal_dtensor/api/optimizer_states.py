@@ -85,7 +85,7 @@ def names_of(optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]
 
 
 def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
-    """A flat state dict by parameters, with groups like those given; what is not flat, as it is."""
+    """A flat state dict by the parameters of some groups, each with options of its own; what is not flat, as it is."""
     if not isinstance(state, Mapping) or not state or "state" in state:
         return dict(state) if isinstance(state, Mapping) else state
     by_name: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
@@ -98,12 +98,8 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
             for part in parts[count:-1]:
                 entry = entry.setdefault(part, {})
             entry[parts[-1]] = value
-    options = [
-        next(({**by_name["param_groups"][name]} for name in group["params"] if name in by_name["param_groups"]), {})
-        for group in groups
-    ]
-    filled = [{**each, "params": group["params"]} for each, group in zip(options, groups, strict=True) if each]
-    return {"state": by_name["state"], "param_groups": filled}
+    of_each = [{**options, "params": [name]} for name, options in by_name["param_groups"].items()]
+    return {"state": by_name["state"], "param_groups": of_each}
 
 
 def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
