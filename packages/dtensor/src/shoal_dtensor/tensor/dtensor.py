@@ -221,7 +221,7 @@ class DTensor(torch.Tensor):
             MixedTensorError: (in backward, on every rank) if it returns plain tensors that differ between ranks.
         """
         if not is_tracing():
-            hook = CheckedHook(DTensor, hook, self._spec, is_leaf=self.is_leaf)
+            hook = CheckedHook(DTensor, self._spec, hook, self.is_leaf)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     @property

@@ -12,6 +12,7 @@ the backward pass.  The DTensor class is an argument here: this module is below 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -48,14 +49,14 @@ class PassPart(Protocol):
 Part = TypeVar("Part", bound=PassPart)
 
 
+@dataclass(eq=False)
 class BackwardPass:
     """A backward pass, and its `parts`, which finish in the order in which they joined.
 
     It lives as long as autograd's engine runs it, so parts must not refer to it.
     """
 
-    def __init__(self) -> None:
-        self.parts: list[PassPart] = []
+    parts: list[PassPart] = field(default_factory=list)
 
     def join(self, part: Part) -> Part:
         """Take a part into the pass."""
@@ -175,14 +176,12 @@ ACCUMULATION = ("aten::detach", "aten::add_.Tensor")  # what autograd calls to k
 BUCKET = 2**22
 
 
+@dataclass(slots=True, eq=False)
 class ParameterGradientHook:
     """A gradient hook: redistribute the gradient to the leaf's layout, reducing what is partial."""
 
-    __slots__ = ("cls", "spec")
-
-    def __init__(self, cls: Any, spec: Spec) -> None:
-        self.cls: Any = cls
-        self.spec: Spec = spec
+    cls: Any
+    spec: Spec  # of the leaf
 
     def __call__(self, grad: Any) -> Any:
         if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
@@ -205,15 +204,12 @@ class ParameterGradientHook:
         return running_pass().part(GradientBatch).moved(self.cls, gradient, plan)
 
 
+@dataclass(slots=True, eq=False)
 class CheckedHook(ParameterGradientHook):
     """A user's gradient hook, whose result is a DTensor: for a leaf, one in the leaf's layout."""
 
-    __slots__ = ("hook", "is_leaf")
-
-    def __init__(self, cls: Any, hook: Callable[[Any], Any], spec: Spec, *, is_leaf: bool) -> None:
-        super().__init__(cls, spec)
-        self.hook: Callable[[Any], Any] = hook
-        self.is_leaf: bool = is_leaf
+    hook: Callable[[Any], Any]
+    is_leaf: bool
 
     def __call__(self, grad: Any) -> Any:
         # An autograd function of several parameters has no gradient for those that a pass did not use.
@@ -221,7 +217,7 @@ class CheckedHook(ParameterGradientHook):
         if result is None or (not is_tracing() and is_transformed(result)):
             return result
         result = as_gradient(self.cls, result, self.spec)
-        placed = super().__call__(result) if self.is_leaf else None
+        placed = ParameterGradientHook.__call__(self, result) if self.is_leaf else None
         return result if placed is None else placed
 
 
@@ -255,11 +251,7 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
 class GradientBatch(CoalescedBatch):
     """Reductions of gradients that travel together: the part of a backward pass that they are."""
 
-    __slots__ = ("bytes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: int = 0  # what has been asked for since the last flush
+    bytes: int = 0  # what has been asked for since the last flush
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
         """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
