@@ -90,68 +90,61 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
-    if shape is None and not run_check:
-        facts = (mesh, placements, local.shape, local.stride(), local.dtype, stride, shard_order)
-        try:
-            spec = _even_spec(*facts)
-        except TypeError as error:
-            if isinstance(error, ShoalTensorError):
-                raise
-            spec = _even_spec.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
-        if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
-            what = f"from_local of {spec!r}"
-            actual = layout_of_ranks(local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
-            if not actual.same_layout(spec):
-                raise PlacementError(
-                    f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
-                    f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
-                )
-    else:
-        if run_check and mesh.get_coordinate() is not None:
-            agreed = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
-            if shape is not None and tuple(shape) != agreed.shape:
-                raise PlacementError(
-                    f"from_local: shape {tuple(shape)} was given, the shards make {tuple(agreed.shape)}"
-                )
-            for axis, placement in enumerate(agreed.placements):
-                if isinstance(placement, Replicate):
-                    local = broadcast(local, (mesh, axis), src=0)
-            placements, shape, shard_order = agreed.placements, agreed.shape, agreed.shard_order
-        assert shape is not None, "a rank outside the mesh needs the shape"
+    even = shape is None and not run_check
+    if shape is not None:
         check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
-        stride = stride or _dense_like(local.shape, local.stride(), shape)
-        spec = Spec(mesh, placements, shape, stride, local.dtype, shard_order)
-        _check_local_shape(spec, local.shape)
+        shape = tuple(shape)
+    if run_check and mesh.get_coordinate() is not None:
+        agreed = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
+        if shape is not None and shape != agreed.shape:
+            raise PlacementError(f"from_local: shape {shape} was given, the shards make {tuple(agreed.shape)}")
+        for axis, placement in enumerate(agreed.placements):
+            if isinstance(placement, Replicate):
+                local = broadcast(local, (mesh, axis), src=0)
+        placements, shape, shard_order = agreed.placements, agreed.shape, agreed.shard_order
+    assert even or shape is not None, "a rank outside the mesh needs the shape"
+    facts = (mesh, placements, local.shape, local.stride(), local.dtype, shape, stride, shard_order)
+    try:
+        spec = _spec_of_shard(*facts)
+    except TypeError as error:
+        if isinstance(error, ShoalTensorError):
+            raise
+        spec = _spec_of_shard.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
+    if even and (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
+        what = f"from_local of {spec!r}"
+        actual = layout_of_ranks(local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
+        if not actual.same_layout(spec):
+            raise PlacementError(
+                f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
+                f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
+            )
     if spec.coordinate is None:  # a rank outside the mesh holds nothing
         local = local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
     return spec, local
 
 
 @lru_cache(maxsize=4096)
-def _even_spec(  # noqa: PLR0913  # what it depends on
+def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     local_shape: torch.Size,
     local_stride: tuple[int, ...],
     dtype: torch.dtype,
+    shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """The spec if every rank holds as much as this one (or explicit sizes say how much)."""
+    """The spec of which this rank has such a shard; without a shape, every rank (or explicit sizes say how much)."""
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
-    shape = _global_shape(local_shape, placements, mesh.shape)
-    normal, order = normalize_placements(placements, mesh.shape, len(local_shape), shard_order, shape)
+    shape = _global_shape(local_shape, placements, mesh.shape) if shape is None else shape
+    normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
     spec = Spec(mesh, normal, shape, stride or _dense_like(local_shape, local_stride, shape), dtype, order)
-    _check_local_shape(spec, local_shape)
-    return spec
-
-
-def _check_local_shape(spec: Spec, shape: torch.Size) -> None:
-    if spec.coordinate is not None and spec.local_shape != shape:
+    if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
+            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
         )
+    return spec
 
 
 def _global_shape(local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[int]:
