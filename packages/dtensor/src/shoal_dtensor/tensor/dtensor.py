@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar
@@ -266,10 +266,6 @@ class DTensor(torch.Tensor):
             raise PlacementError(f"numpy() of {self._spec!r}: only replicated ones are arrays; use numpy(force=True)")
         return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:
-        values = self.numpy()
-        return values if dtype is None else values.astype(dtype, copy=False)
-
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(with_lists(DTensor, self, index))
 
@@ -280,11 +276,6 @@ class DTensor(torch.Tensor):
         if torch.is_grad_enabled():
             _ = target.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
         super(DTensor, target).__setitem__(index, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.ndim:
-            raise TypeError("iteration over a 0-d tensor")
-        return iter(self.unbind(0))
 
     def __format__(self, wanted: str) -> str:
         return format(self.item(), wanted) if wanted and not self.ndim else object.__format__(self, wanted)
