@@ -241,6 +241,8 @@ def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwa
     """DTensors around the tensors of a result, wherever they are in it."""
     if decision.result_kind is _NONE:
         return result
+    if decision.result_kind is _ONE:
+        return around(cls, result, decision.outputs[0], False)
     originals = [*flatten([*args, *kwargs.values()])]
     if decision.result_kind is ResultKind.DYNAMIC:
         return wrap_dynamic(cls, result, next(item._spec for item in originals if isinstance(item, cls)))

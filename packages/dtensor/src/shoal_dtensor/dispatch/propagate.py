@@ -233,7 +233,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     moving = any(p.collectives for p in plans.values())
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
     needs = [] if allowed else _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh)
-    notice = notice_of(what, needs, scope)
+    notice = notice_of(what, needs, scope) if needs else ""
     aliased, kind = call.aliased, result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     local_call = LocalCall(call, sharding.inputs, sharding.outputs)
