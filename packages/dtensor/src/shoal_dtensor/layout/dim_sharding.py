@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 from shoal_mesh.internal import constant_when_compiled
@@ -211,7 +211,8 @@ class DimSharding:
             aligned = self.step == self.length or step * ways == self.step  # steps of 4, then 2: 2 * 2 == 4
             if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
                 return DimSharding.chunks(axes, axis_sizes, self.length, step)
-        return DimSharding(axes, axis_sizes, tuple(n for size in self.sizes for n in chunk_sizes(size, ways, unit)))
+        inner = {size: chunk_sizes(size, ways, unit) for size in {*self.sizes}}  # of thousands of shards few differ
+        return DimSharding(axes, axis_sizes, tuple(chain.from_iterable([inner[size] for size in self.sizes])))
 
     def rechunked(self, length: int) -> DimSharding:
         """`length` elements, sharded over the same axes in the sizes of `torch.chunk`."""

@@ -80,12 +80,6 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
     return coordinates
 
 
-def _boxes(spec: Spec, step: Step, coordinate: Coordinate) -> list[Box]:
-    """The boxes of the ranks along a step's axes; where all have the same shape, this rank's stands for them."""
-    even = all(spec.dim_sharding(dim).even for dim in step.dims)
-    return [spec.box(c) for c in ([coordinate] if even else members(spec, step.axes, coordinate))]
-
-
 def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
     """Who sends what to whom in an exchange, members counted along the step's axes.
 
@@ -162,7 +156,9 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     """AllGather and ReduceScatter: blocks of the ranks along the axes make up, or are parts of, a larger box."""
     gathers = step.name == "AllGather"
     fine, coarse = (step.src, step.dst) if gathers else (step.dst, step.src)
-    boxes, whole = _boxes(fine, step, coordinate), coarse.box(coordinate)  # 5 rows on 2 ranks: 0:3, 3:5; whole 0:5
+    alike = all(fine.dim_sharding(dim).even for dim in step.dims)  # then this rank's box stands for all
+    boxes = [fine.box(c) for c in ([coordinate] if alike else members(fine, step.axes, coordinate))]
+    whole = coarse.box(coordinate)  # 5 rows on 2 ranks: boxes 0:3 and 3:5, whole 0:5
     kind, shape = "all_gather" if gathers else "reduce_scatter", shape_of(step.dst.box(coordinate))
     if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))

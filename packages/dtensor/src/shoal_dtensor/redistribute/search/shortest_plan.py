@@ -10,7 +10,9 @@ Of ways that take equally long the first one is taken, direct ones first, so eve
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
+from functools import cache
 from heapq import heappop, heappush
 from itertools import combinations, count
 from math import inf, prod
@@ -111,7 +113,8 @@ class _Search:
         self.space = space
         self.limit = memory_limit
         self.wanted = wanted
-        self.bound = Bound(space)
+        bound = Bound(space)
+        self.bound, self.fastest_start = cache(bound.seconds), bound.start
         self.heap: list[tuple[float, int, _Trail]] = []  # trails to go on with, by seconds of what they may lead to
         self.ticket = count()  # of what is equally good the first is taken: no two trails are ever compared
         self.priced = 0
@@ -203,9 +206,7 @@ class _Search:
                 continue
             # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new shard a rank had a
             # quarter at most.
-            leaving = 0
-            for old, new in zip(here.dims, after.dims, strict=True):
-                leaving |= old.mask & ~new.mask
+            leaving = sum([old.mask & ~new.mask for old, new in zip(here.dims, after.dims, strict=True)])
             least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
             if seconds + least + ahead < self.worst:
                 self.priced += 1
@@ -258,7 +259,7 @@ class _Search:
             # It takes two collectives to go on, unless something else can be sliced before the one.  Where not all
             # layouts are looked at, ways of one collective are not varied.
             if not (self.candidates.complete and self.space.moving(here) & ~here.used):
-                bound += self.bound.start
+                bound += self.fastest_start
         if bound < self.worst:
             heappush(self.heap, (bound, next(self.ticket), trail))
         return trail
@@ -268,8 +269,7 @@ class _Search:
         seconds, _, edges = trail
         if seconds >= self.worst * _ALIKE or (self.limit is not None and self.peak(edges) > self.limit):
             return
-        self.found.append((seconds, next(self.ticket), edges))
-        self.found.sort(key=itemgetter(0, 1))
+        insort(self.found, (seconds, next(self.ticket), edges))
         kept = 1 if self.wanted == 1 else 8 * self.wanted  # several may be made of the same edges
         del self.found[kept:]
         if len(self.found) == kept:
@@ -297,16 +297,9 @@ class Bound:
         speeds = sorted({links.bandwidth[a] for a in axes})
         self._levels = [(mask_of([a for a in axes if links.bandwidth[a] <= speed]), speed) for speed in speeds]
         self._fastest = speeds[-1] if speeds else inf
-        self._known: dict[State, float] = {}
 
-    def __call__(self, here: State) -> float:
+    def seconds(self, here: State) -> float:
         """Seconds from a state to the goal, at least."""
-        seconds = self._known.get(here)
-        if seconds is None:
-            seconds = self._known[here] = self._ahead(here)
-        return seconds
-
-    def _ahead(self, here: State) -> float:
         links, moving = self.space.links, self.space.moving(here)
         leaving = here.pending | here.leaving & ~here.becoming
         seconds = links.seconds(leaving, 0)

@@ -15,7 +15,7 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import permutations, product
 from math import comb, inf, perm
 from typing import NamedTuple
@@ -84,17 +84,33 @@ def axes_of(mask: int) -> tuple[int, ...]:
 
 
 class ShardedDim:
-    """One sharding of a tensor dim; equal ones are one object."""
+    """One sharding of a tensor dim: the shards of `outer` (None: the whole dim) divided by an axis of so many ranks.
 
-    __slots__ = ("axes", "even", "longest", "mask", "outers", "sharding")
+    That is like torch.chunk, or as in `sharding`.  Equal ones are one object.
+    """
 
-    def __init__(self, sharding: DimSharding, outers: tuple[ShardedDim, ...] = ()) -> None:
-        self.sharding = sharding
-        self.outers = outers  # the coarser ones: the dim whole, sharded by the first axis, and so on
-        self.axes: tuple[int, ...] = sharding.axes  # that shard the dim, outermost first
-        self.mask: int = mask_of(sharding.axes)
-        self.longest: int = sharding.step  # elements of the longest shard
-        self.even: bool = sharding.even  # whether all are that long
+    __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers")
+
+    def __init__(
+        self, outer: ShardedDim | None, axis: int = -1, ranks: int = 1, sharding: DimSharding | None = None
+    ) -> None:
+        self._ranks, self._sharding = ranks, sharding
+        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()  # that shard the dim, outermost first
+        self.mask: int = mask_of(self.axes)
+        self.outers: Dims = outer.lineage if outer else ()  # the coarser ones: the dim whole, by one axis, and so on
+        # Elements of the longest shard, and whether all are that long.
+        if sharding is not None:
+            self.longest, self.even = sharding.step, sharding.even
+        elif outer is not None:
+            # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all that long
+            self.longest, self.even = -(-outer.longest // ranks), outer.even and outer.longest % ranks == 0
+
+    @property
+    def sharding(self) -> DimSharding:
+        """What the axes make of the dim; made when it is asked for, as it may have an entry for every rank."""
+        if self._sharding is None:
+            self._sharding = self.outers[-1].sharding.chunked(self.axes[-1], self._ranks)
+        return self._sharding
 
     @property
     def lineage(self) -> tuple[ShardedDim, ...]:
@@ -144,10 +160,9 @@ class Space:
         src, dst = _over_large_axes(src), _over_large_axes(dst)
         self.links = links
         self.itemsize = src.dtype.itemsize
-        # For equal arguments always the same object.
         self.change = cache(_change)
-        self.inside = cache(self._inside)
-        self.state = cache(partial(State, self))
+        self._states: dict[tuple[Dims, int, int, int], State] = {}
+        self._inside: dict[tuple[ShardedDim, int], list[ShardedDim]] = {}
         self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
         old, new = dict(src.partials), dict(dst.partials)
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
@@ -160,7 +175,7 @@ class Space:
         # How much wider elements are while they are reduced.
         self.widening = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
         pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept  # P, R -> R, P: 0b01, 0b10
-        self.whole: Dims = tuple([ShardedDim(DimSharding.whole(n)) for n in src.shape])
+        self.whole: Dims = tuple([ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape])
         start, self.wanted = self._dims_of(src), self._dims_of(dst)
         self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
         self.goal: State = self.state(self.wanted, 0, 0, 0)
@@ -172,9 +187,20 @@ class Space:
                     "being."
                 )
 
-    def _inside(self, outer: ShardedDim, axis: int) -> list[ShardedDim]:
+    def inside(self, outer: ShardedDim, axis: int) -> list[ShardedDim]:
         """Its shards divided by one more axis: like torch.chunk, then as in the source and the destination."""
-        return [ShardedDim(outer.sharding.chunked(axis, self.links.sizes[axis]), outer.lineage)]
+        found = self._inside.get((outer, axis))
+        if found is None:
+            found = self._inside[outer, axis] = [ShardedDim(outer, axis, self.links.sizes[axis])]
+        return found
+
+    def state(self, dims: Dims, pending: int, becoming: int, scaled: int) -> State:
+        """The state, always the same object."""
+        key = dims, pending, becoming, scaled
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = State(self, *key)
+        return state
 
     def _dims_of(self, spec: Spec) -> Dims:
         """How a spec shards its dims."""
@@ -184,7 +210,7 @@ class Space:
             for count, axis in enumerate(sharding.axes, 1):
                 found, wanted = self.inside(sharded, axis), sharding.outer(count)
                 if all(each.sharding != wanted for each in found):
-                    found.append(ShardedDim(wanted, sharded.lineage))
+                    found.append(ShardedDim(sharded, axis, sharding=wanted))
                 sharded = next(each for each in found if each.sharding == wanted)
             dims.append(sharded)
         return tuple(dims)
