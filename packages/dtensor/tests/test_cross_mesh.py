@@ -1,4 +1,4 @@
-"""Covers: redistribute/composed_plans.py: from one mesh to another."""
+"""Covers: redistribute/plan.py: from one mesh to another."""
 
 from __future__ import annotations
 

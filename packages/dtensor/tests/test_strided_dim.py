@@ -1,4 +1,4 @@
-"""Covers: layout/strided_dim.py, redistribute/composed_plans.py, runs in rules/."""
+"""Covers: layout/strided_dim.py, redistribute/plan.py, runs in rules/."""
 
 from __future__ import annotations
 

@@ -1,20 +1,44 @@
 """`plan(src, dst)`: the cheapest redistribution, as data; `price(src, dst)`: its expected time.  Executes nothing.
 
 Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned before.  They are
-cached, and the cache is bounded.
+cached, and the cache is bounded.  The search plans on one mesh, between specs under which every rank holds a box; other
+plans are made of such plans.
+
+To and from strided dims.  Under the shape before the reshape that made them, every rank holds a box:
+
+    (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
+        rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0 to 2
+
+So such a tensor gets that shape (no communication), is redistributed as any other, and gets its own shape again.  Where
+the other end has no boxes under that shape, the strided dims are gathered on the way.
+
+From one mesh to another: the same ranks in another grid, fewer, more, or others altogether.  What is partial is reduced
+on the source mesh first; then one `Transfer` carries every block from a rank that has it to those that need it;
+replicas on the destination mesh may each receive only a part and gather the rest among themselves, if their links are
+better used so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
+from itertools import product
+from math import prod
+from operator import attrgetter
 
 from shoal_mesh import DeviceMesh, topology_of
 from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
+from ..layout.boxes import volume
+from ..layout.dim_sharding import DimSharding
+from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import constant, has_symbols
-from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
+from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
+from ..layout.tensor_meta import TensorMeta, constant, has_symbols
+from .blocks import boxes_of_rank, flows
 from .search.shortest_plan import cheapest_plans
 from .search.space import Links, mask_of
 from .steps import Plan, Step
@@ -69,12 +93,12 @@ def _plan(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | N
 
     across, strided = src.mesh != dst.mesh, src.is_strided or dst.is_strided
     if across and strided:
-        between = gather_strided(src if src.is_strided else dst)
-        return concatenated(within(src, between), within(between, dst))
+        between = _gather_strided(src if src.is_strided else dst)
+        return _concatenated(within(src, between), within(between, dst))
     if across:
-        return plan_across(src, dst, within, (links_of(src.mesh), links_of(dst.mesh)), memory_limit)
+        return _plan_across(src, dst, within, memory_limit)
     if strided:
-        return plan_strided(src, dst, within)
+        return _plan_strided(src, dst, within)
     return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit)[0]
 
 
@@ -121,3 +145,138 @@ def _check(src: Spec, dst: Spec) -> None:
             f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, "
             f"got {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
         )
+
+
+# --- to and from strided dims -----------------------------------------------------------------------------------------
+
+UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is viewed as
+
+
+def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
+    """The plan between two specs on one mesh of which one at least is folded; `within` plans between any."""
+    for spec in (src, dst):
+        one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
+        if spec.is_strided and one is not None and two is not None:
+            inner = within(one, two)
+            before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
+            after: tuple[Step, ...] = () if two is dst else (Step("Reshape", two, dst),)
+            return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
+    between = _gather_strided(src, dst)
+    return _concatenated(within(src, between), within(between, dst))
+
+
+def _gather_strided(spec: Spec, *others: Spec) -> Spec:
+    """`spec` with the dims that are folded, in it or in others, held whole by every rank."""
+    shardings = zip(*[each.dim_shardings for each in (spec, *others)], strict=True)
+    axes = {axis for own, *rest in shardings if StridedDimSharding in map(type, (own, *rest)) for axis in own.axes}
+    return spec.with_(placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)])
+
+
+def unfold_spec(spec: Spec) -> Spec:
+    """The spec of the same memory with the dims that were folded, of which every rank holds a box."""
+    unfolded = _viewed(spec, _unfolded_shape(spec))
+    assert unfolded is not None, "a strided dim is sharded as the dims that it was folded of"
+    return unfolded
+
+
+def _concatenated(*plans: Plan) -> Plan:
+    """One plan after another."""
+    steps = tuple(step for plan in plans for step in plan.steps)
+    seconds, sent = sum(plan.seconds for plan in plans), sum(plan.bytes_sent for plan in plans)
+    return Plan(plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans))
+
+
+def _unfolded_shape(spec: Spec) -> UnfoldedShape:
+    """What the dims of a spec were before they were folded."""
+    return [
+        sharding.shape if isinstance(sharding, StridedDimSharding) else (n,)
+        for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True)
+    ]
+
+
+def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
+    """The same placement of the same elements under the view's shape; None if ranks would hold no boxes there."""
+    by_dim: dict[int, AnyDimSharding] = {}
+    stride: list[int] = []
+    for sharding, step, sizes in zip(spec.dim_shardings, spec.stride, view, strict=True):
+        plain = {1: sharding} if isinstance(sharding, DimSharding) and sharding.axes else {}
+        levels = dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else plain
+        for i in range(len(sizes)):
+            runs, inner = prod(sizes[:i]), prod(sizes[i + 1 :])  # columns of (4, 6) are sharded in 4 runs
+            if runs in levels:
+                divided = levels.pop(runs).divided(inner)
+                if divided is None:
+                    return None
+                by_dim[len(stride)] = divided
+            stride.append(step * inner)  # 24 elements as (4, 6): [6, 1]
+        if levels:
+            return None  # 3 runs are no dim of (4, 6)
+    placements: list[Placement] = [p if isinstance(p, Partial) else Replicate() for p in spec.placements]
+    for dim, sharding in by_dim.items():
+        for axis, placement in sharding.placements(dim).items():
+            placements[axis] = placement
+    shape = tuple(n for sizes in view for n in sizes)
+    return spec.sharded(spec.mesh, tuple(placements), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
+
+
+# --- from one mesh to another -----------------------------------------------------------------------------------------
+
+EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
+
+
+def _plan_across(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None) -> Plan:
+    """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh.
+
+    RedistributeError if no transfer stays within the limit, which `within` observes on its own.
+    """
+    of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
+    copies = [axis for axis, p in enumerate(dst.placements) if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1]
+    # Replicas of the destination are made there, or sent ready.
+    targets = dict.fromkeys([*_reduced(dst, of_dst), *_reduced(dst, copies)])
+    plans = [
+        _concatenated(within(src, sent), _transfer(sent, received), within(received, dst))
+        for sent, received in product(_reduced(src, of_src), targets)
+    ]
+    fitting = [each for each in plans if memory_limit is None or each.peak_bytes <= memory_limit]
+    if not fitting:
+        raise RedistributeError(
+            f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
+            f"the leanest needs {min(each.peak_bytes for each in plans)}"
+        )
+    return min(fitting, key=attrgetter("seconds"))
+
+
+def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
+    """The spec with `axes` and partials replicated, then with `axes` sharding the first dim that they shard evenly."""
+    placements = [Replicate() if a in axes or isinstance(p, Partial) else p for a, p in enumerate(spec.placements)]
+    yield spec.with_(placements=placements)
+    ways, order = prod(spec.mesh.shape[axis] for axis in axes), dict(spec.shard_order)
+    for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim if axes else 0))):
+        if sharding.even and sharding.step and sharding.step % ways == 0:  # steps of 4 over 2 ranks more: 4 % 2 = 0
+            order[dim] = (*sharding.axes, *axes)  # rows over axis 0, then 1: {0: (0, 1)}
+            inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(placements)]
+            yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
+            return
+
+
+def _transfer(src: Spec, dst: Spec) -> Plan:
+    ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
+    biggest = [src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim)) for spec in (src, dst)]
+    if len(ranks) <= EXACT_RANKS:
+        moved = _busiest(src, dst, ranks) * src.dtype.itemsize
+    else:
+        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())  # 16 ranks to 64: each sends 4
+    links = [link for mesh in (src.mesh, dst.mesh) for link in topology_of(mesh).links]
+    seconds = max(link.latency for link in links) + moved / min(link.bandwidth for link in links)
+    peak = 2 * sum(biggest)  # both boxes and their packed copies
+    step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
+    return Plan(src, dst, (step,), seconds, moved, peak)
+
+
+def _busiest(src: Spec, dst: Spec, ranks: tuple[int, ...]) -> int:
+    """The largest number of elements that a rank sends or receives."""
+    loads: Counter[tuple[str, int]] = Counter()
+    for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
+        loads["sends", sender] += volume(box)
+        loads["receives", receiver] += volume(box)
+    return max(loads.values(), default=0)

@@ -14,8 +14,8 @@ from shoal_mesh.internal import pack_blocks, unpack_blocks
 from ..errors import PlacementError
 from ..layout.boxes import slices_of
 from ..layout.spec import Spec
-from .composed_plans import unfold_spec
 from .execution.kernels import members
+from .plan import unfold_spec
 
 BUCKET_BYTES = 1 << 24  # of the tensors that are sent together, which are alive until then
 _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]  # the tensor, and what is to be its shard
