@@ -136,7 +136,7 @@ def test_misfits_are_named(placements: list[Placement], message: str) -> None:
 
 
 def test_wrong_sizes_are_named() -> None:
-    with pytest.raises(PlacementError, match=r"add up to 5, but the outer axes leave 6"):
+    with pytest.raises(PlacementError, match=r"add up to \(6,\), got 2 that add up to \(5,\)"):
         shard_dim(6, (0,), [Shard(0, sizes=(3, 2))], (2,))
     with pytest.raises(PlacementError, match="expected 2 sizes"):
         shard_dim(6, (0,), [Shard(0, sizes=(3, 2, 1))], (2,))

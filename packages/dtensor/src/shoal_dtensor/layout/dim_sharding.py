@@ -251,17 +251,11 @@ def shard_dim(
             sharding = sharding.chunked(axis, ways, placement.multiple_of)
             continue
         sizes, shards = placement.sizes, sharding.sizes
-        if len(sizes) != len(shards) * ways:
+        sums = tuple([sum(sizes[i : i + ways]) for i in range(0, len(sizes), ways)])  # (3, 1, 2, 2) inside of 4 + 4
+        if len(sizes) != len(shards) * ways or sums != shards:
             raise PlacementError(
-                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes (the axis has {ways} "
-                f"coordinates, outer axes make {len(shards)} shards), got {len(sizes)}"
+                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes, {ways} for each shard "
+                f"that the outer axes make, which add up to {shards}, got {len(sizes)} that add up to {sums}"
             )
-        for i, outer in enumerate(shards):
-            inner = sizes[i * ways : (i + 1) * ways]  # (3, 1, 2, 2) inside of 4 + 4, i = 1: (2, 2)
-            if sum(inner) != outer:
-                raise PlacementError(
-                    f"{placement!r} on mesh axis {axis}: sizes {inner} add up to {sum(inner)}, "
-                    f"but the outer axes leave {outer}"
-                )
         sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ways), sizes)
     return sharding

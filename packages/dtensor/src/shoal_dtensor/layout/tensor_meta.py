@@ -60,12 +60,7 @@ class ShardOrderEntry(NamedTuple):
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major stride in elements: of (2, 3, 4) it is (12, 4, 1)."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= size or 1
-    stride.reverse()
-    return tuple(stride)
+    return dense_stride(shape, ())
 
 
 def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
@@ -79,10 +74,8 @@ def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | No
 
 def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
     """Stride in elements of a dense tensor whose dims are in this order in memory, 0 of expanded dims."""
-    if not order:
-        return contiguous_stride(shape)
     stride, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in reversed(order or range(len(shape))):
         if dim >= 0:
             stride[dim] = step
             step *= shape[dim] or 1

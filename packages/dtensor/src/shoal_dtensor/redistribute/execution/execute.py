@@ -271,18 +271,17 @@ class Message:
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
         comm, op = self._comm, self._legs[0].call.op
         if self._kind in ("all_reduce", "all_gather"):
-            return start_packed(self._kind, [buffer.reshape(-1) for buffer in buffers], comm, self._sent, op)
-        if self._kind == "reduce_scatter" and self._in_rows:
-            rows = [buffer.reshape(comm.size, -1) for buffer in buffers]
-            buffers.clear()
-            return start_packed("reduce_scatter", rows, comm, self._sent, op)
-        sizes = zip(buffers, self._blocks, strict=True)
-        blocks = [buffer.reshape(-1).split_with_sizes(list(of_members)) for buffer, of_members in sizes]
-        pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
+            parts = [buffer.reshape(-1) for buffer in buffers]
+        elif self._kind == "reduce_scatter" and self._in_rows:
+            parts = [buffer.reshape(comm.size, -1) for buffer in buffers]
+        else:
+            sizes = zip(buffers, self._blocks, strict=True)
+            blocks = [buffer.reshape(-1).split_with_sizes(list(of_members)) for buffer, of_members in sizes]
+            parts = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
         buffers.clear()
-        if self._kind == "reduce_scatter":
-            return start_packed("reduce_scatter", pieces, comm, self._sent, op)
-        return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
+        if self._kind == "all_to_all":
+            return all_to_all_v(torch.cat(parts), comm, self._sent, self._received, async_op=True)
+        return start_packed(self._kind, parts, comm, self._sent, op)
 
     def receive(self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places) -> None:
         """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
