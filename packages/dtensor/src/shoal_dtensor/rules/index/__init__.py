@@ -1,4 +1,4 @@
 """Rules of operators that look up or write by index, and of data-dependent shapes.
 
-May import: language.
+May import: language, shape.
 """

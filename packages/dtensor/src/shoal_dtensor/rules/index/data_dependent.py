@@ -16,10 +16,12 @@ from shoal_mesh import all_gather, all_gather_v
 
 from ..._torch.tensors import in_backward
 from ...host_memory import device_of_numbers, upload
+from ...layout.boxes import box_at, slices_of
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduced, sharding_axes, where_sharded
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family, replicated
+from ..shape.views import expand
 
 
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
@@ -96,26 +98,17 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
     return run
 
 
-def masked_scatter(call: OpCall) -> Iterator[Row]:
-    """The target is broadcast to the mask's shape; dims that are as long in both may be sharded."""
-    (result,), target = call.outputs, call["self"]
-    new = result.ndim - target.ndim
-    for d, n in enumerate(target.shape):
-        if n == result.shape[d + new]:
-            yield call.row(self=S(d), out=S(d + new))
-
-
 def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     """The mask is replicated: every rank counts on it how many elements were taken before each of its own."""
     spec, is_written = local_call.outputs[0], bool(local_call.call.written)
+    here = slices_of(box_at(spec.local_offset, spec.local_shape))
     if not sharding_axes(spec):
         return None
 
     def run(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(spec.shape)
         taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
-        for d, (start, length) in enumerate(zip(spec.local_offset, spec.local_shape, strict=True)):
-            mask, taken = mask.narrow(d, start, length), taken.narrow(d, start, length)
+        mask, taken = mask[here], taken[here]
         result = x if is_written else x.expand(spec.local_shape).clone()
         result[mask] = source.reshape(-1)[taken[mask]]
         return result
@@ -199,7 +192,7 @@ DATA_DEPENDENT: Table = family(
         # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
         "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, kind="dynamic"),
         "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
-        "masked_scatter.default masked_scatter_.default": Rule(masked_scatter, _masked_scatter),
+        "masked_scatter.default masked_scatter_.default": Rule(expand, _masked_scatter),
         "masked_scatter_backward.default": Rule(replicated),
         "searchsorted bucketize": Rule(searchsorted),
         "isin": Rule(isin),

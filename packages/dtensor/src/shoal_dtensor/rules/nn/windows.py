@@ -35,7 +35,7 @@ def spatial_dims(call: OpCall) -> int:
 
 
 def planes(call: OpCall) -> Iterator[Row]:
-    """Rows for the leading dims that all operands share."""
+    """Rows for the leading dims that all operands share: windows, and pads that reflect, read all of the others."""
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
     differ = [d for d in range(call.outputs[0].ndim) if d >= free or len({t.shape[d] for t in operands}) > 1]
@@ -315,6 +315,8 @@ _SUMS = (
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
 )
 
+_PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+
 WINDOWED: Table = family(
     {
         "convolution": Rule(convolution, _in_global_memory_format),
@@ -328,6 +330,8 @@ WINDOWED: Table = family(
         _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
         _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
         backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed_backward, skip_empty=True, linear="grad_output"),
+        _PADS: Rule(planes, skip_empty=True, moves="self"),
+        backward(_PADS): Rule(planes, skip_empty=True, linear="grad_output"),
         "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         "fractional_max_pool2d fractional_max_pool3d": Rule(fractional_max_pool, skip_empty=True),

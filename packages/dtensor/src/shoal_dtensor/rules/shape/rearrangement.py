@@ -22,9 +22,9 @@ from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
-from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, backward, family
+from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import PadMap, SliceMap
-from .views import same_dims, with_input_sizes
+from .views import same_dims, unsqueeze, with_input_sizes
 
 aten: Any = torch.ops.aten
 
@@ -69,11 +69,6 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-def stack(call: OpCall) -> Iterator[Row]:
-    dim = int(call["dim"]) % call.outputs[0].ndim
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(call.outputs[0].ndim - 1)), "tensors")
-
-
 # --- pad --------------------------------------------------------------------------------------------------------------
 
 
@@ -111,12 +106,6 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
         local += [low, want - have - low]
     op = local_call.call.op
     return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
-
-
-def reflection_pad(call: OpCall) -> Iterator[Row]:
-    """Reflecting and replicating pads read all of the padded dims, the last ones; batch and channels may be sharded."""
-    ndim = call["self"].ndim
-    yield from alike(call, *range(ndim - len(call["padding"]) // 2, ndim))
 
 
 def _a_shard(call: OpCall) -> Traffic:
@@ -257,17 +246,14 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     return lambda x, *args: x.diagonal(offset, one, two)
 
 
-def diagonal_backward(call: OpCall) -> Iterator[Row]:
-    yield from same_dims(call, enumerate(_beside_matrix(call, len(call["input_sizes"]))), "grad_output")
+def diag_embed(call: OpCall) -> Iterator[Row]:
+    """And `diagonal_backward`: the other dims of a matrix around a diagonal."""
+    yield from same_dims(call, enumerate(_beside_matrix(call, call.outputs[0].ndim)))
 
 
 def diagonal_scatter(call: OpCall) -> Iterator[Row]:
     for i, d in enumerate(_beside_matrix(call, call["self"].ndim)):
         yield call.row(self=S(d), src=S(i), out=S(d))
-
-
-def diag_embed(call: OpCall) -> Iterator[Row]:
-    yield from same_dims(call, enumerate(_beside_matrix(call, call.outputs[0].ndim)))
 
 
 def _tril(local_call: LocalCall) -> LocalFunction | None:
@@ -277,20 +263,16 @@ def _tril(local_call: LocalCall) -> LocalFunction | None:
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
 
 
-_PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
-
 REARRANGEMENT: Table = family(
     {
         "cat.default cat.out": Rule(cat, _cat, moves="tensors"),
-        "stack": Rule(stack, moves="tensors"),
+        "stack": Rule(unsqueeze, moves="tensors"),
         "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
-        _PADS: Rule(reflection_pad, skip_empty=True, moves="self"),
-        backward(_PADS): Rule(reflection_pad, skip_empty=True, linear="grad_output"),
         "roll flip": Rule(roll, _roll, moves="self"),
         "rot90": Rule(rot90, moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
         "diagonal.default": Rule(diagonal, _diagonal, unordered=True, moves="self"),
-        "diagonal_backward.default": Rule(diagonal_backward, with_input_sizes, skip_empty=True, linear="grad_output"),
+        "diagonal_backward.default": Rule(diag_embed, with_input_sizes, skip_empty=True, linear="grad_output"),
         "diagonal_scatter": Rule(diagonal_scatter, moves="self src"),
         "diag_embed": Rule(diag_embed, linear="self"),
         "tril triu": product("... -> ...", linear=(0,), local=_tril),

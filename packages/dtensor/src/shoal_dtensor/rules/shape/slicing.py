@@ -224,7 +224,7 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
     dim, is_one, gradient = int(call["dim"]) % len(call["input_sizes"]), "index" in call.bound, call["grad_output"]
     length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
-    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others), "grad_output")
+    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others))
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
     whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]  # one coordinate has all of a selection's gradient

@@ -131,9 +131,10 @@ def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping
 aten: Any = torch.ops.aten
 
 
-def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self") -> Iterator[Row]:
-    """One row per pair (dim of input `name`, dim of every output) that are sharded alike."""
-    yield from (call.row({name: S(d)}, out=S(target)) for d, target in pairs)
+def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """One row per pair (dim of the first argument, dim of every output) that are sharded alike."""
+    first = next(iter(call.places))
+    yield from (call.row({first: S(d)}, out=S(target)) for d, target in pairs)
 
 
 def view(call: OpCall) -> Iterator[Row]:
@@ -176,9 +177,10 @@ def _squeeze(local_call: LocalCall) -> LocalFunction | None:
 
 
 def unsqueeze(call: OpCall) -> Iterator[Row]:
-    ndim = call["self"].ndim
-    dim = int(call["dim"]) % (ndim + 1)
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim)))  # at 1 of 2 dims: 0 -> 0, 1 -> 2
+    """And `stack`."""
+    ndim = call.outputs[0].ndim
+    dim = int(call["dim"]) % ndim
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim - 1)))  # at 1 of 2 dims: 0 -> 0, 1 -> 2
 
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
@@ -204,6 +206,7 @@ def transpose(call: OpCall) -> Iterator[Row]:
 
 
 def expand(call: OpCall) -> Iterator[Row]:
+    """And `masked_scatter`, whose target is broadcast to the mask's shape."""
     source, target = call["self"], call.outputs[0]
     new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
     yield from same_dims(call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new]))
@@ -243,7 +246,7 @@ def with_input_sizes(local_call: LocalCall) -> LocalFunction:
 def unfold_backward(call: OpCall) -> Iterator[Row]:
     if sizes := call["input_sizes"]:
         dim, size, step = int(call["dim"]) % len(sizes), call["size"], call["step"]
-        yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim), "grad_in")
+        yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim))
         if size <= step and sizes[dim] % step == 0:  # 3 every 4: window i is elements 4i to 4i + 2
             yield call.row(grad_in=S(dim), out=S(dim, step))
 
