@@ -125,8 +125,8 @@ def test_reshapes_of_random_shapes(shape: list[int], data: st.DataObject) -> Non
 def test_which_dims_survive_a_reshape_as_plain_cuts(
     source: tuple[int, ...], target: tuple[int, ...], kept: set[int]
 ) -> None:
-    plain = [move for move in reshape_mappings(source, target) if move.runs == move.target_runs == 1]
-    assert {move.source for move in plain} == kept
+    plain = [before for before, after in reshape_mappings(source, target) if before.runs == after.runs == 1]
+    assert {entry.dim for entry in plain} == kept
 
 
 CUTS = st.lists(st.integers(0, 5), min_size=4, max_size=4).map(lambda sizes: DimSharding((0, 1), (2, 2), tuple(sizes)))

@@ -16,26 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product, takewhile
 from math import lcm, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..language.local_ops import with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family, replicated
-
-
-class DimMapping(NamedTuple):
-    """Dim `source`, sharded at multiples of `unit`, becomes dim `target`, sharded at multiples of `steps`.
-
-    With `runs` the source dim is so many equal runs, all sharded alike; with `target_runs` the target dim is.
-    """
-
-    source: int
-    unit: int
-    target: int
-    steps: int
-    runs: int = 1
-    target_runs: int = 1
 
 
 def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
@@ -63,32 +49,30 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
     return result
 
 
-def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[DimMapping]:
+def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
     """Every way in which a sharded source dim is a sharded target dim after the reshape, the preferred ones first.
 
     Example:
-        >>> reshape_mappings((4, 6), (24,)), reshape_mappings((24,), (2, 12)), reshape_mappings((6, 4), (4, 6))
-        ([DimMapping(source=0, unit=1, target=0, steps=6, runs=1, target_runs=1), \
-DimMapping(source=1, unit=1, target=0, steps=1, runs=1, target_runs=4)], \
-[DimMapping(source=0, unit=12, target=0, steps=1, runs=1, target_runs=1), \
-DimMapping(source=0, unit=1, target=1, steps=1, runs=2, target_runs=1)], \
-[DimMapping(source=0, unit=3, target=0, steps=2, runs=1, target_runs=1)])
+        >>> reshape_mappings((4, 6), (24,)), reshape_mappings((6, 4), (4, 6))
+        ([(S(0), S(0, unit=6)), (S(1), S(0, runs=4))], [(S(0, unit=3), S(0, unit=2))])
+        >>> reshape_mappings((24,), (2, 12))
+        [(S(0, unit=12), S(0)), (S(0, runs=2), S(1))]
     """
     if 0 in source:
         return _equal_ends(source, target)
-    mappings: list[DimMapping] = []
+    mappings: list[tuple[S, S]] = []
     for dims, results in groups(source, target):
         for in_runs in (False, True):
             mappings += _group_mappings(dims, results, source, target, in_runs=in_runs)
     # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim can say so.
-    reached = {mapping.source for mapping in mappings}
+    reached = {entry.dim for entry, _ in mappings}
     lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]  # (4, 1) -> (4,): dim 1
-    return mappings + [DimMapping(i, 1, j, size) for i in lost for j, size in enumerate(target)]
+    return mappings + [(S(i), S(j, size)) for i in lost for j, size in enumerate(target)]
 
 
 def _group_mappings(
     dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
-) -> Iterator[DimMapping]:
+) -> Iterator[tuple[S, S]]:
     """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs.
 
     Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
@@ -106,7 +90,7 @@ def _group_mappings(
         both = _lcm(inside, steps)  # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
         fits = source[i] % in_source == 0 and target[j] % in_target == 0
         if fits and (both < total // runs or source[i] == 1):
-            yield DimMapping(i, both // inside, j, both // steps, in_source, in_target)  # 12: 3 rows of 4, 2 of 6
+            yield S(i, both // inside, in_source), S(j, both // steps, in_target)  # 12: 3 rows of 4, 2 of 6
 
 
 def _lcm(one: int, other: int) -> int:
@@ -119,13 +103,13 @@ def _lcm(one: int, other: int) -> int:
     return lcm(int(one), int(other))
 
 
-def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping]:
+def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
     """Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay."""
     n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
     left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]  # 2, 0 of (2, 0, 3): [0, 1]
     right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
     others = [(i, i + shift) for i in right if i not in left and i + shift not in left]  # 3 and 3: [(2, 3)]
-    return [DimMapping(i, 1, j, 1) for i, j in [*((i, i) for i in left), *others]]
+    return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
 
 
 aten: Any = torch.ops.aten
@@ -139,8 +123,8 @@ def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
 
 def view(call: OpCall) -> Iterator[Row]:
     """The row-major order of elements stays: rows of any reshape, from its global shapes."""
-    for m in reshape_mappings(call["self"].shape, call.outputs[0].shape):
-        yield call.row(self=S(m.source, m.unit, m.runs), out=S(m.target, m.steps, m.target_runs))
+    for source, target in reshape_mappings(call["self"].shape, call.outputs[0].shape):
+        yield call.row(self=source, out=target)
 
 
 def _view(local_call: LocalCall) -> LocalFunction:
