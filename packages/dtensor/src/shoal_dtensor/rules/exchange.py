@@ -155,10 +155,8 @@ class Windows:
         return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
-        """What a range of outputs reads; windows of inputs may reach over both ends of the input."""
+        """What a range of some outputs reads; windows of inputs may reach over both ends of the input."""
         start, stop = outputs
-        if start >= stop:
-            return 0, 0
         if not self.transposed:
             return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach + 1
         first = -(-(start + self.padding - self.reach) // self.stride) - self.beside

@@ -145,15 +145,10 @@ def where_sharded(
 
 def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
     """Decorator, as `where_sharded` by the argument `dim`: called with the spec of the first tensor and that dim."""
-
-    @wraps(local)
-    def decide(local_call: LocalCall) -> LocalFunction | None:
-        call, spec = local_call.call, local_call.inputs[0]
-        if call.get("dim") is None or not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
-            return None
-        return in_every_form(call, local(local_call, spec, dim))
-
-    return decide
+    return where_sharded(
+        lambda local_call, spec, axes: local(local_call, spec, local_call.call.dim()),
+        lambda call: () if call.get("dim") is None else call.dims(),
+    )
 
 
 # --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------

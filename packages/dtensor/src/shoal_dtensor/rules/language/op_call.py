@@ -234,14 +234,13 @@ class OpCall:
         """
         schema = self.schema
         if not schema.returns:
-            names, count = schema.written, len(self.written)
-            sizes = [len(self.places[name]) for name in names]
-            names = ("out",) if len(names) == 1 else tuple(f"out{i}" for i in range(len(names)))
+            sizes = [len(self.places[name]) for name in schema.written]
+            names = ("out",) if len(sizes) == 1 else tuple(f"out{i}" for i in range(len(sizes)))
         else:
             names, count = schema.returns, len(self.outputs)
             sizes = [1] * len(names)
             if any(schema.is_list):
-                sizes = [count] if len(names) == 1 else [count // len(names)] * len(names)
+                sizes = [count // len(names)] * len(names)
             elif 0 < count < len(names):
                 mask = self.get("output_mask") or self.get("grad_input_mask")
                 names, mask = (names, mask) if mask else (tuple(f"out{i}" for i in range(count)), [True] * count)

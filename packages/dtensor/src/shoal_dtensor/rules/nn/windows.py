@@ -163,12 +163,10 @@ def _windowed_backward(local_call: LocalCall) -> LocalFunction | None:
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
     """The random samples have batch and channels too, spelt (N, C, spatial)."""
     source, samples = call["self"], call["random_samples"]
-    missing = 3 - samples.ndim  # samples (N, C, 2): none; (C, 2): 1
-    is_batched = source.ndim - spatial_dims(call) == 2
-    for d in range(2 if is_batched else 1):
-        own = d + (0 if is_batched else 1) - missing  # of (C, H, W) channels, 0, are dim 1
-        if samples.shape[own] == source.shape[d]:
-            yield call.row(self=S(d), random_samples=S(own), out=S(d))
+    new = 2 + spatial_dims(call) - source.ndim  # of (C, H, W): 1, so channels, 0, are dim 1
+    for d in range(2 - new):
+        if samples.shape[d + new] == source.shape[d]:
+            yield call.row(self=S(d), random_samples=S(d + new), out=S(d))
 
 
 def _images(text: str, replicated: str = "") -> Rule:

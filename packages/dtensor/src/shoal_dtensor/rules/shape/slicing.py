@@ -59,10 +59,6 @@ class SliceMap:
         """How many selected elements are before `position`."""
         return max(0, -(-(min(position, self.stop) - self.start) // self.step))  # x[1::3], before 8: 1, 4, 7, so 3
 
-    def count(self, start: int, length: int) -> int:
-        """How many selected elements are among `length` from `start` on."""
-        return self.before(start + length) - self.before(start)  # x[1:7], 4 elements from 4 on: 6 - 3
-
 
 @dataclass(frozen=True, slots=True)
 class SliceGradMap:
@@ -122,13 +118,15 @@ def selection(call: OpCall, length: int) -> SliceMap:
     return SliceMap(start, max(start, stop), call["step"])
 
 
-def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int, int]:
-    """The slice as the shard sees it that starts at `offset` and keeps `length` elements: start, stop, step."""
-    if not length:
-        return 0, 0, 1
+def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[int, int, int]]:
+    """How many selected elements are before this rank's shard, how many in it, and the slice as the shard sees it."""
+    selected, offset = selection(call, spec.shape[dim]), spec.offset(dim)
+    first, stop = selected.before(offset), selected.before(offset + spec.local_shape[dim])  # 1:7, shard 4:8: 3, 6
+    if first == stop:
+        return first, 0, (0, 0, 1)
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
-    start = selected.start + selected.before(offset) * selected.step - offset
-    return start, start + (length - 1) * selected.step + 1, selected.step  # elements 4 and 7 are local 0:4:3
+    start = selected.start + first * selected.step - offset
+    return first, stop - first, (start, start + (stop - first - 1) * selected.step + 1, selected.step)  # 4, 7: 0:4:3
 
 
 aten: Any = torch.ops.aten
@@ -150,8 +148,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _slice(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    selected = selection(local_call.call, spec.shape[dim])
-    bounds = local_bounds(selected, spec.offset(dim), local_call.outputs[0].local_shape[dim])
+    *_, bounds = _selected_here(local_call.call, spec, dim)
     index = (*[slice(None)] * dim, slice(*bounds))
     return lambda x, *args, **kwargs: x[index]
 
@@ -235,9 +232,8 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
     """Zeros, but for what the shard has of the slice, or for the selected index."""
     call, grad, target = local_call.call, local_call["grad_output"], local_call.outputs[0]
     dim, shape, is_one = int(call["dim"]) % target.ndim, target.local_shape, "index" in call.bound
-    selected, start = selection(call, target.shape[dim]), target.offset(dim)
-    count = selected.count(start, shape[dim]) if is_one else grad.local_shape[dim]
-    bounds, has_gradient = local_bounds(selected, start, count), count and 0 not in grad.local_shape
+    _, count, bounds = _selected_here(call, target, dim)
+    has_gradient = count and 0 not in grad.local_shape
 
     def run(g: Tensor, *args: Any) -> Tensor:
         full = g.new_zeros(shape)
@@ -260,10 +256,8 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Every rank replaces what its shard has of the slice."""
-    selected, start = selection(local_call.call, spec.shape[dim]), spec.offset(dim)
     is_one = "index" in local_call.call.bound
-    first, count = selected.before(start), selected.count(start, spec.local_shape[dim])  # 1:7, shard 4:8: 3, 3
-    bounds = local_bounds(selected, start, count)
+    first, count, bounds = _selected_here(local_call.call, spec, dim)
 
     def run(x: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Any:
         src = src.unsqueeze(dim) if is_one else src
