@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -147,29 +147,23 @@ def _arg(fill: Fill, position: int, default: float) -> float:
 # --- Philox4x32-10 ----------------------------------------------------------------------------------------------------
 
 
-def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor]:
-    """Four random words for every counter, in integer tensor operations on any device with 64-bit integers.
+def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
+    """Four random words for every counter, of integers or of integer tensors on any device with 64-bit integers.
 
     The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten rounds of two 32 x
     32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with the least significant first, into four
-    words in `[0, 2**32)`, each an int64 tensor of the shape to which the counter's words broadcast.
+    words in `[0, 2**32)`; of int64 tensors among the counter's words, those of the shape to which they broadcast.
 
     Example:
-        >>> [f"{int(word):08x}" for word in philox((torch.tensor(0), 0, 0, 0), (0, 0))]
+        >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
         ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
-    device = next((word.device for word in counter if isinstance(word, Tensor)), torch.device("cpu"))
-    words = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in counter]
-    c0, c1, c2, c3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]  # torch has no types
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask drops the sign.
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (right >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0),
-            right.bitwise_and_(_MASK),
-            (left >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1),
-            left.bitwise_and_(_MASK),
-        )
+        c0, c1 = ((right >> 32) & _MASK) ^ c1 ^ k0, right & _MASK
+        c2, c3 = ((left >> 32) & _MASK) ^ c3 ^ k1, left & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return [c0, c1, c2, c3]
