@@ -265,31 +265,24 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int
     step = advance(1)
     if step <= 0 or advance(_LARGEST) == step:
         return None
-    more = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step)  # takes a second round
-    rounds = Rounds(more - 1, step)
-    return rounds if _holds(rounds, fill, scratch, generator, residue) else None
+    # The fewest elements that take a second round, less one.
+    size = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step) - 1
+    numel = 2 * size + min(size, 1024 + (residue if fill.granule > 1 else 3))  # of 3 rounds, the last of them short
+    if numel > scratch.numel():
+        return None
+    start = generator.get_offset()
+    fill(scratch[:numel], generator)
+    holds = generator.get_offset() == start + 3 * step
+    alone = torch.empty(size + residue, dtype=dtype, device=device)
+    for k in (2, 0, 1):  # each round by itself, in another order
+        generator.set_offset(start + k * step)
+        fill(alone, generator)
+        part = scratch[k * size : min((k + 1) * size, numel)]
+        holds = holds and torch.equal(part, alone[: part.numel()])
+    return Rounds(size, step) if holds else None
 
 
 def _private_generator(device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
     generator.manual_seed(20)
     return generator
-
-
-def _holds(rounds: Rounds, fill: Fill, scratch: Tensor, generator: torch.Generator, residue: int) -> bool:
-    """Whether a draw of two rounds and a bit equals its rounds, drawn one by one and last round first."""
-    numel = 2 * rounds.size + min(rounds.size, 1024 + (residue if fill.granule > 1 else 3))  # of 3 rounds
-    if numel > scratch.numel():
-        return False
-    start = generator.get_offset()
-    fill(scratch[:numel], generator)
-    if generator.get_offset() != start + 3 * rounds.step:
-        return False
-    alone = torch.empty(rounds.size + residue, dtype=scratch.dtype, device=scratch.device)
-    for k in (2, 0, 1):
-        generator.set_offset(start + k * rounds.step)
-        fill(alone, generator)
-        part = scratch[k * rounds.size : min((k + 1) * rounds.size, numel)]
-        if not torch.equal(part, alone[: part.numel()]):
-            return False
-    return True
