@@ -20,7 +20,7 @@ from _timing import Case, keep_cases, race, report
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.modes import random_mode
+from shoal_dtensor.rng.state import random_mode
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import rank_pool

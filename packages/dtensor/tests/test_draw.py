@@ -1,4 +1,4 @@
-"""Covers: rng/{draw,streams,memory_order,modes}.py: boxes of a global random tensor, without process groups."""
+"""Covers: rng/{draw,streams,memory_order,state}.py: boxes of a global random tensor, without process groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches
-from shoal_dtensor.rng.modes import get_random_mode, random_mode
+from shoal_dtensor.rng.state import get_random_mode, random_mode
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
@@ -238,7 +238,7 @@ def test_per_axis_streams(axes: tuple[str, ...]) -> None:
 
 
 def test_random_mode_is_scoped_and_checked() -> None:
-    from shoal_dtensor.rng.modes import RandomMode, current_mode
+    from shoal_dtensor.rng.state import RandomMode, current_mode
 
     with random_mode("counter"), random_mode("per_axis", ("dp",)):
         assert current_mode() == RandomMode("per_axis", ("dp",))

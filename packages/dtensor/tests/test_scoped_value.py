@@ -9,7 +9,7 @@ import threading
 from textwrap import dedent
 
 from shoal_dtensor import random_mode
-from shoal_dtensor.rng.modes import current_mode, set_random_mode
+from shoal_dtensor.rng.state import current_mode, set_random_mode
 from shoal_dtensor.scopes import ScopedValue
 
 
@@ -42,7 +42,7 @@ def test_a_backward_on_another_thread_has_the_value_of_its_caller() -> None:
     script = """
         import os, threading, torch
         from shoal_dtensor import communication, random_mode
-        from shoal_dtensor.rng.modes import current_mode
+        from shoal_dtensor.rng.state import current_mode
         from shoal_dtensor.scopes import current
 
         class Nested(torch.autograd.Function):

@@ -61,8 +61,7 @@ from .layout.torch_names import (
 from .optim.clip_grad import clip_grad_norm_
 from .optim.local_step import install_local_step, local_step
 from .redistribute.shards_in_flight import coalesce
-from .rng.modes import random_mode, set_random_mode
-from .rng.state import get_rng_state, set_rng_state
+from .rng.state import get_rng_state, random_mode, set_random_mode, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending, safe_globals
 from .tensor.gradients import ACCUMULATION

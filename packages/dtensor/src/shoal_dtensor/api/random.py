@@ -18,8 +18,14 @@ from shoal_mesh.internal import own_device
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
-from ..rng.modes import current_mode, set_random_mode
-from ..rng.state import check_in_step, forget_checks, generator_of, has_generators
+from ..rng.state import (
+    check_in_step,
+    current_mode,
+    forget_checks,
+    generator_of,
+    has_generators,
+    set_random_mode,
+)
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:

@@ -21,7 +21,7 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, is_list, mapped
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
-from ..rng.modes import draws_at_once
+from ..rng.state import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, local_function, nothing_of, replicated

@@ -21,7 +21,7 @@ from .._torch.compiling import eager_only, is_compiling
 from .._torch.tensors import backward_number, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
-from ..rng.modes import get_random_mode
+from ..rng.state import get_random_mode
 from .functions import active, drawers_of
 from .layouts import PLAIN, UNSEEN, LocalLayout, layout_of, note_layout
 

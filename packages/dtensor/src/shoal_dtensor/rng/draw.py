@@ -11,8 +11,7 @@ from ..errors import PlacementError
 from ..layout.spec import Spec
 from .counter import fill_counter, philox
 from .memory_order import MemoryOrder, memory_order_of
-from .modes import current_mode
-from .state import check_in_step, generator_of, key_of
+from .state import check_in_step, current_mode, generator_of, key_of
 from .streams import Fill, fill_stream
 
 
