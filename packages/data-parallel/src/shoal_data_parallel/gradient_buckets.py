@@ -14,7 +14,7 @@ ranks, a Linear's weight of shape (8, 6):
 Gradients are reduced to the second layout.  A step of the optimizer writes to the rows of this rank; the next forward
 gathers the rows of the others, in one collective for each group of parameters.
 
-May import: _torch, policies, reduction, sharded_parameters.
+May import: _torch, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from shoal_dtensor.internal import backward_number, first_order_only, grad_hooke
 from shoal_mesh import all_gather
 
 from ._torch import run_when_ready
-from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Group, GroupReduction, Reducer, deliver
-from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter
+from .sharded_parameters import DataAxes, ShardedParameter
 
 
 @dataclass(slots=True, eq=False)
@@ -47,16 +46,6 @@ class Replica:
     target: ShardedParameter  # to what gradients are reduced: the parameter itself, or a shard that optimizers update
     version: tuple[object, ...] | None = None  # of the shard when the replica was gathered; None if it has to be
     seen: Tensor | None = None  # what modules see of a leaf that is trained and whose shard they hold
-
-    @classmethod
-    def with_shard(
-        cls, param: nn.Parameter, sites: Sequence[Site], axes: DataAxes, dtype: torch.dtype | None
-    ) -> Replica:
-        """A parameter, which modules go on to see, and its shard, which takes its place in them."""
-        policies = MixedPrecisionPolicy(reduce_dtype=dtype), OffloadPolicy()
-        sharded = shard_parameter(param, sites, axes, None, policies, view=True)
-        sharded.put(sharded.leaf)
-        return cls(param, sharded, sharded.version())
 
     @property
     def held(self) -> nn.Parameter:

@@ -5,7 +5,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, reduction, sharded_parameters.
+May import: gradient_buckets, policies, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .gradient_buckets import Bucket, GradientBuckets, Replica
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Reducer, ReducingModule, nodes_of
-from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, replicated_parameter, start_to_gather
+from .sharded_parameters import (
+    DataAxes,
+    Site,
+    check_leaf,
+    make_whole,
+    replicated_parameter,
+    shard_parameter,
+    start_to_gather,
+)
 
 _STATE = "_shoal_replicated"
 
@@ -209,8 +218,12 @@ class Replicas(Reducer):
             for name, param in owner._parameters.items():
                 if id(param) in own:
                     sites[id(param)].append((owner, name))
-        self.replicas = [Replica.with_shard(param, sites[key], self.axes, self.dtype) for key, param in own.items()]
-        self._shows_replicas = False
+        policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
+        self.replicas, self._shows_replicas = [], False
+        for key, param in own.items():  # which modules go on to see in their forward, and its shard otherwise
+            shard = shard_parameter(param, sites[key], self.axes, None, policies, view=True)
+            shard.put(shard.leaf)
+            self.replicas.append(Replica(param, shard, shard.version()))
 
     def check(self) -> None:
         """Raise if a parameter is no leaf, placed on a data axis, sharded by `fully_shard`, or quantized."""

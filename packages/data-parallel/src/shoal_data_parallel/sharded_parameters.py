@@ -138,7 +138,10 @@ class ShardedParameter:
 
     def set_dtypes(self) -> None:
         """Have the layouts the dtypes that follow from that of the leaf."""
-        computed, reduced = _dtypes(self.leaf, self.precision)
+        leaf, precision = self.leaf, self.precision
+        computed = precision.param_dtype if precision.param_dtype and leaf.is_floating_point() else leaf.dtype
+        chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None  # by the user, to sum gradients in
+        reduced = precision.reduce_dtype or chosen or computed
         if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
             self.resting, self.gathered = self.resting.with_(dtype=computed), self.gathered.with_(dtype=computed)
             self.inner = self.inner.with_(dtype=computed) if self.inner else None
@@ -204,7 +207,7 @@ def shard_parameter(
     """
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None
-    resting, gathered = _layouts(param, axes, inner, _data_shard(param, placement))
+    resting, gathered = _layouts(param, axes, inner, placement(param) if placement and param.ndim else None)
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
@@ -277,25 +280,11 @@ def _replacement(old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styl
     return new
 
 
-def _dtypes(param: Tensor, precision: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """In which a parameter is used, and in which its gradient is reduced."""
-    computed = precision.param_dtype if precision.param_dtype and param.is_floating_point() else param.dtype
-    chosen = param.grad_dtype if param.grad_dtype is not param.dtype else None  # by the user, to sum gradients in
-    return computed, precision.reduce_dtype or chosen or computed
-
-
-def _data_shard(param: nn.Parameter, placement: Callable[[nn.Parameter], Shard | None] | None) -> Placement:
-    """How the data axes shard a parameter; a number stays replicated."""
-    if param.ndim == 0:
-        return Replicate()
-    asked = placement(param) if placement else None
+def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None) -> tuple[Spec, Spec]:
+    """At rest, where the data axes shard what the axes of the style have left, and gathered."""
     if asked is not None and not isinstance(asked, Shard):
         raise LayoutError(f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}")
-    return asked or Shard(0)
-
-
-def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, shard: Placement) -> tuple[Spec, Spec]:
-    """At rest, where the data axes shard what the axes of the style have left, and gathered."""
+    shard = (asked or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
     placements, whole = axes.placements(shard), [Replicate()] * axes.mesh.ndim
     meta = param.shape, None, param.dtype
     if inner is None:
