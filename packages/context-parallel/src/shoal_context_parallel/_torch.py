@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-Mask = torch.Tensor | None
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Mask = Tensor | None
+Gradients = tuple[Tensor, Tensor, Tensor]
 # Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes queries, keys and
 # values, whether it is causal (then there are as many queries as keys), what is added to the scores, and their factor;
 # it returns the output and the log-sum-exp of each row.  A backward takes the gradient first, and after the values the
@@ -17,15 +18,15 @@ _aten = torch.ops.aten
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Mask, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu.default
     out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
-def flash_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
     """Gradients of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     dq, dk, dv = op(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
@@ -33,14 +34,14 @@ def flash_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Mask, s
 
 
 def cuda_flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Mask, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the flash kernel of CUDA, which takes no mask."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
-def cuda_flash_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def cuda_flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
     """Gradients of the flash kernel of CUDA, which reads log-sums by their address alone."""
     *others, lse = tensors
     lengths = (tensor.shape[-2] for tensor in others[1:3])
@@ -50,15 +51,15 @@ def cuda_flash_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Ma
 
 
 def efficient_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: Mask, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the memory-efficient kernel of CUDA."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
     return out, lse.narrow(-1, 0, q.shape[-2])  # it has a multiple of 32 rows
 
 
-def efficient_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def efficient_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
     """Gradients of the memory-efficient kernel of CUDA."""
     grad, q, k, v, out, lse = tensors
     lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)  # exp(-inf) of rows that are none
@@ -68,7 +69,7 @@ def efficient_attention_backward(*tensors: torch.Tensor, causal: bool, mask: Mas
     return dq, dk, dv
 
 
-def _aligned(mask: Mask, q: torch.Tensor) -> Mask:
+def _aligned(mask: Mask, q: Tensor) -> Mask:
     """The mask for all batch rows and heads, each of its rows at a multiple of 16 elements, as the kernel reads it."""
     if mask is None:
         return None
@@ -76,12 +77,12 @@ def _aligned(mask: Mask, q: torch.Tensor) -> Mask:
     return padded.expand(*q.shape[:2], -1, -1)
 
 
-def _no_random_state(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
     """Seed and offset of a dropout that there is none of."""
     return like.new_empty(2, dtype=torch.uint64), like.new_empty((), dtype=torch.uint64)
 
 
-def can_use(kernel: str, q: torch.Tensor, v: torch.Tensor) -> bool:
+def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
     """Whether torch uses a kernel of CUDA, "flash" or "efficient", on this device and under `sdpa_kernel`."""
     cuda: Any = torch.backends.cuda
     return bool(getattr(cuda, f"can_use_{kernel}_attention")(cuda.SDPAParams(q, q, v, None, 0.0, False, False)))

@@ -107,9 +107,7 @@ def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
 
 def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
     """The gradient of this rank's block: the ranks' summands, by one reduce-scatter."""
-    summands: dict[int, Tensor] = {}
-    for owner, block in blocks:
-        summands[owner] = gradient(owner, block)
+    summands = {owner: gradient(owner, block) for owner, block in blocks}
     flat = torch.cat([summands[owner] for owner in range(comm.size)])  # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
     with purpose("attention: gradients of keys and values"):
         return reduce_scatter_v(flat, comm, sizes)
