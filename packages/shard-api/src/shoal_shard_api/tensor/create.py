@@ -25,13 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _lists_properties(factory: F) -> F:
     """The factory with the properties of a ShardedTensor in the signature that ``help`` and tools show."""
-    own = inspect.signature(factory)
-    of_tensor = [
-        *inspect.signature(ShardedTensorBase.__new__).parameters.values(),
-        *inspect.signature(ShardedTensor.__new__).parameters.values(),
-    ]
+    calls: list[Callable[..., Any]] = [factory, ShardedTensorBase.__new__, ShardedTensor.__new__]
+    own, *of_tensor = [inspect.signature(call) for call in calls]
     shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown += [p for p in of_tensor if p.kind is p.KEYWORD_ONLY]
+    shown += [p for each in of_tensor for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
     factory.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what inspect reads
     return factory
 
