@@ -196,7 +196,7 @@ def _planner() -> Any:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 
     class AnySizes(DefaultLoadPlanner):
-        """It is told that the saved tensors have the sizes asked for: `_check_fit` has compared them."""
+        """It takes the saved tensors to have the sizes asked for: `_check_fit` has compared them."""
 
         def create_local_plan(self) -> Any:
             metadata: Any = self.metadata

@@ -201,34 +201,15 @@ def shard_module(
     """
     group = resolve(process_group)
     specs: dict[str, ShardingSpec] = {}
-    sharders: dict[str, Sharder] = {}
 
     def facts() -> dict[str, Any]:
         _check_types(module, plan)
+        specs.update(_check_paths(module, plan, group))
         check_rank("shard", "src_rank", src_rank, group)
-        sharders.update((path, entry) for path, entry in plan.plan.items() if isinstance(entry, Sharder))
-        specs.update(_check_parameters(module, plan, sharders, group))
-        for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
-            if not any(path.startswith(f"{sharder}.") for sharder in sharders):
-                _submodule(module, path, "output_plan or return_local_tensor")
         return _facts_of_plan(module, plan, src_rank)
 
     agree_on(group, facts)
-    outputs, local_outputs = plan.output_plan or {}, plan.return_local_tensor or ()
-    replacements: dict[str, nn.Module] = {}
-
-    def run_sharders() -> None:
-        for path, sharder in sorted(sharders.items()):
-            new: Any = sharder.shard(module.get_submodule(path))
-            if not isinstance(new, nn.Module):
-                raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(new)}, not a Module")
-            replacements[path] = new
-        for path, new in replacements.items():
-            for below in (each for each in (*outputs, *local_outputs) if each.startswith(f"{path}.")):
-                _submodule(new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}")
-
-    if sharders:
-        agree(run_sharders, group)
+    replacements = _run_sharders(module, plan, group)
     sharded = {
         path: spec.shard(module.get_parameter(path), src_rank=src_rank, process_group=group)
         for path, spec in sorted(specs.items())
@@ -238,9 +219,9 @@ def shard_module(
         _replace_everywhere(module, "_parameters", module.get_parameter(path), new_parameter)
     for path, new in replacements.items():
         _replace_everywhere(module, "_modules", module.get_submodule(path), new)
-    for path, spec in outputs.items():
+    for path, spec in (plan.output_plan or {}).items():
         _reshard_output(module.get_submodule(path), spec)
-    for path in local_outputs:
+    for path in plan.return_local_tensor or ():
         _collect_local_shard(module.get_submodule(path))
 
 
@@ -260,10 +241,12 @@ def _check_types(module: Any, plan: Any) -> None:
     expect_all("shard_module", "return_local_tensor", plan.return_local_tensor or (), str, error=PlanTypeError)
 
 
-def _check_parameters(
-    module: nn.Module, plan: ShardingPlan, sharders: Mapping[str, Sharder], group: dist.ProcessGroup
-) -> dict[str, ShardingSpec]:
+def _check_paths(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> dict[str, ShardingSpec]:
     """The specs of the parameters that a plan shards itself, of tied ones once, after the checks of one rank."""
+    sharders = [path for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
+    for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
+        if not any(path.startswith(f"{sharder}.") for sharder in sharders):
+            _submodule(module, path, "output_plan or return_local_tensor")
     owned: dict[int, tuple[str, str]] = {}  # by the id of a parameter in the sub-tree of a Sharder, its name and that
     for path in sharders:
         if not path:
@@ -311,6 +294,27 @@ def _facts_of_plan(module: nn.Module, plan: ShardingPlan, src_rank: int) -> dict
             facts[f"sharding_spec of {path}"] = entry
             facts[f"size and dtype of {path}"] = (tuple(parameter.size()), parameter.dtype)
     return facts
+
+
+def _run_sharders(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> dict[str, nn.Module]:
+    """The new sub-modules by path, not installed yet; an error of any rank's Sharder is raised on all ranks."""
+    replacements: dict[str, nn.Module] = {}
+
+    def run() -> None:
+        for path, entry in sorted(plan.plan.items()):
+            if isinstance(entry, Sharder):
+                new: Any = entry.shard(module.get_submodule(path))
+                if not isinstance(new, nn.Module):
+                    raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(new)}, not a Module")
+                replacements[path] = new
+        for path, new in replacements.items():
+            for below in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
+                if below.startswith(f"{path}."):
+                    _submodule(new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}")
+
+    if any(isinstance(entry, Sharder) for entry in plan.plan.values()):
+        agree(run, group)
+    return replacements
 
 
 def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
