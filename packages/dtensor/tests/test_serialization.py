@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, safe_globals
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    distribute_tensor,
+    safe_globals,
+)
 from shoal_dtensor.errors import ArgumentValueError, PlacementError
 from shoal_dtensor.tensor.serialization import rebuild
-from shoal_mesh import init_device_mesh
+from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 
@@ -137,3 +150,30 @@ def test_a_checkpoint_has_every_shard_of_a_local_shards_wrapper(tmp_path: Path) 
     dcp.load({"x": again}, checkpoint_id=paths[0])
     shards: Any = again.to_local()
     torch.testing.assert_close(torch.cat(shards.local_shards(), 1), full[row : row + 2])
+
+
+# The specs of the test below, pickled on 25 November 2026.
+EARLIER = (
+    "c-oDU*;CX&5XO@QR*feLilX9e)?>X8Z&6S@0ucv~c*Hfw;G_tfe3@AbAE?rY3I5s6Y*<T6OL>_|cXjvo^>6aE=EJZf&axnF#e%kZ"
+    "Ry5P#OV$xhp3}%$&<D(3$ui}v**#+VIf-aDVHGs&Bxzg)sQpn}1ns3(HPxC^iJ63^F}Kjy_=bKT1Gd*^7)F$LQ2%G|Y;|Fi>f5}E"
+    "Ew<OM`hpe8VL3IYR${BfHuYte*e<c7#7?iSDze2zP6c*3MmJ0oE@+HF*Bej~XF*P}yXxQ52|ZKK#8CGRF<fHruckf~StsYsyvQQT"
+    "d8-PosUTXS?Rc7H3W|k&%HW8P{kH3RYKnmaG-NtC>f@kFG8LCN<hnF;zpvpi!Pwv5AWwscF4MN)R!bQzVhcwc!*$Fx93?pR-zGxy"
+    "G>HPCJRNTkoG5Y9sY{%4Oo`Kx$cl(rNn1>eTd*C&F(eu#&PbdUI7e`vnKr92{Y*_C7i?B%8vVspT(X%}alR~ZMPi&OxNOj6ilfBU"
+    "PRNEOCfKONHN7MoQ(ImqxWSZrr(cu4sdu<Va9iSzwscopnq=!P?v=PNF(oif@IbrR2p>@-F^zki9;!)wj;TG)tl<&CW2V-BqP3oC"
+    "EvKh7TVhVa6?jH4zcH=(pb$xrT6o_5bC-h^5QznX7h2<`)_A2gUNgHP;1Rr8$N1LAyB@~(tMDs~3daYDmc+;3Fa`?akVMEvB%+@f"
+    "V**N>KLBKiID`"
+)
+
+
+def test_specs_of_earlier_files_are_read() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        layouts: list[tuple[DeviceMesh, list[Placement]]] = [
+            (mesh, [Shard(0), Replicate()]),
+            (mesh["b"], [Shard(0, sizes=(4, 2))]),
+            (mesh, [StridedShard(0, split_factor=3), Replicate()]),
+            (mesh, [Partial("max"), Replicate()]),
+        ]
+        *specs, along_a = pickle.loads(zlib.decompress(base64.b85decode(EARLIER)))
+        assert specs == [Spec(on, placements, (6,), dtype=torch.int64) for on, placements in layouts]
+        assert along_a == mesh["a"]

@@ -1,4 +1,4 @@
-"""Covers: mesh/fields.py: what users pass."""
+"""Covers: mesh/rank_layout.py: what users pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: mesh/fields.py: layouts, against brute force."""
+"""Covers: mesh/rank_layout.py: layouts, against brute force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from shoal_mesh import MeshError
-from shoal_mesh.mesh.fields import Layout
+from shoal_mesh.mesh.rank_layout import Layout
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 

@@ -16,7 +16,16 @@ from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
 from .device_mesh import DeviceMesh, current_mesh, rebuild_mesh
-from .fields import BackendOverride, Layout, MeshFields, check_fits, read_backends, read_device, read_names, read_shape
+from .rank_layout import (
+    BackendOverride,
+    Layout,
+    MeshFields,
+    check_fits,
+    read_backends,
+    read_device,
+    read_names,
+    read_shape,
+)
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 

@@ -16,8 +16,17 @@ from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .fields import BackendOverride, Layout, MeshFields, read_backends, read_device, read_names, read_ranks, read_sizes
 from .rank_grid import AxisLike, RankGrid
+from .rank_layout import (
+    BackendOverride,
+    Layout,
+    MeshFields,
+    read_backends,
+    read_device,
+    read_names,
+    read_ranks,
+    read_sizes,
+)
 
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 

@@ -19,7 +19,7 @@ from ..argument_types import require, require_each
 from ..errors import AxisError, NoGroupError
 from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_or_create, note_group
 from ..groups.world import world_place
-from .fields import MeshFields, read_sizes
+from .rank_layout import MeshFields, read_sizes
 
 AxisLike = int | str
 
