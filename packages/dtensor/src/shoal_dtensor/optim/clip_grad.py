@@ -79,10 +79,7 @@ def clip_grad_norm_(
     if own.plain:
         _check_plain(owners)
     if own.partial:
-        with coalesce():
-            for owner in owners:
-                if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
-                    owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
+        _reduce_partial(owners)
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -132,6 +129,13 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
                 f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
                 f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or DTensor.from_local"
             )
+
+
+def _reduce_partial(owners: Sequence[Tensor]) -> None:
+    with coalesce():
+        for owner in owners:
+            if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
+                owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
 
 
 def _total(

@@ -1,4 +1,4 @@
 """What a run computes, recorded small, and where two runs differ first.
 
-May import: invariant.
+May import: nothing.
 """
