@@ -44,10 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal_mesh", description="Facts about this machine and its ranks.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     options = {}
-    for name, run in {"env": print_facts, "postmortem": print_postmortem, "topology": print_topology}.items():
-        text = (run.__doc__ or "").splitlines()[0]
-        options[name] = commands.add_parser(name, help=text, description=text)
-        options[name].set_defaults(run=run)
+    for run in (env, postmortem, topology):
+        options[run.__name__] = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        options[run.__name__].set_defaults(run=run)
     add = options["postmortem"].add_argument
     add("folder", nargs="?", default=folder(), help="the errors name it (default: %(default)s)")
     add("--last", type=int, default=3, help="collectives of each rank (default: %(default)s)")
@@ -55,23 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--mesh", type=_shape, default=(2,), help="sizes of the axes, such as 2x4 (default: 2)")
     add("--bytes", type=int, default=1 << 22, help="of the larger message (default: 4 MiB)")
     asked = parser.parse_args(argv)
-    status: int = asked.run(asked)
-    return status
+    said: tuple[list[str], int] = asked.run(asked)  # lines, and the exit status
+    sys.stdout.writelines(f"{line}\n" for line in said[0])
+    return said[1]
 
 
-# --- env --------------------------------------------------------------------------------------------------------------
-
-
-def print_facts(asked: argparse.Namespace) -> int:
+def env(asked: argparse.Namespace) -> tuple[list[str], int]:
     """What a bug report needs: versions, devices, backends, memory for ranks, variables that change how ranks meet."""
-    values = facts()
-    width = max(map(len, values))
-    sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in values.items())
-    return 0
-
-
-def facts() -> dict[str, str]:
-    """What is known, by name; nothing is measured and no process group is made."""
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         try:
@@ -91,30 +80,23 @@ def facts() -> dict[str, str]:
         free = shutil.disk_usage("/dev/shm").free
         values["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
     given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
-    return values | {f"${name}": given[name] for name in sorted(given)}
+    values |= {f"${name}": given[name] for name in sorted(given)}
+    width = max(map(len, values))
+    return [f"{name:{width}}  {value}" for name, value in values.items()], 0
 
 
-# --- postmortem -------------------------------------------------------------------------------------------------------
-
-
-def print_postmortem(asked: argparse.Namespace) -> int:
-    """Who stopped where: reads the files that ranks have left in a folder when one of them was lost.
-
-    The exit status is 1 where there is nothing to read.
-    """
-    dumps, unreadable = {}, []
+def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
+    """Who stopped where: reads the files that ranks have left in a folder when one of them was lost."""
+    dumps, lines = {}, []
     for path in sorted(Path(asked.folder).glob("rank*.json")):
         try:
             dump = json.loads(path.read_text())
             dumps[int(dump["rank"])] = dump
         except (OSError, ValueError, KeyError, TypeError) as error:
-            unreadable.append(f"{path.name} cannot be read: {error!r}")
-    sys.stdout.writelines(f"{line}\n" for line in unreadable)
-    if not dumps:
-        sys.stdout.write(f"no files of ranks in {asked.folder or 'no folder'}\n")
-        return 1
-    sys.stdout.writelines(f"{line}\n" for line in report(dumps, asked.last))
-    return 0
+            lines.append(f"{path.name} cannot be read: {error!r}")
+    if not dumps:  # there is nothing to read: status 1
+        return [*lines, f"no files of ranks in {asked.folder or 'no folder'}"], 1
+    return [*lines, *report(dumps, asked.last)], 0
 
 
 def report(dumps: Dumps, last: int = 3) -> list[str]:
@@ -137,21 +119,18 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
     return lines
 
 
-# --- topology ---------------------------------------------------------------------------------------------------------
-
-
-def print_topology(asked: argparse.Namespace) -> int:
+def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
     """Latency, bandwidth and best order of ranks along the axes of a mesh, on local ranks or those of torchrun."""
     shape: tuple[int, ...] = asked.mesh
     links, order = launch(_measure, math.prod(shape), shape, asked.bytes)[0]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        sys.stdout.write(f"{'axis':>4} {'ranks':>6} {'latency':>12} {'bandwidth':>14}\n")
-        for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
-            speed = f"{link.bandwidth / 1e9:.3f} GB/s"
-            sys.stdout.write(f"{axis:>4} {size:>6} {link.latency * 1e6:>9.1f} us {speed:>14}\n")
-        values = ", ".join(f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links)
-        sys.stdout.write(f"set_topology(mesh, [{values}])\norder='topology': {order}\n")
-    return 0
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return [], 0
+    lines = [f"{'axis':>4} {'ranks':>6} {'latency':>12} {'bandwidth':>14}"]
+    for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
+        speed = f"{link.bandwidth / 1e9:.3f} GB/s"
+        lines.append(f"{axis:>4} {size:>6} {link.latency * 1e6:>9.1f} us {speed:>14}")
+    values = ", ".join(f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links)
+    return [*lines, f"set_topology(mesh, [{values}])", f"order='topology': {order}"], 0
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:

@@ -164,9 +164,7 @@ class _MeshResources:
             raise NoGroupError("no device mesh is current: enter one with `with mesh:`")
         return mesh
 
-    @staticmethod
-    def get_root_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-        return device_mesh._get_root_mesh()
+    get_root_mesh = staticmethod(DeviceMesh._get_root_mesh)
 
     @staticmethod
     def num_devices_per_host(device_type: str) -> int:
