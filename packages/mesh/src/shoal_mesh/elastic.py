@@ -99,8 +99,7 @@ class ElasticWorld:
         self._store = _torch.PrefixStore("shoal_elastic", store)
         self._size, self._backend, self._at_least = size, backend, at_least
         self._patience, self._timeout = patience, timedelta(seconds=timeout)
-        self._machine = machine()
-        self._member: Member = {"id": secrets.token_hex(8), "machine": self._machine, "process": os.getpid()}
+        self._member: Member = {"id": secrets.token_hex(8), "machine": machine(), "process": os.getpid()}
 
     def run(self, function: Callable[[], R], *, wait: float = 600.0) -> R:
         """What `function` returns in the first world in which it comes to its end.
@@ -218,7 +217,7 @@ class ElasticWorld:
 
     def _is_gone(self, member: Member) -> bool:
         """Whether a member has ended, as far as this machine shows, or has left for good."""
-        here = bool(self._machine) and member["machine"] == self._machine
+        here = member["machine"] and member["machine"] == self._member["machine"]
         return (here and state_of(member["process"]) == "ended") or self._store.check([f"left/{member['id']}"])
 
     def _begin(self, members: list[Member]) -> bool:
