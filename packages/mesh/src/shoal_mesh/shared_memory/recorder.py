@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
 # First what shared memory carries, then what a backend may be asked for.
 OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
@@ -114,14 +112,15 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
     import socket
     import traceback
 
+    import torch.distributed as dist
+
     last = [
         (round(now - at, 3), group, describe(what) if isinstance(what, int) else _in_words(*what), _joined(texts))
         for at, group, what, texts in _with_notes()
     ]
-    world = _torch.default_group()
     written = {
         "rank": rank,
-        "world": rank + 1 if world is None else world.size(),
+        "world": dist.get_world_size() if dist.is_initialized() else rank + 1,
         "error": error,
         "culprits": culprits,
         "seen": seen,
