@@ -157,6 +157,20 @@ def test_parts_of_a_norm_given_by_hand() -> None:
 
 
 @pytest.mark.parity
+@on_ranks(4)
+def test_meshes_without_names_to_and_from_torch() -> None:
+    from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+
+    from shoal_dtensor.interop import mesh_from_torch, mesh_to_torch
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    peer = mesh_to_torch(mesh)
+    assert (peer.mesh.tolist(), peer.mesh_dim_names) == ([[0, 1], [2, 3]], mesh.axis_names)
+    assert mesh_from_torch(peer).shape == mesh_from_torch(init_torch_mesh("cpu", (2, 2))).shape == (2, 2)
+    assert mesh_to_torch(init_device_mesh("cpu", (4,))).mesh_dim_names is None
+
+
+@pytest.mark.parity
 @on_ranks(2)
 def test_partial_norms_to_and_from_torch() -> None:
     from torch.distributed.tensor import Shard as TorchShard, distribute_tensor as distribute_torch

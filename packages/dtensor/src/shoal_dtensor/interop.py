@@ -35,7 +35,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_mesh("mesh_to_torch", mesh)
-    return _over_groups(TorchMesh, mesh)
+    return _over_groups(TorchMesh, mesh, mesh.mesh_dim_names if mesh.ndim == 1 else mesh.axis_names)
 
 
 def mesh_from_torch(mesh: Any) -> DeviceMesh:
@@ -52,12 +52,12 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")
-    return _over_groups(DeviceMesh, mesh)  # type: ignore[no-any-return]  # of the class it gets
+    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
 
 
-def _over_groups(kind: Any, mesh: Any) -> Any:
-    """A mesh of a class over the process groups of another."""
-    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
+    """A mesh of a class over the process groups of another; several axes of torch's have to have names."""
+    groups = mesh.get_all_groups()
     if mesh.ndim == 1:
         return kind.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
     return kind.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
