@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -198,6 +199,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None
         (full | {"other": torch.zeros(1)}, r"missing \[\], unexpected \['other'\]"),
         (full | {"up.weight": torch.zeros(6, 10)}, r"up.weight has shape \(6, 10\), here it has \(10, 6\)"),
         (None, "must be a dict, got NoneType"),
+        (full | {"up.weight": UserDict(one=torch.zeros(1))}, "must be a dict, got UserDict"),
     ):
         for options in (FULL, BROADCAST):
             given: Any = state if options is FULL or dist.get_rank() == 0 else {}

@@ -85,26 +85,23 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
         sys.meta_path.insert(0, _AfterImport(wrap))
 
 
-class _AfterImport:
+class _AfterImport(NamedTuple):
     """A finder of one module, by the loader that Python has for it, which calls a function on it once it has run."""
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function = function
+    function: Callable[[Any], None]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _API:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = find_spec(name)
         execute = spec.loader.exec_module
 
         def executed(module: Any) -> None:
             execute(module)
-            self._function(module)
+            self.function(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this loader, made for this import
+        spec.loader.exec_module = executed  # of this loader, made for this import
         return spec
 
 

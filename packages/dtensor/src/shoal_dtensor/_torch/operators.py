@@ -45,8 +45,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         except (NotImplementedError, RuntimeError):
             pass
         except ZeroDivisionError:  # the mean of no elements: the kernel itself, which has none to compute
-            args, kwargs = build(torch.device("cpu"))
-            return op(*args, **kwargs)
+            return results_of(op, build)
         with mode or _fake_mode(), _without_log():
             args, kwargs = build(torch.device("cpu"))
             return op(*_as_meta_kernels_take_it(op._schema.name, args), **kwargs)
@@ -138,7 +137,6 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     return [binding for binding in ((method, function) if short else (function,)) if callable(binding)]
 
 
-_RUNNING_STATISTICS = ("running_mean", "running_var")
 _WITH_UNMARKED_WRITES = frozenset(
     {
         "aten::native_batch_norm",
@@ -153,7 +151,7 @@ _WITH_UNMARKED_WRITES = frozenset(
 
 def unmarked_writes(op: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that the operator writes, when it trains, although its schema does not say so."""
-    return _RUNNING_STATISTICS if op._schema.name in _WITH_UNMARKED_WRITES else ()
+    return ("running_mean", "running_var") if op._schema.name in _WITH_UNMARKED_WRITES else ()
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
