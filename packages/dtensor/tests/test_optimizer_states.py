@@ -158,6 +158,17 @@ def test_a_model_is_loaded_without_optimizers(options: StateDictOptions) -> None
         same(other, made(1, sharded=False), "loaded")
 
 
+def test_an_optimizer_whose_methods_are_these_functions() -> None:
+    with fake_world(1):
+        model, fresh = made(1, sharded=True), made(1, sharded=True)
+        optimizer, other = OPTIMIZERS["AdamW"](model.parameters()), OPTIMIZERS["AdamW"](fresh.parameters())
+        step(model, optimizer, 1)
+        torchs._patch_optimizer_state_dict(fresh, optimizers=other)
+        other.load_state_dict(get_optimizer_state_dict(model, optimizer))
+        for mine, its in zip(model.parameters(), fresh.parameters(), strict=True):
+            torch.testing.assert_close(other.state[its]["exp_avg"], optimizer.state[mine]["exp_avg"])
+
+
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD, dampening"])
 def test_reading_changes_nothing_on_two_ranks(kind: str) -> None:

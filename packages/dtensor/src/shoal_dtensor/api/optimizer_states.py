@@ -129,7 +129,8 @@ def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], targe
         }
         options = [{**_options_of(group, groups), "params": group["params"]} for group in own]
         by_name = {"state": entries, "param_groups": options}
-        optimizer.load_state_dict(dict(state) if _is_by_number(given) else by_name)
+        load = type(optimizer).load_state_dict  # torch may have put a call of this function in the optimizer
+        load(optimizer, dict(state) if _is_by_number(given) else by_name)
         if steps_as(optimizer, SGD.__module__):
             _forget_first_buffers(optimizer)
 
