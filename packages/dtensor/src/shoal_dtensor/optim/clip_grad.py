@@ -76,10 +76,9 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
     own = _looked_up(specs)
-    if own.plain:
-        _check_plain(owners)
+    _check_plain(owners if own.plain else ())
     if own.partial:
-        _reduce_partial(owners)
+        _finish_partial(owners)
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -131,7 +130,8 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
             )
 
 
-def _reduce_partial(owners: Sequence[Tensor]) -> None:
+def _finish_partial(owners: Sequence[Tensor]) -> None:
+    """Finish gradients that are still partial."""
     with coalesce():
         for owner in owners:
             if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
