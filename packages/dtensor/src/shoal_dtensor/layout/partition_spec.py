@@ -221,10 +221,8 @@ def _order_of_strided(
 
 def canonical_placements(placements: Sequence[Placement], shardings: Sequence[object]) -> tuple[Placement, ...]:
     """`placements` with explicit sizes dropped where they say what `torch.chunk` would do anyway."""
-    sized = [getattr(placement, "sizes", None) is not None for placement in placements]
-    result = list(placements)
-    for dim, sharding in enumerate(shardings if True in sized else ()):
-        if isinstance(sharding, DimSharding) and any(sized[axis] for axis in sharding.axes):
-            for axis, placement in sharding.placements(dim).items():
-                result[axis] = placement
-    return tuple(result)
+    result = dict(enumerate(placements))
+    for dim, sharding in enumerate(shardings):
+        if isinstance(sharding, DimSharding) and any(getattr(result[axis], "sizes", None) for axis in sharding.axes):
+            result |= sharding.placements(dim)
+    return tuple(result.values())

@@ -75,11 +75,7 @@ def holders(spec: Any) -> dict[Box, list[int]]:
 
 
 def rank_table(spec: Any) -> RankTable:
-    """The table of a tensor of one or two dims.
-
-    Raises:
-        PlacementError: if the tensor has more than two dims.
-    """
+    """The table of a tensor of one or two dims; PlacementError if it has more."""
     if spec.ndim > 2:
         raise PlacementError(f"visualize_sharding: expected a tensor of one or two dims, got shape {tuple(spec.shape)}")
     ranks_of = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}

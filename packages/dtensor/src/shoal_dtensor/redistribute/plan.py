@@ -211,12 +211,11 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
             stride.append(step * inner)  # 24 elements as (4, 6): [6, 1]
         if levels:
             return None  # 3 runs are no dim of (4, 6)
-    placements: list[Placement] = [p if isinstance(p, Partial) else Replicate() for p in spec.placements]
+    placements: dict[int, Placement] = dict(enumerate(spec.placements))
     for dim, sharding in by_dim.items():
-        for axis, placement in sharding.placements(dim).items():
-            placements[axis] = placement
+        placements |= sharding.placements(dim)
     shape = tuple(n for sizes in view for n in sizes)
-    return spec.sharded(spec.mesh, tuple(placements), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
+    return spec.sharded(spec.mesh, tuple(placements.values()), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
 
 
 # --- from one mesh to another -----------------------------------------------------------------------------------------

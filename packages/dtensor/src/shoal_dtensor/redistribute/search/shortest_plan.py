@@ -68,16 +68,15 @@ def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]
 
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     """The spec of a state."""
-    placements: list[Placement] = [Replicate()] * len(src.placements)
+    placements: dict[int, Placement] = dict.fromkeys(range(src.mesh.ndim), Replicate())
     for axis in axes_of(state.pending | space.partial & ~state.becoming):  # P, R -> R, P at first: axis 0
         here = src if (state.pending | state.scaled) >> axis & 1 else dst
         before = here.placements[axis]
         placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
     for dim, sharded in enumerate(state.dims):
-        for axis, placement in sharded.sharding.placements(dim).items():
-            placements[axis] = placement
+        placements |= sharded.sharding.placements(dim)
     order = tuple((dim, sharded.axes) for dim, sharded in enumerate(state.dims) if sharded.axes)
-    return src.with_(placements=placements, stride=dst.stride, shard_order=order)
+    return src.with_(placements=tuple(placements.values()), stride=dst.stride, shard_order=order)
 
 
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
