@@ -10,14 +10,17 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from shoal_mesh import Comm, all_to_all_blocks
 
 from ..layout.boxes import Box, intersect, slices_of, volume
-from ..layout.spec import Spec
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+
 
 Block = tuple[int, Box]
 Flow = tuple[int, int, Box]

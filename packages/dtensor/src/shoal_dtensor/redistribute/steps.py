@@ -8,8 +8,10 @@ turns a step into what one rank does, `run` executes it, `explain` prints it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..layout.spec import Spec
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,13 @@ from shoal_mesh import (
 from shoal_mesh.internal import Flat, Pending, start_packed
 
 from ...layout.placements import norm_order
-from ...layout.spec import Spec
 from ...layout.tensor_meta import memory_order, remembered
 from ..steps import Plan, Step
 from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
 
 Stage = Callable[[Tensor], Tensor]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
 
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
-from ...layout.spec import Spec
 from ...layout.tensor_meta import has_symbols
 from ..blocks import Blocks, boxes_of_rank, exchange_blocks
 from ..reductions import identity_of, powers, root
 from ..steps import Step
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
 
 Coordinate = tuple[int, ...]
 

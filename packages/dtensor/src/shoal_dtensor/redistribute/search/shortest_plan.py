@@ -17,14 +17,18 @@ from heapq import heappop, heappush
 from itertools import combinations, count
 from math import inf, prod
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import RedistributeError
 from ...layout.placements import Partial, Placement, Replicate
-from ...layout.spec import Spec
 from ..steps import Plan, Step
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .space import Candidates, Links, Space, State, axes_of, mask_of
+from .links import Links, axes_of, mask_of
+from .space import Candidates, Space, State
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
 
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at
 # some layouts only.
