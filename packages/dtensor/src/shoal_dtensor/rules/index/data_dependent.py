@@ -18,7 +18,7 @@ from ..._torch.tensors import in_backward
 from ...host_memory import device_of_numbers, upload
 from ...layout.boxes import box_at, slices_of
 from ...layout.spec import Spec
-from ...layout.tensor_meta import TensorMeta
+from ...layout.tensor_meta import TensorMeta, contiguous_stride
 from ..language.local_ops import all_reduced, sharding_axes, where_sharded
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family, replicated
 from ..shape.views import expand
@@ -35,10 +35,8 @@ def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *resul
     """Global positions, `(count, ndim)`, of those in every rank's shard, in row-major order, and results likewise."""
     positions = positions + upload(spec.local_offset, positions.device, positions.dtype)
     positions, *results_of_all = gathered(spec, axes, positions, *results)
-    flat = torch.zeros_like(positions[:, 0])
-    for d, size in enumerate(spec.shape):
-        flat = flat * size + positions[:, d]
-    order = flat.argsort()
+    strides = upload(contiguous_stride(spec.shape), positions.device, positions.dtype)
+    order = (positions * strides).sum(1).argsort()
     return [positions[order], *(tensor[order] for tensor in results_of_all)]
 
 

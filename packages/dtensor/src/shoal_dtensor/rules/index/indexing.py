@@ -194,11 +194,10 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
             is_local &= is_in_dim
-        common = range(first, first + len(shape))
-        others = (*range(first), *range(first + len(shape), ndim))
+        common = [*range(first, first + len(shape))]
         wide = [1] * (ndim - values.ndim) + list(values.shape)
         wide[first : first + len(shape)] = shape
-        rows = values.expand(wide).permute(*common, *others)
+        rows = values.expand(wide).movedim(common, [*range(len(shape))])
         rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
         positions, rows = _in_shard(
             x, dims, [p.reshape(-1) for p in positions], rows, is_local.reshape(-1), first, adds

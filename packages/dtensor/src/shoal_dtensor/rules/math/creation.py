@@ -26,7 +26,10 @@ from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Ro
 
 
 def fill(call: OpCall) -> Iterator[Row]:
-    """Sharded as the first input, which is all that is read of it; a partial tensor that is written to stays one."""
+    """Sharded as the first input, which is all that is read of it; a partial tensor that is written to stays one.
+
+    And `zeros_like` and the like, which write to none.
+    """
     yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
     if call.written:
         yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
@@ -135,12 +138,6 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
 # --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
 
 
-def zeros_like(call: OpCall) -> Iterator[Row]:
-    """Sharded like the original; new where the original is partial."""
-    yield from pointwise().rows(call)
-    yield from _of_partials(call)
-
-
 def new_zeros(call: OpCall) -> Iterator[Row]:
     """A new size: sharded like the original along dims that are as long as in the original, else replicated."""
     source, result = call["self"], call.outputs[0]
@@ -183,7 +180,7 @@ CREATION: Table = family(
             lambda call: () if call["training"] else alike(call)
         ),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
-        "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
+        "zeros_like ones_like empty_like full_like": Rule(fill, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),
     }
 )

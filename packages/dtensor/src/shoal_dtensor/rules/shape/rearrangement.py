@@ -159,11 +159,6 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-def rot90(call: OpCall) -> Iterator[Row]:
-    ndim = call["self"].ndim
-    yield from alike(call, *(int(d) % ndim for d in call["dims"]))
-
-
 @dataclass(frozen=True, slots=True)
 class RepeatMap:
     """A dim that became `times` as long, in the shards of `torch.chunk`."""
@@ -269,7 +264,7 @@ REARRANGEMENT: Table = family(
         "stack": Rule(unsqueeze, moves="tensors"),
         "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
         "roll flip": Rule(roll, _roll, moves="self"),
-        "rot90": Rule(rot90, moves="self"),
+        "rot90": Rule(lambda call: alike(call, *call.dims("dims")), moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
         "diagonal.default": Rule(diagonal, _diagonal, unordered=True, moves="self"),
         "diagonal_backward.default": Rule(diag_embed, with_input_sizes, skip_empty=True, linear="grad_output"),
