@@ -26,7 +26,8 @@ from ..language.local_ops import (
     sharding_axes,
     where_sharded,
 )
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, adds_up, family
+from ..language.notation import aligned
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, adds_up, family
 from .data_dependent import assumed_result_bytes, selected_by
 from .gather_scatter import lookup, lookup_partial
 
@@ -69,12 +70,6 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
     return IndexedDims(tuple(indexed), kept, first, ndim)
 
 
-def _aligned(meta: TensorMeta, dim: int, ndim: int) -> Entry:
-    """The entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
-    own = dim - (ndim - meta.ndim)
-    return S(own) if own >= 0 and meta.shape[own] != 1 else R
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +84,7 @@ def index(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=S(o)) for d, o in where.kept)
     for j in range(where.ndim):
         if call.outputs[0].shape[where.first + j] != 1:
-            yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
+            yield call.row(indices=[aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
     reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     summed = where.indexed if adds_up(source.dtype) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
@@ -130,7 +125,7 @@ def index_put(call: OpCall) -> Iterator[Row]:
     source, *indices, values = call.tensors
     where = indexed_dims(source, call["indices"])
     ndim = source.ndim - sum(map(len, where.indexed)) + where.ndim
-    yield from (call.row(self=S(d), values=_aligned(values, o, ndim), out=S(d)) for d, o in where.kept)
+    yield from (call.row(self=S(d), values=aligned(values, o, ndim), out=S(d)) for d, o in where.kept)
     if _same_everywhere(call, where):
         yield from (call.row(self=S(d), indices=S(j), out=S(d)) for j, d in enumerate(where.indexed[0]))
     yield from (call.row(self=S(d), out=S(d)) for dims in where.indexed for d in dims)

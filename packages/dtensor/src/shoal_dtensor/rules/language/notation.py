@@ -207,6 +207,12 @@ def product(
     return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
 
 
+def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
+    """The entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
+    own = dim - (ndim - meta.ndim)
+    return S(own, unit) if own >= 0 and meta.shape[own] != 1 else R
+
+
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
     """One row per dim that is not `fixed`, which shards it in all operands and results."""
     for d in range(call.outputs[0].ndim):

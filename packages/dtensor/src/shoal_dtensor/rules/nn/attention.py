@@ -14,6 +14,7 @@ import torch
 
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import sharding_axes, with_arguments
+from ..language.notation import aligned
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, backward, family
 
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
@@ -29,8 +30,7 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
     """
     meta, query = call[name], call["query"]
     if name in MASKS:
-        own = dim - (query.ndim - meta.ndim)
-        return S(own, group) if own >= 0 and meta.shape[own] != 1 else R
+        return aligned(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
     return S(dim, group) if name in QUERY_SIDE and meta.ndim > dim else R

@@ -202,13 +202,18 @@ def _expand(local_call: LocalCall) -> LocalFunction:
 
 
 def unfold(call: OpCall) -> Iterator[Row]:
-    """Windows that do not overlap and leave nothing over are a split; others need their neighbours' elements."""
-    source = call["self"]
-    if source.ndim:
-        dim, size, step = call.dim("dimension"), call["size"], call["step"]
-        yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
-        if size <= step and source.shape[dim] % step == 0:  # 12 in windows of 3 every 4: shards of 4, 8, 12
-            yield call.row(self=S(dim, step), out=S(dim))
+    """And its gradient: windows that do not overlap and leave nothing over are a split; others need their neighbours'.
+
+    12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements are of 4, 8 or 12.
+    """
+    is_gradient, step = "grad_in" in call.places, call["step"]
+    whole = call.outputs[0] if is_gradient else call["self"]
+    if whole.ndim:
+        dim = int(call["dim" if is_gradient else "dimension"]) % whole.ndim
+        yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
+        if call["size"] <= step and whole.shape[dim] % step == 0:
+            elements, windows = S(dim, step), S(dim)
+            yield call.row(grad_in=windows, out=elements) if is_gradient else call.row(self=elements, out=windows)
 
 
 def _unfold(local_call: LocalCall) -> LocalFunction | None:
@@ -225,14 +230,6 @@ def view_as_real(call: OpCall) -> Iterator[Row]:
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
     """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
     return with_arguments(local_call.call, input_sizes=local_call.outputs[0].local_shape)
-
-
-def unfold_backward(call: OpCall) -> Iterator[Row]:
-    if sizes := call["input_sizes"]:
-        dim, size, step = int(call["dim"]) % len(sizes), call["size"], call["step"]
-        yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim))
-        if size <= step and sizes[dim] % step == 0:  # 3 every 4: window i is elements 4i to 4i + 2
-            yield call.row(grad_in=S(dim), out=S(dim, step))
 
 
 VIEWS: Table = family(
@@ -253,6 +250,6 @@ VIEWS: Table = family(
         # Strides are about one storage, which no rank has: gathered, and so no view of its input.
         "as_strided.default": Rule(replicated, moves="self"),
         "as_strided_scatter.default": Rule(replicated, moves="self src"),
-        "unfold_backward.default": Rule(unfold_backward, with_input_sizes, skip_empty=True, linear="grad_in"),
+        "unfold_backward.default": Rule(unfold, with_input_sizes, skip_empty=True, linear="grad_in"),
     }
 )
