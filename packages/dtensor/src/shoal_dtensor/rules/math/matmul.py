@@ -35,10 +35,9 @@ def _added(text: str, name: str = "self") -> Rule:
             yield replace(row, inputs=(*row.inputs[:index], *added, *row.inputs[index + 1 :]))
         # Linear in the added operand together with any one factor; an average may also meet a fixed added operand.
         for factor in (operand for operand, place in call.places.items() if place and operand != name):
-            for op in ("sum", "avg"):
-                yield call.row({name: P(op), factor: P(op), "out": P(op)})
-            yield call.row({factor: P("avg"), "out": P("avg")})
-        yield call.row({name: P("avg"), "out": P("avg")})
+            yield from call.keeping_partials(name, factor, ops=("sum", "avg"))
+            yield from call.keeping_partials(factor, ops=("avg",))
+        yield from call.keeping_partials(name, ops=("avg",))
 
     return Rule(rows, _added_alone, sizes=())
 

@@ -217,9 +217,8 @@ def _channel(call: OpCall) -> int:
 def convolution(call: OpCall) -> Iterator[Row]:
     for case, traffic in _cases(call):
         yield call.row(traffic=traffic, **case)
-    for op in ("sum", "avg"):
-        for factor in ("input", "weight"):
-            yield call.row({factor: P(op), "bias": P(op), "out": P(op)})
+    for factor in ("input", "weight"):
+        yield from call.keeping_partials(factor, "bias", ops=("sum", "avg"))
 
 
 def convolution_backward(call: OpCall) -> Iterator[Row]:
