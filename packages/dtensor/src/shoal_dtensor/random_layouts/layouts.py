@@ -234,7 +234,7 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     assert dim is not None, "the axis shards a dim"
     here = spec.coordinate or (0,) * spec.mesh.ndim  # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
     along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
-    return tuple(1 if spec.is_strided else spec.dim_shardings[dim].size(coordinate) for coordinate in along)
+    return tuple(spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
 
 def shard_of(spec: Spec, axis: int) -> AnyShard | None:
