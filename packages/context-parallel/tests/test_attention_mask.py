@@ -30,9 +30,7 @@ def union(layout: SequenceLayout, mask: AttentionMask) -> Tensor:
                 read = read.tril()
             if tile.kind is TileKind.BAND:
                 behind = queries.unsqueeze(-1) - keys
-                read &= (behind <= (length if left is None else left)) & (
-                    behind >= -(length if right is None else right)
-                )
+                read &= (behind <= left) & (behind >= -right)
             assert read.any(-1).all(), "every query of a tile has a key"
             for row in range(rows) if tile.row is None else [tile.row]:
                 count[row][queries.unsqueeze(-1), keys] += read

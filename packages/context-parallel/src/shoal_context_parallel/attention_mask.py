@@ -23,6 +23,7 @@ from shoal_dtensor.internal import spans
 
 from .sequence_layout import Range, SequenceLayout
 
+UNBOUNDED = 1 << 62  # reach of a query to keys of any position
 _BAND_ROWS = 512  # queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
 
 
@@ -116,9 +117,9 @@ class AttentionMask:
             raise LayoutError(f"a window is (left, right), each None or at least 0, got {self.window}")
 
     @property
-    def reach(self) -> tuple[int | None, int | None]:
+    def reach(self) -> tuple[int, int]:
         """Keys before and behind the query's own position that it may read."""
-        left, right = self.window
+        left, right = (UNBOUNDED if side is None else side for side in self.window)
         return left, 0 if self.causal else right
 
 
@@ -131,7 +132,7 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
         >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
         [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
     """
-    rows = mask.documents.rows if mask.documents is not None else (None,)
+    rows = mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)
     found = []
     for number, segments in enumerate(rows):
         row = number if len(rows) > 1 else None
@@ -146,37 +147,31 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
     return tuple(found)
 
 
-def _local(own: Sequence[Range], segments: Sequence[_Segment] | None) -> Iterator[tuple[Range, int, int]]:
+def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple[Range, int, int]]:
     """What a rank holds of each document: positions, index of the first one on the rank, document."""
     at = 0
     for start, stop in own:
-        if segments is None:
-            yield (start, stop), at, 0
-        for segment in segments or ():
+        for segment in segments:
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high:
                 yield (low, high), at + low - start, segment.document
         at += stop - start
 
 
-def _pairs(queries: Range, keys: Range, left: int | None, right: int | None) -> Iterator[tuple[Range, Range, TileKind]]:
+def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[tuple[Range, Range, TileKind]]:
     """The tiles of a range of queries and one of keys, every query with a key to read."""
     # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which are 2 and 3.
-    (a, b), (c, d) = queries, keys
-    if right is not None:
-        a = max(a, c - right)
-    if left is not None:
-        b = min(b, d + left)
+    c, d = keys
+    a, b = max(queries[0], c - right), min(queries[1], d + left)
     if a >= b:
         return
-    if left is None and right is None:
+    if left == right == UNBOUNDED:
         yield (a, b), keys, TileKind.FULL
-    elif left is None and right == 0:  # two ranges of a layout are the same, or apart
+    elif left == UNBOUNDED and right == 0:  # two ranges of a layout are the same, or apart
         yield (a, b), keys, TileKind.CAUSAL if a == c else TileKind.FULL
     else:
         for start in range(a, b, _BAND_ROWS):
             stop = min(start + _BAND_ROWS, b)
-            low = c if left is None else max(c, start - left)
-            high = d if right is None else min(d, stop + right)
-            inside = (left is None or stop - 1 - left <= low) and (right is None or start + right >= high - 1)
+            low, high = max(c, start - left), min(d, stop + right)
+            inside = stop - 1 - left <= low and start + right >= high - 1
             yield (start, stop), (low, high), TileKind.FULL if inside else TileKind.BAND

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .attention_mask import Tile, TileKind
+from .attention_mask import UNBOUNDED, Tile, TileKind
 
 # Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere 128.
 _SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25
@@ -125,7 +125,7 @@ class BlockKernel:
     """Attention inside a tile."""
 
     scale: float  # factor of the scores
-    window: tuple[int | None, int | None]  # (left, right) reach of queries, for tiles at a window's edge
+    reach: tuple[int, int]  # keys before and behind a query that it may read, for tiles at a window's edge
     attn_mask: Tensor | None  # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
     unmasked: AttentionKernel  # the kernel of tiles without a mask
     masked: AttentionKernel  # that of tiles to whose scores something is added
@@ -171,11 +171,8 @@ class BlockKernel:
                 given = given[tile.row * size : (tile.row + 1) * size]  # 2 heads of keys, batch row 1: 2:4
         if tile.kind is TileKind.FULL:
             return given
-        left, right = self.window if tile.kind is TileKind.BAND else (None, 0)  # causal: any key before, none behind
+        left, right = self.reach if tile.kind is TileKind.BAND else (UNBOUNDED, 0)
         ahead = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(-1) - tile.offset
         band = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
-        if right is not None:
-            band.masked_fill_(ahead > right, -torch.inf)
-        if left is not None:
-            band.masked_fill_(ahead < -left, -torch.inf)
+        band.masked_fill_((ahead > right) | (ahead < -left), -torch.inf)
         return band.expand(1, 1, -1, -1) if given is None else given + band
