@@ -123,7 +123,7 @@ class Unit(Group):
         self.next_backward: Sequence[Unit] | None = None
         self.schedule: Schedule = Schedule([self])  # of the outermost module
         self.backward: Any = None  # of the one that leads a schedule: the pass that reached it first, and runs
-        self.current: Gathered | None = None  # the gathered parameters; None before the first forward
+        self.current = Gathered([])  # the gathered parameters; of no version before the first forward
         self.used: Forward | None = None  # the last forward
         self.open: set[Forward] = set()  # the forwards whose backward is running
         self.shows_gathered: bool = False  # whether the modules see gathered parameters rather than the leaves
@@ -191,7 +191,7 @@ class Unit(Group):
 
     def _reset(self, parameters: list[ShardedParameter]) -> None:
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
-        self.current, self.used, self._coming, self.parameters = None, None, None, parameters
+        self.current, self.used, self._coming, self.parameters = Gathered([]), None, None, parameters
         self.trained = self.find_trained()
         self.show()
 
@@ -210,7 +210,7 @@ class Unit(Group):
     def start(self) -> None:
         """Start to gather, unless the values are here or on their way."""
         versions = self.versions
-        here = self.current is not None and self.current.filled and self.current.versions == versions
+        here = self.current.filled and self.current.versions == versions
         if not self.parameters or here or (self._coming is not None and self._coming[1] == versions):
             return
         self._coming = start_to_gather(self.parameters, f"fully_shard gathers {self.name}"), versions
@@ -220,17 +220,15 @@ class Unit(Group):
         self.start()
         if self._coming is not None:
             (in_flight, versions), self._coming = self._coming, None
-            if self.current is None or self.current.versions != versions:
+            if self.current.versions != versions:
                 self.current = Gathered(versions)
             self.current.fill(self.parameters, in_flight)
-        elif self.current is None or self.current.versions != self.versions:  # there are no parameters
+        elif self.current.versions != self.versions:  # there are no parameters
             self.current = Gathered(self.versions)
         return self.current
 
     def free(self) -> None:
         """Give the memory of the gathered parameters back; a StyleError if something was written to them."""
-        if self.current is None:
-            return
         lost = self.current.written
         self.current.free()
         if lost:

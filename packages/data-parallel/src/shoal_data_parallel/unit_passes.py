@@ -297,7 +297,7 @@ class UnitBackward:
         self.gathered.append(unit)
         self._expected.add(unit)
         for before in forward.before[-1:] if unit.next_backward is None else unit.next_backward:
-            if before.current is not None and before.frees:
+            if before.used is not None and before.frees:
                 before.start()
         if self._reductions:
             self._reductions[-1].poll()
