@@ -22,6 +22,6 @@ def test_decisions_and_plans_are_said_once(caplog: pytest.LogCaptureFixture) -> 
         a.redistribute(mesh, [Replicate()])
     (added,) = [record.getMessage() for record in caplog.records if "aten.add" in record.getMessage()]
     assert added.startswith("aten.add.Tensor(Spec(f32[6@(tp), 4] on (tp=2)), Spec(f32[6, 4@(tp)] on (tp=2))) -> Spec(")
-    assert "input 1: [S(1)] -> [S(0)]" in added
+    assert "argument 1: [S(1)] -> [S(0)]" in added
     plans = [record.getMessage() for record in caplog.records if record.name == "shoal.plans"]
     assert any(text.startswith("[S(0)] -> [R]") for text in plans)

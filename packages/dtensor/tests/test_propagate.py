@@ -41,20 +41,26 @@ def test_a_call_whose_inputs_fit_is_simple() -> None:
 def test_an_input_that_does_not_fit_is_moved() -> None:
     decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.slow_path
-    ((place, way),) = decision.moves.items()
-    assert place in (0, 1) and way.collectives == 1 and not decision.write_backs
+    (((place, item), way),) = decision.moves.items()
+    assert place in (0, 1) and item is None and way.collectives == 1 and not decision.write_backs
 
 
 def test_an_input_behind_a_number_is_moved() -> None:
     decision = decide(aten.polygamma.default, [4, spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
-    assert [*decision.moves] == [0]  # of the tensors, the first
+    assert [*decision.moves] == [(1, None)]
+
+
+def test_a_tensor_behind_none_in_a_list_is_moved() -> None:
+    index = Spec(MESH, (Partial(),), (3,), dtype=torch.int64)
+    decision = decide(aten.index.Tensor, [spec(Shard(0)), [None, index]], {}, DEFAULT)
+    assert [*decision.moves] == [(1, 1)]
 
 
 def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
     decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.result_kind is ResultKind.FIRST
-    assert [*decision.moves] == [1] and decision.outputs == (spec(Shard(0)),)
+    assert [*decision.moves] == [(1, None)] and decision.outputs == (spec(Shard(0)),)
     # relu of a partial value needs the value: it is reduced, and the result given back as a partial value.
     decision = decide(aten.relu_.default, [spec(Partial())], {}, DEFAULT)
     assert decision.slow_path

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
 from warnings import warn
@@ -28,14 +27,14 @@ from .._torch.operators import OpOverload, is_collective
 from .._torch.tensors import around
 from ..errors import OperatorArgumentError
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, has_symbols, mapped
+from ..layout.tensor_meta import flatten, has_symbols
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
 from .global_call import run_on_few, specs_of
 from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
 from .propagate import decide, rule_of
-from .results import Decision, ResultKind, as_seen, count_writes, follow, wrap_dynamic
+from .results import Decision, ResultKind, as_seen, count_writes, follow, within, wrap_dynamic
 
 _LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
@@ -189,7 +188,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if verified:
         decision = replace(decision, slow_path=True, verifies_plain=True)
     if _LOG.isEnabledFor(logging.DEBUG):  # the operator on its specs, what is redistributed first, what comes out
-        moves = "".join(f"\n  input {i}: {plan}" for i, plan in decision.moves.items())
+        moves = "".join(f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items())
         outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
         _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, (*specs, *named_specs.values()))), outputs, moves)
     cache.remember(key, decision)
@@ -210,21 +209,17 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
             return decision.call(*args, **kwargs)
     if decision.notice:
         warn(decision.notice, stacklevel=2)
-    owners = [*flatten([*args, *kwargs.values()])]
     if decision.moves:
-        at, fresh = count(), bool(decision.write_backs)
-
-        def moved(tensor: Tensor) -> Tensor:
-            plan = decision.moves.get(i := next(at))
-            return tensor if plan is None else run_cached(plan, tensor, owners[i], fresh=fresh)
-
+        local, named = [*local], {**named}
         with purpose(decision.reason) if decision.reason else nullcontext():
-            local, named = mapped([*local], Tensor, moved), mapped({**named}, Tensor, moved)
+            for place, plan in decision.moves.items():
+                (tensors, at), (owners, _) = within(place, local, named), within(place, args, kwargs)
+                tensors[at] = run_cached(plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
-    written = [*flatten([*local, *named.values()])] if decision.write_backs else []
-    for i, plan in decision.write_backs.items():
-        write_back(plan, written[i], owners[i])
+    for place, plan in decision.write_backs.items():
+        (results, at), (owners, _) = within(place, local, named), within(place, args, kwargs)
+        write_back(plan, results[at], owners[at])
     count_writes(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
         seen, result = as_seen(op, decision, result)

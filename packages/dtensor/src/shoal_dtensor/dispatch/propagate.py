@@ -18,7 +18,7 @@ from .._torch.operators import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, has_symbols, is_list, mapped
+from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, is_list, mapped
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.state import draws_at_once
@@ -39,6 +39,7 @@ from .global_call import (
 from .plain_tensors import instead
 from .results import (
     Decision,
+    Place,
     ResultKind,
     check_outs,
     check_writes,
@@ -245,6 +246,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
     positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
+    where = _places_of(call, positions) if plans else []
     stores = [name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))]
     copied = call.schema.is_view and bool(plans or sharding.communicating or copies or rule.kind == "copy")
     watched = what if not allowed and not sharding.communicating else ""
@@ -255,14 +257,26 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         aliased,
         tuple([positions.get(name, name) for name in stores]) if kind is ResultKind.NONE else (),
         slow_path=bool(plans or copied or notice or watched),
-        moves=plans,
-        write_backs=write_backs,
+        moves={where[i]: p for i, p in plans.items()},
+        write_backs={where[i]: p for i, p in write_backs.items()},
         view_copied=copied,
         foreach=rule.kind == "each",
         reason=what if moving else "",
         notice=notice,
         watched=watched,
     )
+
+
+def _places_of(call: OpCall, positions: Mapping[str, int]) -> list[Place]:
+    """Where each tensor of a call is, by its flat index; of its arguments, these have positions."""
+    places: list[Place] = []
+    for name in (*call.schema.inputs, *call.schema.outs):
+        value, at = call.get(name), positions.get(name, name)
+        if is_list(value):
+            places += [(at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)]
+        elif isinstance(value, TensorMeta):
+            places.append((at, None))
+    return places
 
 
 def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh) -> list[str]:

@@ -42,6 +42,16 @@ class ResultKind(IntEnum):
     COMPOSITE = 6  # DTensors already
 
 
+Place = tuple[int | str, int | None]  # of a tensor: the position or name of its argument; its index if that is a list
+
+
+def within(place: Place, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What contains a tensor among these arguments, and the index or name that it has there."""
+    argument, item = place
+    container = args if isinstance(argument, int) else kwargs
+    return (container, argument) if item is None else (container[argument], item)
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class Decision:
     """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns."""
@@ -54,11 +64,9 @@ class Decision:
     # the arguments that an operator without result writes to, which torch does not count
     unreported_writes: tuple[int | str, ...] = ()
     slow_path: bool = False  # whether there is more to do, which the following say
-    moves: Mapping[int, Plan] = field(
-        default_factory=dict
-    )  # how inputs must be redistributed first, by their flat indices
+    moves: Mapping[Place, Plan] = field(default_factory=dict)  # how inputs must be redistributed first
     # the written ones among them, from where they were written to their own layout
-    write_backs: Mapping[int, Plan] = field(default_factory=dict)
+    write_backs: Mapping[Place, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
     foreach: bool = False  # whether the operator does the same to every element of its lists, one after the other
