@@ -264,18 +264,17 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
 
 
 def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The assignment `tensor[index] = value`, with one dim more at the end of both if the index has numbers.
+    """The assignment `tensor[index] = value`, with one dim more at the end of both if numbers select one element.
 
-    One element of a sharded tensor belongs to one rank only.  Where a dim is left, what a number selects is a view on
-    every rank, empty on those that do not have it.  Indices that are not made of numbers, slices, None and Ellipsis
-    stay as they are.
+    That belongs to one rank only.  Where a dim is left, what a number selects of a sharded tensor is a view on every
+    rank, empty on those that do not have it.
     """
     entries = index if isinstance(index, tuple) else (index,)
-    numbers = [isinstance(entry, int) and not isinstance(entry, bool) for entry in entries]
-    others = [entry for entry, is_number in zip(entries, numbers, strict=True) if not is_number]
-    if not any(numbers) or not all(entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in others):
+    numbers = [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]
+    count = sum(entry is None or entry is Ellipsis for entry in entries) + len(numbers)
+    if not numbers or len(numbers) != tensor.ndim or count != len(entries):
         return tensor, index, value
-    # x[2, :, 1] = value, x of shape (3, 4, 5): of (3, 4, 5, 1) the part [2, :, 1, :], (4, 1) as the value (4,) becomes
+    # x[2, 1] = value, x of shape (3, 4): of (3, 4, 1) the part [2, 1, :], (1,)
     if isinstance(value, Tensor) and value.ndim:
         value = value.unsqueeze(-1)
     return tensor.unsqueeze(-1), (*entries, slice(None)), value
