@@ -133,8 +133,12 @@ class Rule:
         An operator that writes to inputs and returns nothing keeps those in which every written input already has the
         placement of the result.
         """
-        moved = call.keeping_partials(*self.moves.split()) if self.moves else ()
-        rows = reducible_later([*self.rows(call), *call.linear(*self.linear.split()), *moved], call)
+        rows = [*self.rows(call)]
+        if self.linear:
+            rows += call.linear(*self.linear.split())
+        if self.moves:
+            rows += call.keeping_partials(*self.moves.split())
+        rows = reducible_later(rows, call)
         if call.schema.returns or not call.written:
             return rows
         kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]
