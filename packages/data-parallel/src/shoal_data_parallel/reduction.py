@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, pytree, redistribute_shards, takes
+from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, redistribute_shards, takes
 from shoal_mesh import DeviceMesh, purpose
 
 from .sharded_parameters import DataAxes, ShardedParameter
@@ -222,12 +221,6 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
         for i, grad in grads.items():
             if i not in reduction.returned:
                 reduction.group.parameters[i].accumulate(grad)
-
-
-def nodes_of(output: Any) -> list[Any]:
-    """The nodes of autograd at which a backward through a module's output begins."""
-    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]) -> list[Tensor]:

@@ -30,6 +30,7 @@ from shoal_dtensor.internal import (
     leaf_route,
     local_of,
     owners_of,
+    pytree,
     register_owner,
     takes,
     watch_draws,
@@ -38,7 +39,7 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .gradient_buckets import Bucket, GradientBuckets, Replica
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Reducer, ReducingModule, nodes_of
+from .reduction import Reducer, ReducingModule
 from .sharded_parameters import (
     DataAxes,
     Site,
@@ -298,8 +299,9 @@ class Replicas(Reducer):
             return
         self._depth -= 1
         self.around(self.gradients.running)
-        for node in nodes_of(output):
-            self.gradients.watch(node)
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                self.gradients.watch(tensor.grad_fn)
 
     def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again.

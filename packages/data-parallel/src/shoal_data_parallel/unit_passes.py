@@ -36,7 +36,7 @@ from shoal_dtensor.internal import (
 )
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
-from .reduction import GroupReduction, arrived, deliver, nodes_of
+from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit, unit_of
 
 
@@ -111,8 +111,10 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.guards.pop().__exit__(None, None, None)
     forward, schedule = unit.running, unit.schedule
     output = _cast(output, unit.policies[0].output_dtype)
-    for node in nodes_of(output) if forward is not None else ():  # gathered when its backward begins
-        node.register_prehook(lambda grads, forward=forward: running_backward().open(forward))
+    for tensor in pytree.tree_leaves(output) if forward is not None else ():
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # gathered when its backward begins
+            node: Any = tensor.grad_fn
+            node.register_prehook(lambda grads, forward=forward: running_backward().open(forward))
     unit.waiting.discard(module)
     if not unit.waiting and not unit.guards:
         if forward is not None:
