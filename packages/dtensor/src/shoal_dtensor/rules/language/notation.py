@@ -96,6 +96,7 @@ def factor_rows(
     outputs: Sequence[TensorMeta],
     *,
     replicated: Sequence[str] = (),
+    reduce: str = "sum",
 ) -> list[Row]:
     """One row per factor that may be sharded.
 
@@ -103,6 +104,7 @@ def factor_rows(
         pattern: the parsed pattern.
         inputs, outputs: global tensors, in order.
         replicated: factors that must not be sharded; `"..."` names all broadcast dims.
+        reduce: how a factor that only inputs have is reduced.
 
     Raises:
         NotationError: if the pattern does not fit the operands.
@@ -122,7 +124,7 @@ def factor_rows(
         entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]  # by k: S(1), S(0)
         results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
         if all(entries) and all(results_entries):
-            reduced = [P("sum") if entry is R else entry for entry in results_entries]  # out lacks k: P(sum)
+            reduced = [P(reduce) if entry is R else entry for entry in results_entries]  # out lacks k: P(sum)
             rows.append(Row(tuple(filter(None, entries)), tuple(filter(None, reduced))))
     return rows
 
@@ -177,6 +179,7 @@ def product(
     *,
     linear: Sequence[int] = (),
     replicated: str = "",
+    reduce: str = "sum",
     local: Callable[[LocalCall], LocalFunction | None] | None = None,
     skip_empty: bool = False,
 ) -> Rule:
@@ -186,6 +189,7 @@ def product(
         text: the pattern.
         linear: operands in which the operator is linear: a partial sum there gives partial sums.
         replicated: factors, space-separated, that must not be sharded.
+        reduce: how factors that only inputs have are reduced.
         local, skip_empty: see `Rule`.
 
     Example:
@@ -201,7 +205,7 @@ def product(
     def rows(call: OpCall) -> list[Row]:
         present = tuple(dims for dims, place in zip(pattern.outputs, call.results.values(), strict=False) if place)
         wanted = replace(pattern, outputs=present)  # a mask argument may leave results out
-        rows = factor_rows(wanted, call.tensors, call.outputs, replicated=fixed)
+        rows = factor_rows(wanted, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
     return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
