@@ -97,9 +97,9 @@ def test_what_an_operator_writes_is_its_result_if_it_returns_nothing() -> None:
 def test_in_place_and_out_forms_name_what_they_write() -> None:
     x, y = meta(4), meta(4)
     in_place = call_of(aten.add_.Tensor, x, y, outputs=(x,))
-    assert (in_place.written, in_place.fixed, in_place.aliased) == ((0,), ((0, 0),), (0,))
+    assert (in_place.written, in_place.rewritten, in_place.fixed, in_place.aliased) == ((0,), (0,), ((0, 0),), (0,))
     out = call_of(aten.add.out, x, y, outputs=(x,), out=meta(4))
-    assert (out.written, out.fixed, out.aliased) == ((), (), (2,))
+    assert (out.written, out.rewritten, out.fixed, out.aliased) == ((), (), (), (2,))
     functional = call_of(aten.add.Tensor, x, y, outputs=(x,))
     assert (functional.written, functional.aliased) == ((), (None,))
 

@@ -1,4 +1,4 @@
-"""Covers: mesh/rank_layout.py: what users pass."""
+"""Covers: rank_layout.py: what users pass."""
 
 from __future__ import annotations
 

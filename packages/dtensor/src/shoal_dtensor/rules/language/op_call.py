@@ -263,6 +263,11 @@ class OpCall:
         return tuple([i for name in self.schema.unmarked for i in self.places[name]])
 
     @cached_property
+    def rewritten(self) -> tuple[int, ...]:
+        """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
+        return tuple([output for _, output in self.fixed if output is not None])
+
+    @cached_property
     def fixed(self) -> tuple[tuple[int, int | None], ...]:
         """Pairs (input, output): the inputs written in place, each with the output that it is, or None."""
         outputs = {owner: i for i, owner in enumerate(self.aliased)} if self.written else {}
