@@ -6,11 +6,27 @@ import argparse
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from shoal_models.__main__ import _mesh, main
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel
 
-MLP = "shoal_tp_styles.testing:MLP"
-PLAN = "shoal_tp_styles.testing:MLP.plan"
+
+class Mlp(nn.Module):
+    """`(..., 10)` in and out."""
+
+    plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(10, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net2(self.net1(x).relu())
+        return out
+
+
+MLP, PLAN = f"{__name__}:Mlp", f"{__name__}:Mlp.plan"
 
 
 def test_preview_prints_costs(capsys: pytest.CaptureFixture[str]) -> None:
