@@ -13,7 +13,6 @@ the batch are independent: sharding it takes no communication of activations at 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from shoal_dtensor.internal import in_memory_as, shard_sizes
 from ..lowering import ports
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered, declare_input, declare_summed_gradients, moves, nbytes
-from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.parameters import local_parameters, own_forward
 from ..lowering.ports import from_local
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, Heads, HeadShard, ModuleCall, ModuleSharding, Port
@@ -69,12 +68,12 @@ class Recurrent(Lowered):
                 f"is what is sharded; give it one: x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
-        flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
+        values = {**local, "_flat_weights": [local[name] for name in module._flat_weights_names]}
         port = Port(Shard(1), Shard(1))
         initial = tuple(ports.sharded_input(self, each, port=port) for each in _tensors(hx))
         hx = initial if isinstance(hx, tuple | list) else initial[0]
-        forward = partial(_forward, module, self.batch, ports.sharded_input(self, input), hx)
-        out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
+        # A rank without rows runs too, so it takes part in the reduction of gradients, with zeros.
+        out, state = own_forward(module, values, ports.sharded_input(self, input), hx)
         if self.sharding.local_outputs:
             return out, state
         rows = input.shape[self.batch] if isinstance(input, DTensor) else None
@@ -86,21 +85,6 @@ class Recurrent(Lowered):
 def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] | None:
     """The global shape of a tensor that holds some of so many rows; None where every rank has equally many."""
     return None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
-
-
-def _forward(module: Any, batch: int, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
-    """The module's own forward; an empty shard of the batch passes as one row of zeros, of which nothing is kept.
-
-    So a rank without rows takes part in the reduction of gradients, with zeros.
-    """
-    forward = type(module).forward
-    if x.shape[batch]:
-        return forward(module, x, hx)  # type: ignore[no-any-return]  # a module's forward has no type
-    shape = list(x.shape)
-    shape[batch] = 1  # an empty batch (0, 5, 8) runs as (1, 5, 8)
-    out, state = forward(module, x.new_zeros(shape))
-    none = tuple(each.narrow(1, 0, 0) for each in _tensors(state))
-    return out.narrow(batch, 0, 0), none if type(state) is tuple else none[0]
 
 
 def sharded_hidden_units(
