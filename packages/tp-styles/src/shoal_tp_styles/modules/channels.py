@@ -12,7 +12,7 @@ computes their output channels.  Ranks may hold unequally many, also none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Any, NamedTuple, Self
 
@@ -33,15 +33,25 @@ from ..sharding.module_kinds import CONVOLUTIONS, TransposedLinear, keeps_forwar
 Compute = Callable[..., Tensor]
 
 
-def convolved(  # what a convolution is made of
-    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1, output_size: Any = None
+def _convolved(
+    module: Any, inputs: Sequence[Tensor], weight: Any, bias: Any, output_size: Any = None, *, groups: int = 1
 ) -> Tensor:
-    """The convolution of a module, with other channels and as many groups.
+    """The convolution of a module, with other channels and as many groups, of which there may be none.
 
     Shapes are x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) of a
-    transposed one, whose spatial output sizes may be given.
+    transposed one, whose spatial output sizes may be given.  What kernels refuse, an empty shard, goes by way of a
+    channel of zeros, so a rank without channels takes part in every collective, forward and backward.
     """
-    spatial = weight.ndim - 2
+    (x,), spatial = inputs, weight.ndim - 2
+    into, out_of = (0, 1) if module.transposed else (1, 0)  # dims of the weight
+    channels, empty = x.ndim - spatial - 1, not groups or not weight.shape[out_of]  # there may be no batch dim
+    if empty or not weight.shape[into]:
+        # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1, 2, 5).
+        held = weight.shape[into] * groups
+        weight = with_zeros(with_zeros(weight, 0, int(len(weight) == 0)), 1, int(weight.shape[1] == 0))
+        bias = None if bias is None else with_zeros(bias, 0, weight.shape[out_of] - len(bias))
+        groups = max(groups, 1)
+        x = with_zeros(x, channels, weight.shape[into] * groups - held)
     if module.transposed:
         padding, extra = module.padding, (output_size, module.stride, module.padding, module.kernel_size, spatial)
         more: tuple[Any, ...] = (module._output_padding(x, *extra, module.dilation), groups, module.dilation)
@@ -52,32 +62,18 @@ def convolved(  # what a convolution is made of
             padding = 0
     function = getattr(functional, f"conv{'_transpose' * module.transposed}{spatial}d")
     out: Tensor = function(x, weight, bias, module.stride, padding, *more)
-    return out
+    return out.narrow(channels, 0, 0) if empty else out
 
 
-def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, output_size: Any = None) -> Tensor:
-    """A convolution of an empty shard, which kernels refuse, goes by way of a channel of zeros.
-
-    So a rank without channels takes part in every collective, forward and backward.
-    """
-    x, into, out_of = inputs[0], int(not module.transposed), int(module.transposed)  # dims of the weight
-    no_output, channels = weight.shape[out_of] == 0, x.ndim - weight.ndim + 1  # there may be no batch dim
-    if weight.shape[into] == 0:
-        x, weight = with_zeros(x, channels), with_zeros(weight, into)
-    if no_output:
-        weight, bias = with_zeros(weight, out_of), None if bias is None else with_zeros(bias, 0)
-    out = convolved(module, x, weight, bias, output_size=output_size)
-    return out.narrow(channels, 0, 0) if no_output else out
-
-
-def with_zeros(tensor: Tensor, dim: int, more: int = 1) -> Tensor:
+def with_zeros(tensor: Tensor, dim: int, more: int) -> Tensor:
     """A tensor with so many more indices of a dim, of zeros."""
-    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], more, *tensor.shape[dim + 1 :])], dim)
+    shape = list(tensor.shape)
+    shape[dim] = more
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim) if more else tensor
 
 
 _COMPUTE: dict[type[nn.Module], Compute] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _conv),
+    **dict.fromkeys(CONVOLUTIONS, _convolved),
     nn.Bilinear: lambda module, inputs, weight, bias: functional.bilinear(inputs[0], inputs[1], weight, bias),
     TransposedLinear: lambda module, inputs, weight, bias: functional.linear(inputs[0], weight.t(), bias),
 }
@@ -197,20 +193,18 @@ class GroupedChannels(Lowered):
 
     def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""
-        module, options, dim = self.module, self.options, self.options.dim % x.ndim
-        names = ("weight", "bias") if isinstance(module, CONVOLUTIONS) else self.params
-        values: dict[str, Any] = {**self.local(*names), **local_parameters(module._buffers)}
-        if not self.groups:
-            x = with_zeros(x, dim, options.into)
-            for name, tensor in values.items():
-                if tensor is not None and tensor.ndim:  # of a batch norm one is a number
-                    values[name] = with_zeros(tensor, 0, options.rows if name == "weight" else options.out_of)
-        groups = max(self.groups, 1)
+        module, options = self.module, self.options
         if isinstance(module, CONVOLUTIONS):
-            out = convolved(module, x, values["weight"], values["bias"], groups, *args, **kwargs)
-        else:
-            out = own_forward(module, {**values, "num_groups": groups}, x)
-        return out if self.groups else out.narrow(dim, 0, 0)
+            p = self.local("weight", "bias")
+            return _convolved(module, [x], p["weight"], p["bias"], *args, groups=self.groups, **kwargs)
+        values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
+        if self.groups:
+            return own_forward(module, {**values, "num_groups": self.groups}, x)  # type: ignore[no-any-return]  # of any
+        for name, tensor in values.items():
+            if tensor is not None and tensor.ndim:  # of a batch norm one is a number
+                values[name] = with_zeros(tensor, 0, options.out_of)
+        out: Tensor = own_forward(module, {**values, "num_groups": 1}, with_zeros(x, options.dim, options.into))
+        return out.narrow(options.dim, 0, 0)
 
     def on_dtensors(self, x: Tensor) -> Tensor:
         """What a forward of the module's own makes of the channels of all ranks."""
