@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
@@ -56,27 +55,19 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
             raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
         return _redistributed(tensor, port.desired)
     if isinstance(tensor, Tensor):
-        return _redistributed(DTensor.from_local(tensor, mesh, (port.layout,), run_check=False), port.desired)
+        return _redistributed(from_local(tensor, port.layout, mesh), port.desired)
     raise LayoutError(f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a tensor")
 
 
 def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
-    placement = _positive(placement, tensor.ndim)
-    if tensor.placements == (placement,):
-        return tensor
-    return tensor.redistribute(placements=(placement,))
+    if isinstance(placement, Shard) and placement.dim < 0:
+        placement = placement.on_dim(placement.dim + tensor.ndim)
+    return tensor if tensor.placements == (placement,) else tensor.redistribute(placements=(placement,))
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
     """The local shard in the port's desired layout; the computation returns its gradient placed as `grad`."""
-    arrived = input_dtensor(tensor, port, mesh)
-    return arrived.to_local(grad_placements=(_positive(grad, arrived.ndim),))
-
-
-def _positive(placement: Placement, ndim: int) -> Placement:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return placement.on_dim(placement.dim + ndim)
-    return placement
+    return input_dtensor(tensor, port, mesh).to_local(grad_placements=(grad,))
 
 
 def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None) -> Tensor:
@@ -115,13 +106,10 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
     return local
 
 
-def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None) -> DTensor:
+def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
     """A plain local shard as DTensor; `shape` is the global shape where shards may differ in size."""
-    placement = _positive(placement, tensor.ndim)
-    if shape is None:
-        return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
-    stride = global_stride(tensor, shape)
-    return DTensor.from_local(tensor, mesh, (placement,), run_check=False, shape=torch.Size(shape), stride=stride)
+    stride = None if shape is None else global_stride(tensor, shape)
+    return DTensor.from_local(tensor, mesh, (placement,), shape=shape, stride=stride)
 
 
 class Boundary(Lowered):

@@ -183,9 +183,7 @@ class HiddenUnits(Lowered):
             return ports.sharded_output(self, parts[0], self.sizes)
         whole = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
         out = in_memory_as(parts[0], torch.cat(whole, -1))
-        if self.sharding.local_outputs:
-            return out
-        return DTensor.from_local(out, self.mesh, (Replicate(),), run_check=False)
+        return out if self.sharding.local_outputs else from_local(out, Replicate(), self.mesh)
 
     def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs of each direction of the last layer, and the last states; all of this rank's units.
@@ -256,8 +254,7 @@ class HiddenUnits(Lowered):
         module: Any = self.module
         if not module.training or not module.dropout:
             return x
-        ones = DTensor.from_local(torch.ones_like(x), self.mesh, (Replicate(),), run_check=False)
-        dropped: Any = dropout(ones, module.dropout)
+        dropped: Any = dropout(from_local(torch.ones_like(x), Replicate(), self.mesh), module.dropout)
         mask: Tensor = dropped.to_local()
         return x * mask
 

@@ -374,7 +374,7 @@ class RowLinear(Lowered):
             return ports.partial_output(self, apply(_LinearProduct, local, weight, None, None, None, dtype), bias)
         chunks = self.chunks if local.ndim > 1 else 1
         out: Tensor = apply(_LinearProduct, local, weight, bias, None, where, dtype, False, chunks)
-        return out if self.sharding.local_outputs else from_local(out, self.port_out.desired, self.mesh, None)
+        return out if self.sharding.local_outputs else from_local(out, self.port_out.desired, self.mesh)
 
     def target(self, shape: torch.Size) -> Where:
         """Communicator, or sharded dim, over which the partial output is reduced; None where that is not all."""
