@@ -7,8 +7,8 @@ pattern is the root itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -23,52 +23,42 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The tree of child names below a root.
+    """The tree of modules below a root.
 
     Example:
         >>> tree = Tree.of(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
-        >>> tree.match("layers.*.w?").paths
-        ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("**.wq").paths
         ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("layers.*.wk").token
         'wk'
     """
 
-    children: dict[str, Tree] = field(default_factory=dict)
+    children: dict[str, list[str]]  # paths of the children of every path
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Tree:
-        """The tree of dotted paths (parents of a path need not be listed)."""
-        root = cls()
-        for path in paths:
-            node = root
-            for token in filter(None, path.split(".")):
-                node = node.children.setdefault(token, cls())
-        return root
+        """The tree of dotted paths, parents first."""
+        children: dict[str, list[str]] = {"": []}
+        for path in filter(None, paths):
+            children[path] = []
+            children[path.rpartition(".")[0]].append(path)
+        return cls(children)
 
     def match(self, pattern: str) -> Match:
         """Every path that a pattern names, or where it stopped matching."""
-        tokens = [token for token in pattern.split(".") if token] if pattern else []
-        paths: dict[str, None] = {}
-        deepest: list[int | str] = [0, "", tokens[0] if tokens else ""]
-        self._walk("", tokens, 0, paths, deepest)
-        if paths:
-            return Match(tuple(paths))
-        return Match((), token=str(deepest[2]), reached=str(deepest[1]))
-
-    def _walk(self, path: str, tokens: list[str], at: int, paths: dict[str, None], deepest: list[int | str]) -> None:
-        if at == len(tokens):
-            paths[path] = None
-            return
-        token = tokens[at]
-        if at >= int(deepest[0]):
-            deepest[:] = [at, path, token]
-        if token == "**":
-            self._walk(path, tokens, at + 1, paths, deepest)
-        for name, child in self.children.items():
-            below = f"{path}.{name}" if path else name
+        paths = [""]  # that the tokens so far name
+        for token in filter(None, pattern.split(".")):
             if token == "**":
-                child._walk(below, tokens, at, paths, deepest)
-            elif fnmatchcase(name, token):
-                child._walk(below, tokens, at + 1, paths, deepest)
+                found = [below for path in paths for below in self._with_descendants(path)]
+            else:
+                children = [child for path in paths for child in self.children[path]]
+                found = [child for child in children if fnmatchcase(child.rpartition(".")[2], token)]
+            if not found:
+                return Match((), token, paths[-1])
+            paths = list(dict.fromkeys(found))
+        return Match(tuple(paths))
+
+    def _with_descendants(self, path: str) -> Iterator[str]:
+        yield path
+        for child in self.children[path]:
+            yield from self._with_descendants(child)
