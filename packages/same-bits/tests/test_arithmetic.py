@@ -22,7 +22,7 @@ from shoal_dtensor.internal import current_arithmetic
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import invariant_arithmetic
-from shoal_same_bits.invariant.block_sums import Measured
+from shoal_same_bits.invariant.blocks import Measured
 from shoal_tp_styles import (
     ColwiseParallel,
     LoRA,

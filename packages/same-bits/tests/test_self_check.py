@@ -16,8 +16,8 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.collectives import even
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import VariantArithmeticError, check_arithmetic, invariant_arithmetic
-from shoal_same_bits.invariant import norms_and_embeddings, products, self_check
-from shoal_same_bits.invariant.block_sums import Measured
+from shoal_same_bits.invariant import blocks, norms_and_embeddings, self_check
+from shoal_same_bits.invariant.blocks import Measured
 from shoal_tp_styles import ColwiseParallel, parallelize_module
 
 
@@ -52,13 +52,13 @@ def bias_at_once(blocks: int, grad: Tensor) -> Tensor:
     return sum_at_once(grad.flatten(0, 1))
 
 
-SENSITIVE_SPREAD = Measured(sensitive(products._SPREAD[0].definition), ())
+SENSITIVE_SPREAD = Measured(sensitive(blocks._SPREAD[0].definition), ())
 BROKEN: list[tuple[object, str, object, str]] = [
-    (products, "tree_of_products", products_in_order, "linear, over its input features"),
-    (products, "tree_of_products", products_in_order, "gradient of what several layers read"),
-    (products, "_SPREAD", (SENSITIVE_SPREAD, products._SPREAD[1]), "linear, over samples"),
-    (products, "_GRADIENT", (Measured(gradient_at_once, ()),) * 2, "gradient of a weight, over samples"),
-    (products, "_BIAS", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
+    (blocks, "tree_of_products", products_in_order, "linear, over its input features"),
+    (blocks, "tree_of_products", products_in_order, "gradient of what several layers read"),
+    (blocks, "_SPREAD", (SENSITIVE_SPREAD, blocks._SPREAD[1]), "linear, over samples"),
+    (blocks, "_GRADIENT", (Measured(gradient_at_once, ()),) * 2, "gradient of a weight, over samples"),
+    (blocks, "_BIAS", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
     (norms_and_embeddings, "tree_sum", sum_at_once, "gradient of a norm, over tokens"),
     (norms_and_embeddings, "tree_of", in_order, "gradient of an embedding, over samples"),
     (self_check, "tree_sum", sum_at_once, "sum over classes"),
@@ -87,7 +87,7 @@ def test_what_is_broken_is_named(
 
 at_once = sensitive(functional.scaled_dot_product_attention)
 CUT: list[tuple[object, str, object, str]] = [
-    (products, "_parts", products._samples, "linear, over chunks"),
+    (blocks, "_parts", blocks._samples, "linear, over chunks"),
     (self_check, "attention_in_rows", lambda rows, *args, **how: at_once(*args, **how), "attention, over chunks"),
     (functional, "layer_norm", sensitive(functional.layer_norm), "layer_norm, over chunks"),
 ]

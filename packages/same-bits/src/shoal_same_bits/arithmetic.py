@@ -40,7 +40,7 @@ from shoal_tp_styles.internal import (
 
 from ._torch import NormBase
 from .invariant.block_linear import InvariantColumn, InvariantRow, InvariantWhole
-from .invariant.block_sums import BlockArithmetic, current_arithmetic
+from .invariant.blocks import BlockArithmetic, current_arithmetic
 from .invariant.norms_and_embeddings import (
     InvariantColumnEmbedding,
     InvariantEmbedding,

@@ -19,7 +19,7 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import owners_of, submodule_of, takes
 
 from .arithmetic import refuse_tied
-from .invariant.block_sums import current_arithmetic
+from .invariant.blocks import current_arithmetic
 
 Microbatch = TypeVar("Microbatch")
 

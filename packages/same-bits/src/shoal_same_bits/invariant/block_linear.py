@@ -25,6 +25,7 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import apply, backward_number, first_order_only, local_of
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
+from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import (
     ColumnLinear,
     RowLinear,
@@ -36,9 +37,8 @@ from shoal_tp_styles.internal import (
     sharded_input,
 )
 
-from .block_sums import own_blocks
-from .norms_and_embeddings import Unstyled, add_bias
-from .products import bias_gradient, spread, summed, weight_gradient
+from .blocks import bias_gradient, own_blocks, spread, summed, weight_gradient
+from .norms_and_embeddings import add_bias
 
 
 class _Readers:
@@ -184,7 +184,7 @@ class InvariantRow(RowLinear):
         return add_bias(self, out if reduced else partial_output(self, out, None))
 
 
-class InvariantWhole(Unstyled):
+class InvariantWhole(Lowered):
     """A Linear that no style shards, sample by sample."""
 
     __slots__ = ()

@@ -8,7 +8,7 @@ own rows are added in the order of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from shoal_tp_styles.internal import (
     nbytes,
 )
 
-from .block_sums import Measured, contiguous_block, entered, tree_of
+from .blocks import Measured, contiguous_block, entered, tree_of
 
 Cells = tuple[Comm | None, int, int]
 """Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here."""
@@ -98,30 +98,16 @@ def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     return None, dim, arithmetic.blocks  # (2, 16, 32): 8 blocks of 2 tokens; (2, 12, 32) is one, as 12 % 8 = 4
 
 
-def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    return _affine(functional.layer_norm(_wide(x), module.normalized_shape, None, None, module.eps), x, p)
-
-
-def _rms_norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-    return _affine(functional.rms_norm(_wide(x), module.normalized_shape, None, eps), x, p)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
-def _affine(normal: Tensor, x: Tensor, p: Params) -> Tensor:
-    """Weights and biases have an entry for every token here, which no kernel of a norm takes."""
+def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    """LayerNorm or RMSNorm with entries of weight and bias for every token, which no kernel of a norm takes."""
+    wide, shape, eps = x.float() if x.dtype.itemsize < 4 else x, module.normalized_shape, module.eps
+    if isinstance(module, nn.LayerNorm):
+        out = functional.layer_norm(wide, shape, None, None, eps)
+    else:
+        out = functional.rms_norm(wide, shape, None, torch.finfo(x.dtype).eps if eps is None else eps)
     weight, bias = p["weight"], p.get("bias")
-    out = normal if weight is None else normal * weight
+    out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)
-
-
-_NORMS: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _rms_norm,
-}
 
 
 def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
@@ -131,7 +117,7 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
     local: Any = lowered.local(*names) if names else {}
     tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
     absent = dict.fromkeys(lowered.params.keys() - names)
-    compute = _NORMS.get(class_of(lowered.module), lowered.compute)
+    compute = _norm if class_of(lowered.module) in (nn.LayerNorm, nn.RMSNorm) else lowered.compute
     try:
         return compute(lowered.module, x, tokens | absent)
     except RuntimeError as error:
@@ -140,16 +126,6 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
             f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its forward fails with an "
             f"entry of its parameters {shapes} for every token: {error}"
         ) from error
-
-
-class Unstyled(Lowered):
-    """A module that no style shards: it sends nothing."""
-
-    __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
 
 
 class InvariantTokenwise(Tokenwise):
@@ -167,7 +143,7 @@ class InvariantTokenwise(Tokenwise):
         return _normalized(self, local) if local.numel() else self.compute(self.module, local, self.local(*self.params))
 
 
-class InvariantTokenwiseWhole(Unstyled, Tokenwise):
+class InvariantTokenwiseWhole(Tokenwise):
     """A norm that no style shards, in cells."""
 
     __slots__ = ()
@@ -234,7 +210,7 @@ class InvariantColumnEmbedding(ColumnEmbedding):
     look_up = _look_up
 
 
-class InvariantEmbedding(Unstyled):
+class InvariantEmbedding(Lowered):
     """An embedding that no style shards."""
 
     __slots__ = ()

@@ -22,9 +22,8 @@ from shoal_mesh.internal import tree_sum
 
 from ..errors import VariantArithmeticError
 from ..row_attention import attention_in_rows
-from .block_sums import current_arithmetic
+from .blocks import bias_gradient, current_arithmetic, spread, summed, weight_gradient
 from .norms_and_embeddings import embedding_gradient, sum_of_cells
-from .products import bias_gradient, spread, summed, weight_gradient
 
 BLOCKS, SAMPLES, ROWS, FEATURES = 8, 8, 16, 128
 DEGREES = (2, 4, 8)
