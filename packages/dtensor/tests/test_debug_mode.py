@@ -87,9 +87,9 @@ def test_operators_and_their_collectives_are_recorded_in_order(sharded: tuple[DT
 )
 def test_options_that_record_something_else_are_refused(option: str) -> None:
     with pytest.raises(ArgumentValueError, match=f"DebugMode: {option}: this mode records"):
-        DebugMode(**{option: True})  # type: ignore[arg-type]  # any of them
+        DebugMode(**{option: True})
 
 
 def test_options_of_how_a_line_is_printed_change_nothing() -> None:
     options = ("record_realtensor", "record_localtensor", "record_output", "record_profiler_context")
-    assert DebugMode(**dict.fromkeys(options, False)).operators == []  # type: ignore[arg-type]  # any of them
+    assert DebugMode(**dict.fromkeys(options, False)).operators == []

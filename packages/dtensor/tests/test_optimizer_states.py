@@ -153,8 +153,8 @@ def test_no_state_is_made_where_a_step_needs_a_closure() -> None:
 def test_a_model_is_loaded_without_optimizers(options: StateDictOptions) -> None:
     with fake_world(1):
         model, other = made(1, sharded=True), made(2, sharded=True)
-        state = dict(zip(("model_state_dict", "optim_state_dict"), torchs.get_state_dict(model, []), strict=True))
-        torchs.set_state_dict(other, [], **state, options=options)
+        of_model, of_optimizers = torchs.get_state_dict(model, [])
+        torchs.set_state_dict(other, [], model_state_dict=of_model, optim_state_dict=of_optimizers, options=options)
         same(other, made(1, sharded=False), "loaded")
 
 

@@ -72,8 +72,13 @@ def test_ranks_stay_in_order_where_nothing_is_gained() -> None:
 @on_ranks(3)
 def test_everyone_meets_everyone_once() -> None:
     met: list[int] = []
+
+    def seconds(world: object, message: object, other: int) -> float:
+        met.append(other)
+        return 1.0
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_order, "_seconds", lambda world, message, other: met.append(other) or 1.0)
+        patch.setattr(rank_order, "_seconds", seconds)
         costs = rank_order.measured_costs(require_world(), torch.device("cpu"))
     assert sorted(met) == [other for other in range(3) if other != require_world().rank()]
     assert costs == [[float(a != b) for b in range(3)] for a in range(3)]

@@ -147,11 +147,11 @@ def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock(
     del library
 
 
-class Sizes(TorchDispatchMode):
+class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """Bytes of the storages of what operators return."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.seen: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
