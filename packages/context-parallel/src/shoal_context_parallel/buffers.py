@@ -127,8 +127,9 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
     for buffer, dim in sequences:
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
-                f"context_parallel: buffers are plain tensors without gradients, got a {type(buffer).__name__} of "
-                f"shape {tuple(buffer.shape)}; shard others with SequenceLayout.shard"
+                "context_parallel: buffers are plain tensors without gradients (inputs, labels, tables of positions); "
+                f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor that needs a gradient "
+                "with SequenceLayout.shard"
             )
         first, of_first = sequences[0]
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != first.shape[of_first]:

@@ -64,8 +64,8 @@ class ContextOptions:
         if layout.sizes[comm.rank] != local_length:
             raise LayoutError(
                 f"attention of a sequence of {layout.length} positions over {axis}: this rank holds "
-                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}; attention of others belongs "
-                "outside of context parallelism"
+                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}. Attention of other tensors "
+                "(cross-attention, another sequence) belongs outside of context parallelism"
             )
         if self.documents is not None and self.documents.length != layout.length:
             raise LayoutError(f"documents of {self.documents.length} positions in a sequence of {layout.length}")
@@ -131,7 +131,10 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     """The communicator of a mesh with one axis; a LayoutError if it has several."""
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
-        raise LayoutError(f"context parallelism acts on one mesh axis, got {mesh!r}; pass the sub-mesh of one")
+        raise LayoutError(
+            f"context parallelism acts on one mesh axis, the mesh has "
+            f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the sub-mesh of one axis"
+        )
     return mesh.comm(0)
 
 

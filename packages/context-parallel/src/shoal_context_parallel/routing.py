@@ -44,7 +44,9 @@ class RoutedAttention(ReplacedAttention):
     ) -> Any:
         if func is functional.multi_head_attention_forward:
             raise UnsupportedAttentionError(
-                "no nn.MultiheadAttention in context parallelism: project, and call F.scaled_dot_product_attention"
+                "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
+                "F.scaled_dot_product_attention from outside of torch. Project queries, keys and values with Linear "
+                "modules and call F.scaled_dot_product_attention"
             )
         if func is torch.diff and sys._getframe(1).f_code.co_name == "find_packed_sequence_indices":
             return self._jumps(*args, **(kwargs or {}))
@@ -77,7 +79,8 @@ class RoutedAttention(ReplacedAttention):
             wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
-                f"arguments of ranks {wrong} along {'x'.join(self.comm.axes)} do not fit; their errors say what"
+                f"attention of a sharded sequence: the arguments of ranks {wrong} along {'x'.join(self.comm.axes)} do "
+                "not fit; their errors say what is wrong, and nothing of it was sent"
             )
         self._agreed = True
 
@@ -95,7 +98,8 @@ class RoutedAttention(ReplacedAttention):
         """Attention of the global sequence, at this rank's positions."""
         if dropout_p:
             raise UnsupportedAttentionError(
-                f"dropout_p={dropout_p} over a sharded sequence: no rank has all weights; drop out after the projection"
+                f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
+                "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
             )
         qkv: Any = query, key, value
         options = self.options
@@ -140,7 +144,8 @@ class RoutedAttention(ReplacedAttention):
                 layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
                 if options.layout not in ("contiguous", layout):
                     raise LayoutError(
-                        f"DTensors that are {placement} hold contiguous positions, not {options.layout}: use plain ones"
+                        f"DTensors that are {placement} hold contiguous positions, this block has the layout "
+                        f"{options.layout}; pass plain local tensors"
                     )
                 options = replace(options, layout=layout)
             elif own or along or not isinstance(placement, Shard | Replicate):

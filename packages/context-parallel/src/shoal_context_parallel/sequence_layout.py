@@ -40,7 +40,9 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         ordered = sorted(each for own in self.ranges for each in own)
         if any(start >= stop for start, stop in ordered) or any(a[1] != b[0] for a, b in pairwise([(0, 0), *ordered])):
-            raise LayoutError(f"a layout holds every position once, in non-empty ranges (start, stop), not {ordered}")
+            raise LayoutError(
+                f"a sequence layout holds every position once, in non-empty ranges (start, stop); got {ordered}"
+            )
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> SequenceLayout:
@@ -103,7 +105,10 @@ class SequenceLayout:
             LayoutError: if that dim has another length.
         """
         if tensor.shape[dim] != self.length:
-            raise LayoutError(f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} positions")
+            raise LayoutError(
+                f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} positions, the length of "
+                "this layout"
+            )
         return torch.cat(
             [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank] or ((0, 0),)], dim
         )
