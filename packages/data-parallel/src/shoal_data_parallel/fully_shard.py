@@ -103,14 +103,17 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise LayoutError(
-            f"fully_shard: reshard_after_forward is True, False or None, not the size {reshard_after_forward!r}"
+            f"fully_shard: reshard_after_forward is True, False or None, got {reshard_after_forward!r}; to shard over "
+            "fewer ranks after the forward is not offered"
         )
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):
             raise LayoutError(f"fully_shard: this {kind} is sharded already; it can be one unit only")
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-            raise LayoutError(f"fully_shard: {kind} has no forward to gather its parameters; pass the modules in it")
+            raise LayoutError(
+                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass the modules in it"
+            )
 
 
 def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
@@ -118,7 +121,9 @@ def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
         mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
     axes = DataAxes(mesh)
     if mesh.ndim > 2:
-        raise LayoutError(f"fully_shard: one or two data axes, got {mesh!r}; pass a slice such as mesh['data']")
+        raise LayoutError(
+            f"fully_shard: expected one or two data axes, got {mesh!r}; pass a slice such as mesh['data']"
+        )
     return axes
 
 
@@ -127,12 +132,14 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
     replicated = {id(param) for owner in owners for param in owner.held()}
     if any(id(param) in replicated for param in params):
         raise LayoutError(
-            "fully_shard: a parameter is replicated by `replicate`; over two axes fully_shard replicates over the first"
+            "fully_shard: a parameter is replicated by `replicate` already; fully_shard averages gradients itself, and "
+            "over two axes replicates over the first"
         )
     check_plain_tensors("fully_shard", params)
     if any(param.grad is not None for param in params):
         raise StyleError(
-            "fully_shard: parameters have gradients, averaged over the data axes or not; drop them first: zero_grad()"
+            "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
+            "axes; drop them first, with zero_grad()"
         )
 
 
@@ -300,7 +307,8 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     module = submodule_of("reduce_after_last_microbatch", stage)
     if not isinstance(module, FSDPModule):
         raise LayoutError(
-            f"reduce_after_last_microbatch: no stage whose submod fully_shard was called on: {type(module).__name__}"
+            f"reduce_after_last_microbatch: expected a stage whose submod fully_shard was called on, got a stage of "
+            f"{type(module).__name__}"
         )
     scale = stage.perform_reduce_grad
 

@@ -69,8 +69,9 @@ class Replica:
                 return None
             if [*leaf._backward_hooks][-1] != handle.id:
                 raise StyleError(
-                    "replicate: a gradient hook that was registered after replicate(...) changes what "
-                    "torch.autograd.grad returns the mean of; register it before, or call backward()"
+                    "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
+                    "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
+                    "register it before, or call backward()"
                 )
             return take(grad)
 
@@ -81,11 +82,13 @@ class Replica:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
         if self.held is not self.leaf and grad_hooked(self.held):
             raise StyleError(
-                "replicate: a parameter has a gradient hook, and autograd knows no shards; do that after backward()"
+                "replicate: a parameter has a gradient hook, and autograd does not know the shards that the optimizer "
+                "updates; call what it does after backward(), when gradients are reduced"
             )
         if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:  # one is of the buckets
             raise StyleError(
-                "replicate: a post-accumulate-grad hook comes before gradients are reduced; do that after backward()"
+                "replicate: a parameter has a post-accumulate-grad hook, which would see the gradient of this rank's "
+                "rows; call what it does after backward(), when gradients are reduced"
             )
 
     def adopt(self) -> bool:
@@ -252,7 +255,8 @@ class GradientBuckets:
             if 0 < count < comm.size:
                 raise LayoutError(
                     f"replicate: torch.autograd.grad of a parameter of shape {tuple(parameter.leaf.shape)} that only "
-                    f"{count} of {comm.size} data-parallel ranks have used would be None on the others; use backward()"
+                    f"{count} of {comm.size} data-parallel ranks have used: the others would get None for it. Use "
+                    "backward(), which gives all ranks the mean with zeros"
                 )
         bucket = Bucket("gradients that were asked for", [self.parameters[at] for at in asked], axes)
         bucket.divisor = self.owner.divisor

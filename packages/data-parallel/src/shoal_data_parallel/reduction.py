@@ -75,7 +75,8 @@ class Group(Reducer):
         """Raise StyleError if a backward that raised may have added to kept gradients."""
         if self.spoiled:
             raise StyleError(
-                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised; zero_grad() drops them"
+                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
+                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
             )
 
     def drop_kept(self) -> None:

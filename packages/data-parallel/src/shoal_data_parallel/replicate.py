@@ -254,7 +254,8 @@ class Replicas(Reducer):
             bucket.check_kept()
         if self.keeps_gradients:
             raise StyleError(
-                "replicate: kept gradients are of other parameters than are trained now; reduce them first"
+                "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
+                "for the next one that reduces; run that one first"
             )
         if not self.axes.sharded:
             self.check()
@@ -267,7 +268,10 @@ class Replicas(Reducer):
         trained = [replica for replica in self.replicas if replica.adopt()]
         known = {id(replica.held) for replica in self.replicas}
         if any(id(param) not in known for param in self.held()):
-            raise StyleError("replicate: another parameter than shard_optimizer=True has sharded; add it before")
+            raise StyleError(
+                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
+                "the optimizer's state cannot be sharded; add parameters before"
+            )
         return trained
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:

@@ -53,7 +53,8 @@ class DataAxes:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
             raise LayoutError(
-                f"data axes are a DeviceMesh of shoal_mesh, not {type(self.mesh).__name__}: see shoal_dtensor.interop"
+                f"expected a shoal_mesh.DeviceMesh of the data axes, got {type(self.mesh).__name__}; "
+                "shoal_dtensor.interop converts torch's"
             )
 
     @property
@@ -130,7 +131,8 @@ class ShardedParameter:
             if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
                 got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
                 raise LayoutError(
-                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay {asked!r}"
+                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay sharded as "
+                    f"{asked!r}"
                 )
             check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
@@ -154,7 +156,8 @@ class ShardedParameter:
             return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.gathered.mesh.device_type), spec
         if grad.is_sparse:
             raise LayoutError(
-                f"the gradient of a parameter of size {tuple(grad.shape)} is sparse: use sparse=False or ignored_params"
+                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: "
+                "make the embedding with sparse=False, or pass its weight in ignored_params"
             )
         if isinstance(grad, DTensor):
             if self.inner is not None:  # it may be placed differently on the styles' axes
@@ -180,7 +183,10 @@ class ShardedParameter:
 def check_leaf(held: Tensor, what: str) -> None:
     """Raise LayoutError if a module holds the result of an operation in place of a parameter."""
     if not held.is_leaf:
-        raise LayoutError(f"{what} was replaced by the result of an operation: pass a leaf, whose gradient is averaged")
+        raise LayoutError(
+            f"{what} was replaced by the result of an operation, whose gradient would not be averaged: pass "
+            "parameters, or tensors that are detached"
+        )
 
 
 def replicated_parameter(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ShardedParameter:
@@ -219,7 +225,8 @@ def shard_parameter(
 
     if inner is not None and grad_hooked(param):
         raise LayoutError(
-            "fully_shard: hooks of a styled parameter do not see the reduced gradient; register them after fully_shard"
+            "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
+            "gradient; register them after fully_shard, on the parameter that it leaves"
         )
     leaf = _replacement(param, rows, styled=inner is not None)
     parameter = ShardedParameter(tuple(sites), leaf, resting, gathered, inner, resting, precision)
@@ -294,7 +301,8 @@ def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Sha
     shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
     if shared:
         raise LayoutError(
-            f"a parameter on {inner.mesh.axis_names} sharded over {axes.mesh.axis_names}: an axis can do one of both"
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded over the data axes "
+            f"{axes.mesh.axis_names}; an axis can do one of both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
     first = axes.mesh.ndim - axes.sharded
@@ -317,7 +325,9 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
     if runs is None or runs.sizes is None:
         return [shard] * axes.sharded
     if shard.sizes is not None:
-        raise LayoutError(f"{shard!r} over data axes: parameters that are placed in runs, {runs!r}, take no sizes")
+        raise LayoutError(
+            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no sizes: {runs!r}"
+        )
     placements: list[Placement] = []
     sizes = list(runs.sizes)
     for ranks in shape:

@@ -233,8 +233,8 @@ class Unit(Group):
         self.current.free()
         if lost:
             raise StyleError(
-                f"fully_shard: gathered parameters of {self.name!r} were written to, and the values are lost: write to "
-                "the parameters outside of the module's forward and of unshard()"
+                f"fully_shard: gathered parameters of {self.name!r} were written to, which changes no shard: the "
+                "values are lost. Write to the parameters outside of the module's forward and of unshard()"
             )
 
     # --- what modules see -----------------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ class Unit(Group):
         """Gather the values that a forward used again, for its backward; a StyleError if there are others by now."""
         if self.current is not gathered or gathered.versions != self.versions:
             raise StyleError(
-                f"fully_shard: parameters of {self.name!r} were written to between a forward and its backward; call "
-                "the optimizer's step after the backward"
+                f"fully_shard: parameters of {self.name!r} were written to between a forward and its backward, so the "
+                "values that the forward used are gone; call the optimizer's step after the backward"
             )
         self.show(self.gather().views)
 

@@ -288,7 +288,12 @@ class UnitBackward:
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
     def open(self, forward: Forward) -> None:
-        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
+        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way.
+
+        Raises:
+            StyleError: if a parameter was written to since, or kept gradients are those of half a backward.
+            SecondOrderError: under `create_graph=True`, whose graph would keep parameters that are freed.
+        """
         unit = forward.unit
         if forward in unit.open:
             return
