@@ -331,8 +331,12 @@ class DeviceMesh(RankGrid):
 
     _concatenate = concatenate
     _get_all_submeshes = get_all_submeshes
-    _get_mesh_dim_by_name = RankGrid.axis_index
-    _sym_get_coordinate = RankGrid.get_local_rank
+
+    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
+        return self.axis_index(mesh_dim_name)
+
+    def _sym_get_coordinate(self, index: int) -> int:
+        return self.get_local_rank(index)
 
     def _get_root_mesh_dim(self) -> int | None:
         """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""
