@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal_dtensor import DTensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
-from shoal_dtensor.internal import local_of, slices_of, unwatch_draws, watch_draws
+from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
 
 from ..errors import CheckpointError
@@ -141,5 +141,5 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
                 "make the model with the adapter_config.json beside the file"
             )
         for name, tensor in state.items():
-            for box, part in boxes_of(tensor, local_of(tensor)):
-                part.copy_(stored[name][slices_of(box)])
+            for slices, place in boxes_of(tensor, 0):
+                local_of(tensor)[place].copy_(stored[name][slices])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import Box, local_of, slices_of, takes, whole_box
+from shoal_dtensor.internal import local_of, slices_of, takes, whole_box
 from shoal_tp_styles.internal import block_rows, make_adjacent, progress, shardings_of
 
 Slices = tuple[slice, ...]
@@ -187,10 +187,10 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
         target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
-        for box, part in boxes_of(tensor, target, entry.first_row, entry.transposed):
-            read = stored[slices_of(box)]
+        for slices, place in boxes_of(tensor, entry.first_row):
+            read = stored[slices[::-1]].t() if entry.transposed else stored[slices]
             loaded.bytes_read += read.numel() * read.element_size()
-            part.copy_(read)
+            target[place].copy_(read)
         if not local.is_meta:
             return
         value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
@@ -198,17 +198,13 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
     filled[id(tensor)] = entry.table[entry.name] = replacement
 
 
-def boxes_of(tensor: Tensor, local: Tensor, first: int = 0, transposed: bool = False) -> Iterator[tuple[Box, Tensor]]:
-    """This rank's boxes of the source's entry, whose rows from `first` on are the tensor's; and the part of each.
-
-    A part is a view of `local`, the rank's shard, in the order of dims that the entry has.
-    """
+def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
+    """This rank's boxes, as slices of the source's entry and of the local tensor."""
     boxes = [(whole_box(tensor.shape), whole_box(tensor.shape))]
     if isinstance(tensor, DTensor):
         spec = tensor.spec
         assert spec.coordinate is not None, "only ranks of the mesh load"
         boxes = spec.boxes(spec.coordinate)
     for box, place in boxes:
-        rows = [(start + first, stop + first) for start, stop in box[:1]]
-        in_source, part = (*rows, *box[1:]), local[slices_of(place)]
-        yield (in_source[::-1], part.t()) if transposed else (in_source, part)  # ((0, 4), (2, 3)): ((2, 3), (0, 4))
+        rows = [(start + first_row, stop + first_row) for start, stop in box[:1]]
+        yield slices_of((*rows, *box[1:])), slices_of(place)

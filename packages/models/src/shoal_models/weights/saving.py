@@ -1,7 +1,7 @@
-"""`save_sharded`: a parallel model as safetensors files; `copy_weights`: into another model, parallel in any other way.
+"""`save_sharded`: a parallel model as safetensors files; every rank writes its own shards into their places.
 
-No parameter is gathered: the files have their final size before the first byte of data, and every rank writes the boxes
-of its shards where they belong in them.  What the ranks send each other is names, shapes and boxes.
+No parameter is gathered: the files have their final size before the first byte of data, and a box of a tensor is
+written where it belongs in them.  What the ranks send each other is names, shapes and boxes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import Box, exchange_blocks, in_groups, local_of, move_blocks, takes, volume
-from shoal_mesh import comm_over
+from shoal_dtensor.internal import Box, in_groups, local_of, takes, volume
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 
@@ -179,7 +177,9 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
         raise CheckpointError(f"{entry.source!r} is on the meta device; load or initialize it first")
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first")
-    yield from boxes_of(tensor, local, entry.first_row, entry.transposed)
+    for where, place in boxes_of(tensor, entry.first_row):
+        box, shard = tuple((each.start, each.stop) for each in where), local[place]
+        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)  # ((0, 4), (2, 3)): ((2, 3), (0, 4))
 
 
 def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
@@ -320,56 +320,3 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; False where system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
-
-
-# --- into another model -----------------------------------------------------------------------------------------------
-
-
-def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
-    """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
-
-    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the world or others.
-    All ranks of the world call it. No rank has more of a parameter than its shards of both, and what is in flight.
-
-    Args:
-        source: a parallel or plain model; None on ranks that have no part of it.
-        target: a model with the same names, written in place; None on ranks that have no part of it.
-        max_bytes: of tensors that one collective moves.
-
-    Raises:
-        PlanError: on all ranks, if the target has entries that the source lacks, or has in another shape or dtype.
-
-    Example:
-        >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
-        >>> copy_weights(source, target)
-        >>> torch.equal(source.weight, target.weight)
-        True
-    """
-    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()  # this rank's shards
-    both = agree(
-        lambda: (describe(source, read) if source else {}, describe(target, written) if target else {}),
-        error_type=CheckpointError,
-        what="copy_weights: cannot describe the models",
-    )
-    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
-    sources, targets = merged(of_sources), merged(of_targets)
-    for name, tensor in targets.items():
-        stored = sources.get(name)
-        if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
-            has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
-            raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
-    comm = comm_over(range(dist.get_world_size())) if dist.is_initialized() else None
-
-    def dtype_of(name: str) -> str:
-        return str(targets[name].dtype)
-
-    # Names that move together have one dtype.
-    of_dtypes = groupby(sorted(targets, key=dtype_of), dtype_of)
-    batches = [batch for _, names in of_dtypes for batch in in_groups(names, lambda n: targets[n].nbytes, max_bytes)]
-    for names in progress(batches, "copying weights"):
-        moves = []
-        for name in names:
-            boxes = ([each[name][2] if name in each else [] for each in every] for every in (of_sources, of_targets))
-            moves.append((exchange_blocks(own_rank(), *boxes), read.get(name, []), written.get(name, [])))
-        with torch.no_grad():
-            move_blocks(moves, comm)
