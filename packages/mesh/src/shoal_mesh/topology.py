@@ -98,11 +98,7 @@ class Topology:
         if not axes or not all(-count <= axis < count for axis in axes):
             raise AxisError(f"a topology of {count} axes has no group over axes {axes!r:.80}: pass indices of axes")
         links = [self.links[axis] for axis in axes]
-        return (
-            links[0]
-            if len(links) == 1
-            else Link(max(link.latency for link in links), min(link.bandwidth for link in links))
-        )
+        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 # Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per GPU.

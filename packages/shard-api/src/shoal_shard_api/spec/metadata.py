@@ -77,7 +77,7 @@ class ShardMetadata:
         rank = self.placement.rank() if self.placement is not None else None
         if rank is None:
             raise ShardingSpecError(
-                f"shard at {self.shard_offsets}: no rank in {self.placement} (RPC worker names are not supported)"
+                f"{self.shard_offsets}: {self.placement} is not as 'rank:0/cpu' is; RPC worker names are not supported"
             )
         return int(rank)
 
