@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_models import tensor_axis
+from hf_models import assert_same_parameters, tensor_axis
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh.testing import on_ranks
 from shoal_models import load_sharded
@@ -30,7 +30,6 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from small_gpt import assert_same_parameters
 
 DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22  # neither the vocabulary nor the inner features divide by 4
 WAYS = pytest.mark.parametrize("ways", [2, 4])

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
+from shoal_tp_styles import unparallelize_module
 
 __all__ = [
     "SIZES",
+    "assert_same_parameters",
     "assert_same_values",
     "build_model",
     "naming",
@@ -93,6 +96,18 @@ def assert_same_values(module: Any, single: Any, atol: float = 1e-12) -> None:
     for name, param in module.named_parameters():
         whole = param.full_tensor() if isinstance(param, DTensor) else param
         torch.testing.assert_close(whole, expected[name], rtol=0, atol=atol, msg=naming(name))
+
+
+def assert_same_parameters(module: nn.Module, single: nn.Module) -> None:
+    """A parallel module that took no step, made plain again, has the single one's parameters, gradients, buffers."""
+    unparallelize_module(module)
+    expected, buffers = dict(single.named_parameters()), dict(single.named_buffers())
+    assert dict(module.named_parameters()).keys() == expected.keys()
+    assert_same_values(module, single, atol=0)
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name].grad, msg=naming(f"{name}.grad"))
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], msg=naming(name))
 
 
 def token_batch(rows: int = 2, length: int = 7) -> torch.Tensor:

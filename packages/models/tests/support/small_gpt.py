@@ -1,9 +1,8 @@
-"""A GPT of a few thousand parameters with its plan, and the comparison of a parallel module with one device's."""
+"""A GPT of a few thousand parameters, and its plan."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard
-from shoal_tp_styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, unparallelize_module
+from shoal_tp_styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 
 class SelfAttention(nn.Module):
@@ -95,15 +94,3 @@ def gpt_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
     }
     norms_and_dropouts = ("dropout", "norm", "layers.*.*_norm", "layers.*.*.resid_dropout")
     return plan | {path: SequenceParallel(use_local_output=True) for path in norms_and_dropouts if sequence}
-
-
-def assert_same_parameters(module: nn.Module, single: nn.Module, **tolerance: Any) -> None:
-    """A parallel module that took no step, made plain again, has the single one's parameters, gradients, buffers."""
-    unparallelize_module(module)
-    expected, buffers = dict(single.named_parameters()), dict(single.named_buffers())
-    assert dict(module.named_parameters()).keys() == expected.keys()
-    for path, param in module.named_parameters():
-        torch.testing.assert_close(param, expected[path], rtol=0, atol=0)
-        torch.testing.assert_close(param.grad, expected[path].grad, **tolerance)
-    for path, buffer in module.named_buffers():
-        torch.testing.assert_close(buffer, buffers[path], **tolerance)
