@@ -88,6 +88,10 @@ CASES: list[tuple[Any, ...]] = (
         (aten.repeat.default, (X, [2, 1, 3, 1])),
         (aten.repeat.default, (X, [2, 3, 1])),
         (aten.repeat.default, (X, [0, 1, 1])),
+        (aten.repeat.default, (X[:, :0], [2, 3, 1])),
+        (aten.roll.default, (X[:, :0], [2, 1], [1, 0])),
+        (aten.flip.default, (X[:, :0], [1])),
+        (aten.constant_pad_nd.default, (X[:, :0], [0, 0, 2, 1])),
     ]
     + [
         (op, (X, d))

@@ -190,7 +190,7 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     moves = []
     for d in sharded:
         n, wanted = source.shape[d], spans(target.sizes(d + new))
-        places = [range(start, n * repeats[d + new], n or 1) for start in source.dim_sharding(d).offsets]
+        places = [[start + n * k for k in range(repeats[d + new])] for start in source.dim_sharding(d).offsets]
         moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
     rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
 
