@@ -1,4 +1,4 @@
-"""Covers: api/custom_rules.py: rules for a user's own operators, on an operator that has none."""
+"""Covers: api/custom_ops.py: rules for a user's own operators, on an operator that has none."""
 
 from __future__ import annotations
 

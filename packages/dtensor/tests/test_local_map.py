@@ -1,4 +1,4 @@
-"""Covers: api/local_map.py: outputs are what out_placements says, on every rank."""
+"""Covers: api/custom_ops.py: outputs are what out_placements says, on every rank."""
 
 from __future__ import annotations
 

@@ -20,10 +20,9 @@ from .api.constructors import (
     randperm,
     zeros,
 )
-from .api.custom_rules import register_rule, register_sharding
+from .api.custom_ops import local_map, register_rule, register_sharding
 from .api.debug_mode import DebugMode, ExplicitRedistributionContext
 from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
-from .api.local_map import local_map
 from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
 from .api.state_dicts import (
     get_model_state_dict,

@@ -82,17 +82,15 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        ax = _figure(5, 4).add_subplot() if ax is None else ax
-        ranks = self.chosen.src.mesh.size()
+        ax, ranks = _figure(5, 4).add_subplot() if ax is None else ax, self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():
             matrix[sender][receiver] = count / 2**20
         image = ax.imshow(matrix, cmap="viridis", vmin=0.0)
         ax.figure.colorbar(image, ax=ax, label="MiB")
-        ax.set_xlabel("to rank")
-        ax.set_ylabel("from rank")
         steps = ", ".join(step.name for step in self.chosen.steps) or "nothing to do"
-        ax.set_title(f"{layout(self.chosen.src)} -> {layout(self.chosen.dst)}\n{steps}")
+        between = f"{layout(self.chosen.src)} -> {layout(self.chosen.dst)}"
+        ax.set(xlabel="to rank", ylabel="from rank", title=f"{between}\n{steps}")
         return ax
 
 

@@ -151,10 +151,7 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
 
 
 def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
-    """Whether the dims of a local result follow one another in memory otherwise than those of the global tensor.
-
-    Not asked of sizes that a compiler knows as symbols only.
-    """
+    """Whether a local result's dims have another order in memory than the global tensor's; not asked of symbols."""
     if has_symbols((local.shape, local.stride())):
         return False
     order = memory_order(spec.shape, spec.stride) or range(spec.ndim)

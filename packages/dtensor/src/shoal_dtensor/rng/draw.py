@@ -48,8 +48,10 @@ def draw(
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
             fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
             return local
-        memory = memory_order_of(spec)
-        if mode.mode == "per_axis" and (axes := _sharding_axes(spec, mode.axes)):
+        memory, names = memory_order_of(spec), spec.mesh.axis_names
+        asked = {spec.mesh.axis_index(axis) for axis in mode.axes if axis in (*names, *range(len(names)))}
+        axes = tuple(axis for axis in sorted(asked) if spec.placements[axis].is_shard())
+        if mode.mode == "per_axis" and axes:
             key = key_of(generator)
             if spec.coordinate is None:
                 return local
@@ -80,13 +82,6 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
         return torch.empty(0, dtype=spec.dtype, device=place)
     packed = torch.empty([stop - start for start, stop in memory.box], dtype=spec.dtype, device=place)
     return packed.permute(memory.restored())
-
-
-def _sharding_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
-    """Mesh axes among `asked` that shard the tensor."""
-    mesh = spec.mesh
-    chosen = {mesh.axis_index(axis) for axis in asked if axis in (*mesh.axis_names, *range(mesh.ndim))}
-    return tuple(axis for axis, placement in enumerate(spec.placements) if axis in chosen and placement.is_shard())
 
 
 def _own_part(
