@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute import scatter as scatter_module
 from shoal_dtensor.redistribute.scatter import scattering, shard_of
-from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh, lockstep
+from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh, lockstep
 from shoal_mesh.testing import fake_world, on_ranks
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -286,6 +287,34 @@ def test_functions_of_two_arguments_prepare_inputs_and_outputs() -> None:
     torch.testing.assert_close(module(x), distribute_tensor(plain(x).detach(), mesh).to_local())
     with pytest.raises(ValueError, match="output_fn takes"):
         distribute_module(torch.nn.Linear(3, 2), mesh, None, None, lambda outputs: outputs)
+
+
+def sharding(dims: dict[str, int]) -> Callable[[str, nn.Module, DeviceMesh], None]:
+    """A `partition_fn` that shards the weights of modules, by name, along a dim."""
+
+    def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if name in dims:
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])]))  # type: ignore[operator]
+
+    return partition
+
+
+def tied_linears() -> nn.Sequential:
+    """Two layers with one weight."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_shared_parameter_that_partition_fn_replaces_stays_shared() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for dims in ({"0": 0}, {"1": 0}, {"0": 0, "1": 0}):
+            model = distribute_module(tied_linears(), mesh, sharding(dims))
+            weight, other = model.get_parameter("0.weight"), model.get_parameter("1.weight")
+            assert weight is other and isinstance(weight, DTensor) and weight.placements == (Shard(0),), dims
+        with pytest.raises(PlacementError, match=r"one shared parameter .* in one module and .* in another"):
+            distribute_module(tied_linears(), mesh, sharding({"0": 0, "1": 1}))
 
 
 def test_factories_list_their_keywords() -> None:

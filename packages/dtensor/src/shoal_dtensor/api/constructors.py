@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
@@ -164,7 +164,7 @@ def distribute_module(
             the outputs.
 
     Raises:
-        PlacementError: if the module was distributed before.
+        PlacementError: if the module was distributed before, or `partition_fn` gives a shared parameter two layouts.
         ArgumentValueError: if a function takes another number of arguments.
     """
     mesh = mesh_or_current(device_mesh)
@@ -174,11 +174,11 @@ def distribute_module(
     before, after = _with_module("input_fn", input_fn), _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
         raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
-    shared: dict[torch.Tensor, DTensor] = {}
+    several = {held: where for held, where in _places(module).items() if len(where) > 1}
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
-        _replicate(child, mesh, shared)
+    _replicate(module, mesh, several)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -206,18 +206,37 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
     )
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[torch.Tensor, DTensor]) -> None:
-    """Replicate what is still plain; one plain tensor becomes one DTensor however many modules hold it."""
+def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], str]]]:
+    """Where the parameters and buffers below a module are that are no DTensors."""
+    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, held in table.items():
+                if held is not None and not isinstance(held, DTensor):
+                    places.setdefault(held, []).append((table, name))
+    return places
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any]) -> None:
+    """Replicate what is still plain; what `partition_fn` made of a tensor with several places is in all of them."""
     from ..modules.owners import carry_attached  # here: tensors are made without it
 
-    for table in (module._parameters, module._buffers):
-        for name, held in table.items():
-            if held is None or isinstance(held, DTensor):
-                continue
-            if held not in shared:
-                shared[held] = distribute_tensor(held, mesh)
-                carry_attached(held, shared[held])
-            table[name] = shared[held]  # type: ignore[assignment]  # a DTensor parameter is a Parameter
+    shared: dict[torch.Tensor, DTensor] = {}
+    for held, where in several.items():
+        for table, name in where:
+            if isinstance(made := table.get(name), DTensor):
+                first = table[name] = shared.setdefault(held, made)
+                if not made._spec.same_layout(first._spec):
+                    raise PlacementError(
+                        f"distribute_module: partition_fn made one shared parameter {first._spec!r} in one module and "
+                        f"{made._spec!r} in another; it needs one layout"
+                    )
+    for held, where in _places(module).items():
+        if held not in shared:
+            shared[held] = distribute_tensor(held, mesh)
+            carry_attached(held, shared[held])
+        for table, name in where:
+            table[name] = shared[held]
 
 
 # --- factories --------------------------------------------------------------------------------------------------------
