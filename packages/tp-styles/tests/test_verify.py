@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
-from shoal_dtensor import Replicate
-from shoal_mesh import abstract_mesh
+from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_tp_styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,7 +24,7 @@ MESH = abstract_mesh((4,), ("tp",))
 
 
 def test_the_verdict_comes_first() -> None:
-    mlp, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)), torch.randn(2, 4)
+    mlp, x = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), torch.randn(2, 4)
     plan = {"0": "colwise", "1": "rowwise"}
     remarks = verify(mlp, plan, MESH, x)
     assert remarks.proven and remarks.empty
@@ -53,3 +54,27 @@ def test_verify_finds_everything_without_a_process_group() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert "expected" not in str(verify(model, {"norm": ColwiseParallel()}, MESH))
     assert not verify(model, {"norm": ColwiseParallel()}, MESH).ok
+
+
+class Undeclared(ParallelStyle):
+    """A style that only has `_apply`, which leaves the module as it is or shards its bias."""
+
+    def __init__(self, shards: bool = False) -> None:
+        super().__init__()
+        self.shards = shards
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.shards:
+            module.bias = distribute_tensor(module.bias, device_mesh, [Shard(0)])  # type: ignore[arg-type]
+        return module
+
+
+def test_a_shared_parameter_that_an_undeclared_style_leaves_behind_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 8)
+    model[1].bias = model[0].bias
+    first: dict[str, ParallelStyle | str] = {"0": ColwiseParallel(output_layouts=Replicate())}
+    elsewhere = verify(model, first | {"2": Undeclared()}, MESH, x)
+    assert "one parameter shared under 2 names must have one layout" in elsewhere.errors[0]
+    on_an_owner = verify(model, first | {"1": Undeclared()}, MESH, x)
+    assert on_an_owner.errors == () and "1.bias still is it" in on_an_owner.wrong[0]
+    assert "0.bias still is it" in verify(model, {"1": Undeclared(shards=True)}, MESH, x).wrong[0]

@@ -234,8 +234,7 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
     """
     x, classes, rows = local_logits(logits, vocab, dim)
     lse, picked, _ = traced_apply(_RowStatistics, x, rows.shard(tokens), None, classes)
-    found: Tensor = picked - lse
-    return found
+    return picked - lse  # type: ignore[no-any-return]  # of a traced function
 
 
 def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:

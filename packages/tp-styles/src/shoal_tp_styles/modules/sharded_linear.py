@@ -249,12 +249,9 @@ class ColumnLinear(Lowered):
         if type(input) is not Tensor or not self.plain or autocasting():
             return self.finish(self.general(input))
         params = self.params
-        try:
-            weight, bias = params["weight"], params["bias"]
-        except KeyError:  # one is computed since
-            weight = bias = None
-        if weight is None:
+        if params.get("weight") is None or "bias" not in params:  # one is computed since
             return self.finish(self.general(input))
+        weight, bias = params["weight"], params["bias"]
         out: Tensor
         if not torch.is_grad_enabled():
             if type(weight) is not DTensor:
@@ -343,12 +340,9 @@ class RowLinear(Lowered):
         if type(input) is not Tensor or not self.fast or autocasting():
             return self.general(input)
         params = self.params
-        try:
-            weight, bias = params["weight"], params["bias"]
-        except KeyError:  # one is computed since
-            weight = bias = None
-        if weight is None:
+        if params.get("weight") is None or "bias" not in params:  # one is computed since
             return self.general(input)
+        weight, bias = params["weight"], params["bias"]
         try:
             out: Tensor = apply(_LinearProduct, input, weight, bias, None, self.comm, None)
         except RuntimeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -67,7 +67,7 @@ def parallelize_module(
         PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module, or a module already
             has the style: `unparallelize_module` comes first.  Or the plan is automatic and not proven for the mesh.
             Nothing has been changed then.
-        TiedWeightError: if modules that share a parameter ask for different placements.
+        TiedWeightError: if modules that share a parameter ask for different placements, or one leaves it plain.
         TypeError: if the plan is neither a style nor a mapping of them, or the module no module (`StyleTypeError`).
 
     Example:
@@ -82,12 +82,13 @@ def parallelize_module(
     """
     mesh = _mesh(device_mesh, parallelize_plan)
     if parallelize_plan is None:
-        warnings.warn(
-            "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=3
-        )
+        warnings.warn("parallelize_module: no plan is given; nothing is changed", UnmatchedPlanWarning, stacklevel=3)
         return module
     resolved = resolve(module, parallelize_plan)
-    _report(resolved.unmatched, on_unmatched)
+    for problem in resolved.unmatched:
+        if on_unmatched == "error":
+            raise PlanError(problem)
+        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
@@ -112,14 +113,6 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
             "once you have read the plan and vouch for it"
         )
     return mesh
-
-
-def _report(unmatched: Sequence[str], how: Literal["warn", "error"]) -> None:
-    """Say which paths of a plan match no module."""
-    for problem in unmatched:
-        if how == "error":
-            raise PlanError(problem)
-        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=4)
 
 
 def _run_children(root: nn.Module) -> None:

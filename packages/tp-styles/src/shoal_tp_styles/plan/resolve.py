@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
-from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
+from shoal_dtensor.errors import LayoutError, PlanError, StyleError, StyleTypeError, TiedWeightError
 from shoal_dtensor.internal import (
     Scatter,
     check_device_mesh,
@@ -103,28 +103,32 @@ class Resolved(NamedTuple):
             problems.append(conflicting_style(use.module, style, use.path, distributes=distributes))
         return [problem for problem in problems if problem is not None]
 
-    def tied_conflicts(self) -> list[str]:
+    def tied_conflicts(self) -> Iterator[str]:
         """Shared parameters with two layouts, or of which one owner has no style."""
-        problems = []
+        reach = [use.module.named_modules() for use in self.uses if use.sharding is None]
+        undeclared = {key for owners in reach for key, _, _ in _owned_parameters(owners)}
         for names, asked in _tied(self.root, self.uses):
             known = {path: asked[key][1] if key in asked else None for key, path in names.items()}
-            if len(set(known.values())) > 1:
+            # A style that only has `_apply` may give its modules other parameters: `apply` looks once it has run.
+            if len(set(known.values())) > 1 and undeclared.isdisjoint(names):
                 layouts = ", ".join(f"{path}: {layout or 'no style'}" for path, layout in known.items())
-                problems.append(f"one parameter shared under {len(names)} names must have one layout ({layouts})")
-        return problems
+                yield f"one parameter shared under {len(names)} names must have one layout ({layouts})"
+
+    def errors(self) -> Iterator[StyleError]:
+        """What keeps the plan from being applied."""
+        yield from map(PlanError, (*self.repeated(), *self.ambiguous()))
+        yield from map(TiedWeightError, self.tied_conflicts())
 
     def check(self) -> None:
-        """Raise a PlanError or TiedWeightError before anything is applied."""
-        for problem in (*self.repeated(), *self.ambiguous()):
-            raise PlanError(problem)
-        if any(use.sharding is None for use in self.uses):
-            return  # an undeclared style may do anything with parameters
-        for problem in self.tied_conflicts():
-            raise TiedWeightError(problem)
+        """Raise the first of the errors, before anything is applied."""
+        for error in self.errors():
+            raise error
 
     def apply(self, mesh: DeviceMesh, *, src_data_rank: int | None = 0, lower: bool = True) -> None:
         """Check the plan, then make every module parallel; nothing is changed where the check raises."""
         self.check()
+        before = dict(self.root.named_parameters(remove_duplicate=False))
+        shared = [[*names.values()] for names, _ in _tied(self.root, self.uses)]
         axes = [axis_mesh(mesh, use.style) for use in self.uses]
         owners = [
             check_styled(use.module, axis) if use.sharding is None or use.sharding.distributes else []
@@ -140,6 +144,14 @@ class Resolved(NamedTuple):
                 with given_back(needed), scattering(src_data_rank) if needed else nullcontext(together) as scatter:
                     for use, axis in uses:
                         _apply(use, axis, scatter, src_data_rank, lower)
+        after = dict(self.root.named_parameters(remove_duplicate=False))
+        for paths in shared:
+            left = [path for path in paths if after.get(path) is before[path]]
+            if left and any(isinstance(after.get(path), DTensor) for path in paths):
+                raise TiedWeightError(
+                    f"{', '.join(paths)} were one parameter; {left[0]} still is it, and others are sharded: a style "
+                    "that only has `_apply` makes one sharded parameter of them, or they are not to be shared before"
+                )
 
 
 def _apply(use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool) -> None:

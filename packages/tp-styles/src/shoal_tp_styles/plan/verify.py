@@ -119,7 +119,7 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         resolved = resolve(model, plan)
     except (StyleError, TypeError) as error:
         return Verification(errors=(str(error),), unproven=("the plan was not run: it has errors",))
-    errors = [*resolved.repeated(), *resolved.ambiguous(), *resolved.tied_conflicts()]
+    errors = [*map(str, resolved.errors())]
     uneven: list[str] = []
     empty: list[str] = []
     for use in resolved.uses:
