@@ -24,7 +24,7 @@ from shoal_dtensor import (
     local_map,
     rand,
 )
-from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.errors import PlacementError, StyleError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute import scatter as scatter_module
 from shoal_dtensor.redistribute.scatter import scattering, shard_of
@@ -313,8 +313,19 @@ def test_a_shared_parameter_that_partition_fn_replaces_stays_shared() -> None:
             model = distribute_module(tied_linears(), mesh, sharding(dims))
             weight, other = model.get_parameter("0.weight"), model.get_parameter("1.weight")
             assert weight is other and isinstance(weight, DTensor) and weight.placements == (Shard(0),), dims
-        with pytest.raises(PlacementError, match=r"one shared parameter .* in one module and .* in another"):
+        with pytest.raises(PlacementError, match="partition_fn made a shared parameter"):
             distribute_module(tied_linears(), mesh, sharding({"0": 0, "1": 1}))
+
+
+@pytest.mark.parametrize("dims", [{}, {"0": 0}])
+def test_an_optimizer_made_before_distribute_module_does_not_step(dims: dict[str, int]) -> None:
+    with fake_world(2):
+        model = tied_linears()
+        optimizer, late = torch.optim.SGD([model.get_parameter("0.weight")]), nn.Linear(2, 2)
+        distribute_module(model, init_device_mesh("cpu", (2,)), sharding(dims))
+        with pytest.raises(StyleError, match=r"distribute_module has replaced: .* Make the optimizer after"):
+            optimizer.step()
+        torch.optim.SGD([*model.parameters(), *late.parameters()]).step()
 
 
 def test_factories_list_their_keywords() -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -115,8 +115,7 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
             )
         if same:
             return binding
-    plain: Callable[..., Any] = op._op
-    return plain
+    return op._op
 
 
 # Where torch keeps its bindings: each family of names that begin with its prefix in a module of its own.
@@ -179,8 +178,7 @@ def view_of(op: OpOverload) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name[:-1], None)
     for overload in (op._overloadname, "int"):
         if packet is not None and overload in packet.overloads():
-            view: OpOverload = getattr(packet, overload)
-            return view
+            return cast(OpOverload, getattr(packet, overload))
     return None
 
 

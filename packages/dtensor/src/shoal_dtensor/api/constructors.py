@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
+from weakref import ref
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ def _layout_of(
     """The layout of a plain tensor on a mesh, in the memory order that it has."""
     if not tensor.is_leaf:
         raise PlacementError(
-            "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
+            "distribute_tensor: the tensor is no leaf; use DTensor.from_local, which is differentiable"
         )
     stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
     return Spec(mesh, placements, tensor.shape, stride, tensor.dtype, shard_order)
@@ -175,10 +176,11 @@ def distribute_module(
     if getattr(module, "_shoal_distributed", False):
         raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
     several = {held: where for held, where in _places(module).items() if len(where) > 1}
+    plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
-    _replicate(module, mesh, several)
+    _replicate(module, mesh, several, plain)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -217,9 +219,9 @@ def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], 
     return places
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any]) -> None:
+def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any], before: list[Any]) -> None:
     """Replicate what is still plain; what `partition_fn` made of a tensor with several places is in all of them."""
-    from ..modules.owners import carry_attached  # here: tensors are made without it
+    from ..modules.owners import carry_attached, note_replaced  # here: tensors are made without it
 
     shared: dict[torch.Tensor, DTensor] = {}
     for held, where in several.items():
@@ -228,8 +230,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tenso
                 first = table[name] = shared.setdefault(held, made)
                 if not made._spec.same_layout(first._spec):
                     raise PlacementError(
-                        f"distribute_module: partition_fn made one shared parameter {first._spec!r} in one module and "
-                        f"{made._spec!r} in another; it needs one layout"
+                        f"distribute_module: partition_fn made a shared parameter {first._spec!r} and {made._spec!r}"
                     )
     for held, where in _places(module).items():
         if held not in shared:
@@ -237,6 +238,9 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tenso
             carry_attached(held, shared[held])
         for table, name in where:
             table[name] = shared[held]
+    for param in [each() for each in before]:
+        if param is not None:  # an optimizer may hold it
+            note_replaced(param)
 
 
 # --- factories --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,7 @@ def get_model_state_dict(
         ['Tensor', 'Tensor']
     """
     api, options = _read(options)
-    state: dict[str, Any] = api.get_model_state_dict(model, submodules=submodules, options=options)
-    return state
+    return cast("dict[str, Any]", api.get_model_state_dict(model, submodules=submodules, options=options))
 
 
 def get_optimizer_state_dict(

@@ -245,9 +245,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         for param in group["params"]:
             if hasattr(param, _REPLACED):  # which a compiled step is guarded on
                 raise StyleError(
-                    f"{type(optimizer).__name__}.step: it holds a parameter of shape {tuple(param.shape)} that a style "
-                    "or data parallelism has replaced since, so no module would see the update. Make the optimizer "
-                    "after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
+                    f"{type(optimizer).__name__}.step: it holds a parameter of shape {tuple(param.shape)} that a "
+                    "style, data parallelism or distribute_module has replaced: no module would see the update. Make "
+                    "the optimizer after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
                 )
 
 

@@ -58,8 +58,7 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
     def run(dims: int, dense_dims: int, size: Any, indices: Tensor, values: Tensor, **kwargs: Any) -> Tensor:
         if in_backward() and dims == 1:
             return values.new_zeros(size).index_add_(0, indices[0], values)
-        result: Tensor = op(dims, dense_dims, size, indices, values, **kwargs)
-        return result
+        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]  # of torch
 
     return run
 
