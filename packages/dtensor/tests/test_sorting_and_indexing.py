@@ -187,6 +187,12 @@ CASES: list[tuple[Any, ...]] = (
         (aten.index_put_.default, (X, [X[:, 0, 0] > 0], A(6, 5))),
         (aten.index_put_.default, (X, [X[:, 0, 0] > 0], A(1, 6, 5))),
         (aten.take.default, (X, torch.tensor([[0, 100], [-1, 7]]))),
+        (aten.take.default, (A(4), torch.tensor(2))),
+        (
+            aten._embedding_bag_per_sample_weights_backward.default,
+            (sample(2, 4), sample(6, 4), A(5).long() % 6, torch.tensor([0, 3]), torch.tensor([], dtype=torch.long), 0),
+        ),
+        (aten.put.default, (A(4), torch.tensor(2), A(1))),
         (aten.put.default, (X, torch.tensor([[0, 100], [-1, 7]]), A(2, 2))),
         (aten.put_.default, (X, torch.tensor([[0, 100], [-1, 0]]), A(4), True)),
         (aten.searchsorted.Tensor, (A(9), X * 4)),

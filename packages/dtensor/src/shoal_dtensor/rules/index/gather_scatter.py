@@ -59,7 +59,7 @@ def lookup(
         if 0 in x.shape:
             return bound(x.new_zeros(shape), *flatten([args[place]]))
         elements: Tensor = read(x, *args[:place], positions, *args[place + 1 :])
-        return elements.masked_fill_(~is_local.reshape(*is_local.shape, *[1] * behind), 0)
+        return elements.masked_fill_(~is_local.reshape([*is_local.shape, *[1] * behind]), 0)
 
     return run
 
@@ -229,7 +229,7 @@ GATHER_SCATTER: Table = family(
         ),
         # Each is the product of a row of the gradient and one of the vocabulary.
         "_embedding_bag_per_sample_weights_backward": replace(
-            product("b e, v e, i, o, i -> i", linear=(0, 1), replicated="b i o", local=_embedding_bag), sizes=None
+            product("b e, v e, i, o, k -> i", linear=(0, 1), replicated="b i o k", local=_embedding_bag), sizes=None
         ),
         "embedding_dense_backward": Rule(embedding_dense_backward),
     }
