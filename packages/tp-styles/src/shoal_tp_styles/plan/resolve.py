@@ -127,8 +127,8 @@ class Resolved(NamedTuple):
     def apply(self, mesh: DeviceMesh, *, src_data_rank: int | None = 0, lower: bool = True) -> None:
         """Check the plan, then make every module parallel; nothing is changed where the check raises."""
         self.check()
-        before = dict(self.root.named_parameters(remove_duplicate=False))
-        shared = [[*names.values()] for names, _ in _tied(self.root, self.uses)]
+        tied = [[*names.values()] for names, _ in _tied(self.root, self.uses)]
+        shared = [{path: self.root.get_parameter(path) for path in paths} for paths in tied]
         axes = [axis_mesh(mesh, use.style) for use in self.uses]
         owners = [
             check_styled(use.module, axis) if use.sharding is None or use.sharding.distributes else []
@@ -146,7 +146,7 @@ class Resolved(NamedTuple):
                         _apply(use, axis, scatter, src_data_rank, lower)
         after = dict(self.root.named_parameters(remove_duplicate=False))
         for paths in shared:
-            left = [path for path in paths if after.get(path) is before[path]]
+            left = [path for path, param in paths.items() if after.get(path) is param]
             if left and any(isinstance(after.get(path), DTensor) for path in paths):
                 raise TiedWeightError(
                     f"{', '.join(paths)} were one parameter; {left[0]} still is it, and others are sharded: a style "
