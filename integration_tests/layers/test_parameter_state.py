@@ -129,5 +129,5 @@ def test_a_compiled_step_looks_for_replaced_parameters() -> None:
     module = nn.Linear(4, 8)
     adam = torch.optim.AdamW(module.parameters(), foreach=True)
     parallelize_module(module, all_ranks(), ColwiseParallel())
-    with pytest.raises(StyleError, match="a style or data parallelism has replaced"):
+    with pytest.raises(StyleError, match="distribute_module has replaced: no module would see"):
         torch.compile(lambda: adam.step(), backend="eager")()
