@@ -1,4 +1,4 @@
-"""Covers: comm_report.py."""
+"""Covers: comm_debug.py: tables and files."""
 
 from __future__ import annotations
 

@@ -2,16 +2,20 @@
 
 It counts collectives as the caller asked for them, not the backend calls: a reduce-scatter that a backend emulates is
 one reduce-scatter. Collectives of shoal report themselves (events.py); those of others (`torch.distributed`, functional
-collectives) are seen on their way through the dispatcher. Tables and files are written by comm_report.py.
+collectives) are seen on their way through the dispatcher.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib import import_module
+from os import PathLike
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from .. import _torch
+from ..argument_types import require
+from ..errors import MeshError
 from ..events import Event, in_observed, observe, unobserve
-from .comm_report import ModuleRecord, Record, as_json, table, write
 
 _FUNCTIONAL = {
     name: functional_name
@@ -37,18 +42,14 @@ _FUNCTIONAL = {
     for name in names.split()
 }
 _FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
-_OUTPUTS_FIRST = {name for name in _FUNCTIONAL if not name.startswith(("allreduce", "broadcast"))} | {
-    "gather_",
-    "scatter_",
-}
-_WITHOUT_FUNCTIONAL = {"scatter": "scatter_", "gather": "gather_"}
+_OUTPUTS_FIRST = {"gather_", "scatter_", *(n for n in _FUNCTIONAL if not n.startswith(("allreduce", "broadcast")))}
 _POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}  # c10d only
 
 
 def packet_of(op: str) -> Any:
     """The op packet that a collective is counted under: of `_c10d_functional`, of `c10d` where that has none."""
-    name = _WITHOUT_FUNCTIONAL.get(op, op)
-    return getattr(_torch.functional, name, None) or getattr(_torch.c10d_ops, name)
+    packet = getattr(_torch.functional, op, None) or getattr(_torch.c10d_ops, op, None)
+    return packet or getattr(_torch.c10d_ops, f"{op}_")  # of shoal's scatter and gather
 
 
 class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
@@ -86,6 +87,32 @@ def _canonical(packet: Any) -> Any:
     if namespace == "c10d":
         return packet_of(_FUNCTIONAL.get(name, name))
     return getattr(_torch.functional, name, packet) if namespace == "c10d_functional" else packet
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective of a trace."""
+
+    op: str  # name of the functional collective
+    axes: tuple[str, ...]  # mesh axes it ran along; the name of the group when it was not asked for by axis
+    size: int  # number of ranks
+    shapes: tuple[tuple[int, ...], ...]  # shapes that this rank put in
+    dtype: str  # of the first of them
+    nbytes: int  # bytes that this rank put in
+    reduce_op: str  # `sum`, ... or ''.
+    module: str  # path of the innermost module, `Global` outside of modules
+    backward: bool  # whether it ran in the backward pass
+    started: float  # seconds since the mode was entered
+    seconds: float = 0.0  # duration on the host
+
+
+@dataclass(slots=True)
+class ModuleRecord:
+    """One module that ran: its parameters, their placements, and the ops that ran in it."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    placements: dict[str, Any] = field(default_factory=dict)
+    ops: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
 
 class CommDebugMode(_torch.TorchDispatchMode):
@@ -159,22 +186,53 @@ class CommDebugMode(_torch.TorchDispatchMode):
         Raises:
             MeshTypeError, MeshError: another noise level.
         """
-        return table(self.trace, self.modules, noise_level)
+        lines = []
+        for path, own in self._tree(noise_level).items():
+            body = _lines(own)
+            if body or noise_level > 0:  # at level 0 only modules that ran a collective
+                indent = "  " * path.count(".")
+                lines += [indent + path, *(f"{indent}  {line}" for line in body)]
+        total = Counter(r.op for r in self.trace)
+        lines.append("total: " + (", ".join(f"{n} {op}" for op, n in sorted(total.items())) or "no collectives"))
+        return "\n".join(lines) + "\n"
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """The same as JSON in a file; the argument is that of `generate_comm_debug_tracing_table`."""
-        write(file_name, as_json(self.trace, self.modules, noise_level))
+        calls = [{**_call(r), "module": r.module, "backward": r.backward, "started": r.started} for r in self.trace]
+        _write(file_name, json.dumps({"modules": self._tree(noise_level), "trace": calls}, indent=1))
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """The table of `generate_comm_debug_tracing_table` in a file."""
-        write(file_name, self.generate_comm_debug_tracing_table(noise_level))
+        _write(file_name, self.generate_comm_debug_tracing_table(noise_level))
+
+    def _tree(self, noise_level: int) -> dict[str, Any]:
+        """Modules by path, each with its collectives and more by noise level, as JSON has it."""
+        require(noise_level, int, "noise_level is an int from 0 to 3")
+        if not 0 <= noise_level <= 3:
+            raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
+        paths: dict[str, Any] = {}
+        for path, record in sorted(self.modules.items(), key=lambda item: (item[0] != "Global", item[0])):
+            own: dict[str, Any] = {}
+            for phase, backward in (("forward", False), ("backward", True)):
+                records = [r for r in self.trace if r.module == path and r.backward is backward]
+                run: dict[str, Any] = {"collectives": dict(Counter(r.op for r in records))}
+                run["bytes"] = sum(r.nbytes for r in records)
+                if noise_level >= 2:
+                    run["calls"] = [_call(r) for r in records]
+                if noise_level >= 3:
+                    run["ops"] = {op: n for (op, when), n in sorted(record.ops.items()) if when is backward}
+                own[phase] = run
+            if noise_level >= 1:
+                own["parameters"] = {}
+                for name, p in record.parameters.items():
+                    placements = str(record.placements.get(name, ""))
+                    own["parameters"][name] = {"shape": [*p.shape], "dtype": str(p.dtype), "placements": placements}
+            paths[path] = own
+        return paths
 
     # --- beyond it ----------------------------------------------------------------------------------------------------
 
-    @property
-    def comm_counts(self) -> dict[Any, int]:
-        """`get_comm_counts()`."""
-        return self.get_comm_counts()
+    comm_counts = property(get_comm_counts)
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
@@ -217,7 +275,11 @@ class CommDebugMode(_torch.TorchDispatchMode):
         name = func._overloadpacket.__name__
         if in_observed():
             return func(*args, **(kwargs or {}))
-        if _is_collective(func.namespace, name):
+        if func.namespace == "c10d":
+            sends = name in _FUNCTIONAL or name in _POINT_TO_POINT  # a barrier or a wait does not
+        else:
+            sends = func.namespace.lstrip("_") == "c10d_functional" and name.removesuffix("_") in _FUNCTIONAL_NAMES
+        if sends:
             return self._run_foreign(func, name, args, kwargs or {})
         self._record_of(self._module()).ops[str(func), _torch.in_backward()] += 1
         return func(*args, **(kwargs or {}))
@@ -282,8 +344,35 @@ class CommDebugMode(_torch.TorchDispatchMode):
 _torch.without_importing_dynamo(CommDebugMode)
 
 
-def _is_collective(namespace: str, name: str) -> bool:
-    """Whether an op sends data (a barrier or a wait does not)."""
-    if namespace == "c10d":
-        return name in _FUNCTIONAL or name in _POINT_TO_POINT
-    return namespace in {"_c10d_functional", "c10d_functional"} and name.removesuffix("_") in _FUNCTIONAL_NAMES
+def _call(record: Record) -> dict[str, Any]:
+    return {
+        "op": record.op,
+        "axes": list(record.axes),
+        "ranks": record.size,
+        "shapes": [[*shape] for shape in record.shapes],
+        "dtype": record.dtype,
+        "bytes": record.nbytes,
+        "reduce": record.reduce_op,
+    }
+
+
+def _lines(own: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, what in own.get("parameters", {}).items():
+        lines.append(f"*{name}: {tuple(what['shape'])} {what['dtype']} {what['placements']}".rstrip())
+    for phase in ("forward", "backward"):
+        run = own[phase]
+        if run["collectives"] or run.get("ops"):
+            lines.append(f"{phase.upper()}: {run['bytes']} bytes in {sum(run['collectives'].values())} collectives")
+        lines += [f"  {op}: {n}" for op, n in sorted(run["collectives"].items())]
+        for call in run.get("calls", ()):
+            reduce = f" {call['reduce']}" if call["reduce"] else ""
+            shapes = " ".join(map(str, map(tuple, call["shapes"])))
+            lines.append(f"    {call['op']}{reduce} {shapes} {call['dtype']} along {'x'.join(call['axes'])}")
+        lines += [f"  ** {op}: {n}" for op, n in run.get("ops", {}).items()]
+    return lines
+
+
+def _write(file_name: str, text: str) -> None:
+    require(file_name, str | PathLike, "a file is named by a string or path")
+    Path(file_name).write_text(text)
