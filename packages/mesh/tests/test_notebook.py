@@ -6,7 +6,6 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from shoal_mesh.errors import MeshError, RankError
-from shoal_mesh.local_ranks.launch import _Kept
 from shoal_mesh.local_ranks.pool import kept_pool
 from shoal_mesh.notebook import run_cell
 
@@ -15,7 +14,7 @@ Shown = list[tuple[str, str, list[int]]]
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Kept, "on", True)
+    monkeypatch.setattr("shoal_mesh.local_ranks.launch._KEPT", [True])
     kept_pool.cache_clear()
 
 

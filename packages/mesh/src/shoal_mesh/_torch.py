@@ -43,6 +43,7 @@ c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
+backend_config = dist.get_backend_config  # device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`
 ranks_in_order = dist.get_process_group_ranks  # the global ranks of a group
 default_store = _c10d._get_default_store  # the store of the default group
 default_timeout = _c10d._get_default_timeout  # of a backend
@@ -153,18 +154,11 @@ def constant_when_compiled(cls: Class) -> Class:
         MeshTypeError: it is no class of Python, or its instances have no hash.
 
     Example:
+        >>> from dataclasses import dataclass
         >>> @constant_when_compiled
+        ... @dataclass(frozen=True, slots=True)
         ... class Scale:
-        ...     __slots__ = ("by",)
-        ...
-        ...     def __init__(self, by: float) -> None:
-        ...         self.by = by
-        ...
-        ...     def __eq__(self, other: object) -> bool:
-        ...         return isinstance(other, Scale) and self.by == other.by
-        ...
-        ...     def __hash__(self) -> int:
-        ...         return hash(self.by)
+        ...     by: float
         ...
         ...     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         ...         return f"Scale({self.by})", {"Scale": Scale}
@@ -247,13 +241,8 @@ def group_by_name(name: str) -> ProcessGroup:
     return cast(ProcessGroup, getattr(_c10d, "_resolve_process_group")(name))  # noqa: B009 - not in the stubs
 
 
-def backend_config(group: ProcessGroup) -> str:
-    """Device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`."""
-    return str(_c10d._world.pg_backend_config[group])
-
-
 def full_backend_config(backend: str) -> str:
-    """The same text for what a user may pass as backend (`gloo`, `nccl`, `cpu:gloo,cuda:nccl`)."""
+    """The text of `backend_config` for what a user may pass as backend (`gloo`, `nccl`, `cpu:gloo,cuda:nccl`)."""
     return str(_c10d.BackendConfig(dist.Backend(backend)))
 
 
@@ -269,12 +258,7 @@ def backend_options(group: ProcessGroup) -> list[Any]:
 
 
 def new_group(
-    ranks: Sequence[int],
-    *,
-    name: str,
-    description: str,
-    backend: str | None,
-    options: Any | None,
+    ranks: Sequence[int], *, name: str, description: str, backend: str | None, options: Any | None
 ) -> ProcessGroup:
     """A process group over `ranks` (global, in group order), called by its members only.
 

@@ -143,13 +143,7 @@ def observe(observer: Observer) -> None:
         CollectiveTypeError: it has no methods `before` and `after`.
 
     Example:
-        >>> class Names:
-        ...     def before(self, event: Event) -> None:
-        ...         print(event.op)
-        ...
-        ...     def after(self, event: Event) -> None:
-        ...         pass
-        >>> names = Names()
+        >>> names = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
         >>> observe(names)
         >>> observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         all_reduce

@@ -1,12 +1,5 @@
 """For tests of distributed code: ranks that stay up between tests, a fake world, skip decorators.
 
-Example::
-
-    @on_ranks(4)
-    def test_sum() -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        assert all_reduce(torch.ones(()), (mesh, 0)).item() == 4
-
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 
 May import: _torch, accelerator, argument_types, errors, events, groups, local_ranks, mesh, observers.
@@ -28,7 +21,7 @@ from .accelerator import accelerator, device_count
 from .argument_types import require, require_each
 from .errors import MeshError
 from .events import Event, observing
-from .groups.world import ensure_world
+from .groups.world import ensure_world, require_world
 from .local_ranks.pool import RankPool, kept_pool
 from .mesh.create import init_device_mesh
 from .mesh.device_mesh import DeviceMesh
@@ -145,9 +138,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
         raise MeshError("fake_world inside of a process that has a default process group")
     dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=size)
     try:
-        world = _torch.default_group()
-        assert world is not None, "initialised above"
-        yield world
+        yield require_world()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -18,6 +18,7 @@ from .pool import RankPool, kept_pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_KEPT = [False]  # declared mutable state: whether ranks stay up between calls of `launch`
 
 
 @overload
@@ -82,7 +83,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    kept = nullcontext(kept_pool(nprocs, backend, True)) if _Kept.on else None
+    kept = nullcontext(kept_pool(nprocs, backend, True)) if _KEPT[0] else None
     with kept or RankPool(nprocs, backend=backend, show_output=True, once=True) as pool:
         try:
             return pool._run(fn, args, kwargs, None, timeout)
@@ -94,12 +95,6 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
             raise cause from None
 
 
-class _Kept:
-    """Whether ranks stay up between calls of `launch` (mutable state)."""
-
-    on = False
-
-
 def keep_ranks() -> None:
     """Have ranks stay up between calls of `launch` from now on, a pool for each number of ranks."""
-    _Kept.on = True
+    _KEPT[0] = True

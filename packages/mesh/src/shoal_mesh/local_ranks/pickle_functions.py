@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -101,17 +101,10 @@ def find_attribute(module: str, file: str, qualname: str) -> Any:
 def find_module(module: str, file: str) -> ModuleType:
     """A module: imported by name if that is the same file, else loaded from the file."""
     name = "__mp_main__" if module == "__main__" else module
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == file:
-        return loaded
-    if module != "__main__":
-        try:
-            imported: ModuleType | None = importlib.import_module(name)
-        except ImportError:
-            imported = None
-        if imported is not None and getattr(imported, "__file__", None) == file:
-            return imported
-    return _load_file(name, file)
+    found: ModuleType | None = None
+    with suppress(ImportError):
+        found = sys.modules.get(name) if module == "__main__" else importlib.import_module(name)
+    return found if found is not None and getattr(found, "__file__", None) == file else _load_file(name, file)
 
 
 def _load_file(name: str, file: str) -> ModuleType:
@@ -120,8 +113,12 @@ def _load_file(name: str, file: str) -> ModuleType:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look themselves up
-    for parent in _parents(name):  # a test runner may have made them up: pickle imports what is before the first dot
-        sys.modules.setdefault(parent, ModuleType(parent))
+    parent = name
+    while parent := parent.rpartition(".")[0]:  # `a.b.c`: `a.b`, `a`
+        try:
+            importlib.import_module(parent)
+        except ImportError:  # a test runner may have made it up: pickle imports what is before the first dot
+            sys.modules.setdefault(parent, ModuleType(parent))
     if name == "__mp_main__":
         sys.modules["__main__"] = module
     _LOADING.append(file)
@@ -133,16 +130,6 @@ def _load_file(name: str, file: str) -> ModuleType:
     finally:
         _LOADING.pop()
     return module
-
-
-def _parents(name: str) -> Iterator[str]:
-    """`a.b.c` -> `a.b`, `a`; those that cannot be imported."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            yield name
 
 
 # Declared mutable state: files that this rank is running to find functions in them.

@@ -64,12 +64,10 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
         units = _grouped(units, size, costs)
     before, after = _by_axis(shape, in_order, costs), _by_axis(shape, units[0], costs)
     # The last axis comes first: what is sent most, for every layer, is sent along it.
-    gain = next((b > a for b, a in zip(reversed(before), reversed(after), strict=True) if not _alike(a, b)), False)
-    return RankOrder(units[0], before, after) if gain else RankOrder(in_order, before, before)
-
-
-def _alike(one: float, other: float) -> bool:
-    return min(one, other) >= _GAIN * max(one, other)
+    for b, a in zip(reversed(before), reversed(after), strict=True):
+        if min(a, b) < _GAIN * max(a, b):
+            return RankOrder(units[0], before, after) if b > a else RankOrder(in_order, before, before)
+    return RankOrder(in_order, before, before)
 
 
 def _by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[float, ...]:

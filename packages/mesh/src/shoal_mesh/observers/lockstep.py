@@ -222,11 +222,8 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     It reads `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
     """
     dtypes = tuple([t.dtype for t in event.tensors])
-    given = event.op, event.reduce_op, tuple(event.same.items()), dtypes, event.purpose, (_call_stack(), call_sites)
-    try:
-        said, kinds, line = _stated(*given)
-    except TypeError:  # a value that cannot be hashed, such as a list of sizes
-        said, kinds, line = _stated.__wrapped__(*given)
+    facts, where = tuple(event.same.items()), (_call_stack(), call_sites)
+    said, kinds, line = _stated(event.op, event.reduce_op, facts, dtypes, event.purpose, where)
     if event.sends is None or event.receives is None:
         return (said, kinds, 0), line
     # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so all flows sum to 0.
