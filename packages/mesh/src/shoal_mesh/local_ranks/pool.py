@@ -147,15 +147,12 @@ class RankPool:
         refuse_while_loading()
         self._parent = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
-        address = str(self._folder / "s")
         server = ForkServer.get()
         atexit.unregister(self.close)
         atexit.register(self.close)  # after that of the server, so that it runs before: idle ranks leave by themselves
-        with Listener(address, family="AF_UNIX", backlog=self.size) as listener:
+        with Listener(str(self._folder / "s"), family="AF_UNIX", backlog=self.size) as listener:
             for rank in range(self.size):
-                log = None if self._show_output else str(self._folder / f"log{rank}")
-                trace = str(self._folder / f"trace{rank}")
-                server.fork(rank=rank, size=self.size, address=address, log=log, trace=trace)
+                server.fork(rank=rank, size=self.size, folder=str(self._folder), show_output=self._show_output)
             up: dict[int, tuple[Connection, int]] = {}
             listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]  # accept has no timeout
             while len(up) < self.size:

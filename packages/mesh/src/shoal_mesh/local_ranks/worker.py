@@ -23,6 +23,14 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from .._torch import PrefixStore, TCPStore
+from ..accelerator import set_own_device
+from ..groups.world import meet
+from ..shared_memory.channel import give_up
+from ..shared_memory.peers import name_process
 from .pickle_functions import dump
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
@@ -58,13 +66,8 @@ def serve_forks(preload: list[str]) -> None:
     It closes with the parent. The kernel's own signal would come with the end of the thread that has started this one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch.distributed  # noqa: F401  # imported once, for all ranks
-
-    from ..collectives import even as collectives  # noqa: F401
-
     for name in preload:
         importlib.import_module(name)
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a rank has ended, so that it leaves nothing behind
     for line in sys.stdin:
         if os.fork() == 0:
@@ -75,24 +78,24 @@ def serve_forks(preload: list[str]) -> None:
         os.killpg(0, signal.SIGTERM)  # of the session that this one was started in
 
 
-def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -> None:
-    """Run one rank until the parent closes the connection; never returns."""
+def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
+    """Run one rank until the parent closes the connection in the folder; never returns."""
     code = 1
     try:
         if sys.platform == "linux":  # elsewhere the closed pipe ends it with its parent
             ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        if log is not None:
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if not show_output:
+            out = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(out, 1)
             os.dup2(out, 2)
-        with open(trace, "w") as stacks:
+        with open(f"{folder}/trace{rank}", "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             os.environ.setdefault("SHOAL_POSTMORTEM", "0")  # the pool reports what every rank did
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
             # Closed by the kernel: the parent sees the end of the process.
-            connection = Client(address, family="AF_UNIX")
+            connection = Client(f"{folder}/s", family="AF_UNIX")
             connection.send((rank, os.getpid()))
             _serve(connection, rank, size)
         code = 0
@@ -107,11 +110,6 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
 
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
-    import torch
-
-    from ..shared_memory.channel import give_up
-    from ..shared_memory.peers import name_process
-
     torch.set_num_threads(1)
     for number in count(1):
         order = connection.recv_bytes()
@@ -135,8 +133,6 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
 
 
 def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
-    import torch
-
     if sys.path != job.path:
         sys.path[:] = job.path
     sys.argv[:] = job.argv
@@ -161,24 +157,15 @@ def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, A
     instance = object.__new__(owner)
     instance.__dict__.update(job.state or {})
     instance.__dict__.setdefault("_outcome", None)  # unittest's subTest asks for it
-    begin, end = getattr(instance, "set_up_rank", None), getattr(instance, "tear_down_rank", None)
-    if begin is not None:
-        begin()
+    getattr(instance, "set_up_rank", lambda: None)()
     try:
         return body(instance, *args, **kwargs)
     finally:
-        if end is not None:
-            end()
+        getattr(instance, "tear_down_rank", lambda: None)()
 
 
 def _ensure_group(job: Job, rank: int, size: int) -> None:
     """The default group, when the last job has destroyed it or there was none."""
-    import torch.distributed as dist
-
-    from .._torch import PrefixStore, TCPStore
-    from ..accelerator import set_own_device
-    from ..groups.world import meet
-
     if dist.is_initialized():
         return
     port, prefix = job.store
