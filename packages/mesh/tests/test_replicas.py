@@ -1,4 +1,4 @@
-"""Covers: replicas.py."""
+"""Covers: lockstep.py: check_replicas."""
 
 from __future__ import annotations
 

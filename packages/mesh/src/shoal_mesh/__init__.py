@@ -19,8 +19,7 @@ from .logs import annotate_collectives, log_from_environment, log_to_stderr
 from .mesh.create import _mesh_resources as _mesh_resources, abstract_mesh, init_device_mesh, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .observers.comm_debug import CommDebugMode
-from .observers.lockstep import lockstep
-from .observers.replicas import check_replicas
+from .observers.lockstep import check_replicas, lockstep
 from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of
 

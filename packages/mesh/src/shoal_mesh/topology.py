@@ -3,15 +3,15 @@
 The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
 defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
 
-May import: accelerator, argument_types, collectives, errors, groups, mesh.
+May import: accelerator, argument_types, collectives, errors, mesh.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +20,8 @@ from .accelerator import module_of, own_device
 from .argument_types import require, require_each
 from .collectives import even
 from .errors import AxisError, MeshError
-from .groups.process_groups import Comm
 from .mesh.device_mesh import DeviceMesh
+from .mesh.rank_order import fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +208,10 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     if largest <= 64 or repeats < 1:
         raise MeshError(f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}")
     defaults, device = _default(mesh), own_device(mesh.device_type)
-    times = [
-        [_seconds(mesh.comm(axis), torch.zeros(nbytes // 4, device=device), repeats) for nbytes in (64, largest)]
-        for axis in range(mesh.ndim)
-    ]
+    blocks, times = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)], []
+    for axis in range(mesh.ndim):  # the first run connects
+        gathers = [partial(even.all_gather, block, mesh.comm(axis)) for block in blocks]
+        times.append([fastest(gather, repeats + 1, device) for gather in gathers])
     everyone = mesh.comm(tuple(range(mesh.ndim)))
     # In float32: there are devices without float64.
     worst = even.all_reduce(torch.tensor(times, device=device), everyone, "max").tolist()
@@ -222,14 +222,3 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
         transfer = max(large - small, large / 4)  # on a busy machine the small message may take as long as the large
         links.append(Link(small, sent / transfer) if steps else defaults[axis])
     return Topology(tuple(links))
-
-
-def _seconds(comm: Comm, block: torch.Tensor, repeats: int) -> float:
-    best = float("inf")
-    for _ in range(repeats + 1):  # the first one connects
-        begin = time.perf_counter()
-        even.all_gather(block, comm)
-        if block.device.type != "cpu":
-            torch.accelerator.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return best

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, permutations, product
 from math import prod
 from typing import NamedTuple
@@ -134,15 +134,23 @@ def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float
 
 
 def _seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> float:
-    first, best = world.rank() < other, float("inf")
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        for sends in (first, not first):
+    def there_and_back() -> None:
+        for sends in (world.rank() < other, world.rank() > other):
             work = world.send([message], other, 0) if sends else world.recv([message], other, 0)
             BackendWork(work, world, None).wait()
-        if message.device.type != "cpu":
+
+    return fastest(there_and_back, _REPEATS, message.device) / 2
+
+
+def fastest(run: Callable[[], object], times: int, device: torch.device) -> float:
+    """Seconds of the fastest of several runs, each until the device is done."""
+    best = float("inf")
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        if device.type != "cpu":
             torch.accelerator.synchronize()
-        best = min(best, (time.perf_counter() - begin) / 2)
+        best = min(best, time.perf_counter() - begin)
     return best
 
 

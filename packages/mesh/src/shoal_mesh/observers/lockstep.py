@@ -1,8 +1,8 @@
-"""lockstep: ranks compare what they are about to do before every collective, so that a mismatch raises and not hangs.
+"""Ranks compare: `lockstep` what they are about to do, so that a mismatch raises and not hangs; `check_replicas` bits.
 
-Inside the block every rank sends before each collective what it is about to do, as numbers, in an all-gather. The error
-is the same everywhere and names the ranks, what each was about to do, for what purpose (`events.purpose`) and at which
-lines. The store is asked only by a rank that has waited for a while: who has left the block, and who waits where.
+In a `lockstep` block every rank sends before each collective what it is about to do, as numbers, in an all-gather. The
+error is the same everywhere and names the ranks, what each was about to do, for what purpose (`events.purpose`) and at
+which lines. The store is asked only by a rank that has waited for a while: who has left the block, and who waits where.
 Collectives of shoal are compared, not those of others.
 """
 
@@ -14,8 +14,8 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import count
@@ -24,15 +24,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import by_ranks, name_ranks, require
-from ..collectives import calls
-from ..errors import LockstepError, MeshError, PeerError
+from ..collectives import calls, even
+from ..collectives.calls import Along
+from ..errors import CollectiveTypeError, LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
-from ..groups.world import all_gather_objects, device_of, require_world
+from ..groups.world import all_gather_objects, bytes_of, device_of, require_world
 from ..shared_memory.backend_work import lost_ranks
 from ..shared_memory.channel import channel_of
 from ..shared_memory.peers import minority, wait_until
@@ -292,3 +294,57 @@ def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
 @lru_cache(maxsize=4096)
 def _is_library(module: str) -> bool:
     return _LIBRARY.search(module) is not None
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def check_replicas(tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor") -> None:
+    """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.
+
+    One all-gather of 8 bytes per tensor and rank; names, shapes and dtypes count too.
+
+    Args:
+        tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict` after a step.
+        comm: a communicator, or (mesh, axes).
+        what: the name of the tensor, or of those that hold them, in the error.
+
+    Raises:
+        LockstepError: tensors differ; the error names the first of them and the ranks that differ from most others.
+        CollectiveTypeError: an argument of a wrong type.
+
+    Example:
+        >>> launch(lambda: check_replicas(torch.ones(3), comm_over((0, 1)), "weight"), 2)
+        [None, None]
+    """
+    comm = calls.resolve(comm)
+    require(tensor, Tensor | Mapping, "check_replicas compares a torch.Tensor or a dict of them", CollectiveTypeError)
+    require(what, str, "the name of a tensor is a string", CollectiveTypeError)
+    named = {what: tensor} if isinstance(tensor, Tensor) else {f"{what}.{n}": t for n, t in tensor.items()}
+    for each in named.values():
+        require(each, Tensor, "check_replicas compares tensors", CollectiveTypeError)
+        calls.check_operand(each.detach())
+    digests = [_digest(name, each.detach()) for name, each in named.items()]
+    counts = even.all_gather(torch.tensor([len(digests)], device=device_of(comm.group)), comm).tolist()
+    if len(set(counts)) > 1:
+        raise LockstepError(f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along {'x'.join(comm.axes)}")
+    if not digests:
+        return
+    rows = even.all_gather(torch.tensor(digests, device=device_of(comm.group)), comm).view(comm.size, -1).t().tolist()
+    for (name, tensor), every in zip(named.items(), rows, strict=True):
+        if len(set(every)) > 1:
+            usual = Counter(every).most_common(1)[0][0]
+            wrong = tuple(rank for rank, row in zip(comm.ranks, every, strict=True) if row != usual)
+            raise LockstepError(
+                f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: ranks {list(wrong)} "
+                f"have other bits than {[rank for rank in comm.ranks if rank not in wrong]}",
+                wrong,
+            )
+
+
+def _digest(name: str, tensor: Tensor) -> int:
+    """A number of the name, shape, dtype and bits of a tensor."""
+    replica = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    digest = hashlib.blake2b(f"{name}{tuple(replica.shape)}{replica.dtype}".encode(), digest_size=8)
+    digest.update(bytes_of(replica))
+    return int.from_bytes(digest.digest(), "little", signed=True)
