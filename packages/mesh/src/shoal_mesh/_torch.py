@@ -345,12 +345,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def without_importing_dynamo(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
-    """Let a dispatch mode run without torch importing all of torch.compile first (six seconds) to exclude it.
+def without_importing_dynamo(mode: Class) -> Class:
+    """Class decorator: a dispatch mode runs without torch importing all of torch.compile (six seconds) to exclude it.
 
     Once something else has imported it, torch excludes the mode as it would have.
     """
-    handler: Any = mode.__torch_dispatch__
+    handler = cast(Any, mode).__torch_dispatch__
     raw = getattr(handler, "__wrapped__", None)
     if raw is None:  # a torch that does not wrap
         return mode

@@ -25,7 +25,7 @@ from torch.utils.module_tracker import ModuleTracker
 from .. import _torch
 from ..argument_types import require
 from ..errors import MeshError
-from ..events import Event, in_observed, observe, unobserve
+from ..events import Event, in_observed, observing
 
 _FUNCTIONAL = {
     name: functional_name
@@ -115,6 +115,7 @@ class ModuleRecord:
     ops: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
 
+@_torch.without_importing_dynamo
 class CommDebugMode(_torch.TorchDispatchMode):
     """Counts and records every collective inside of a `with` block, forward and backward.
 
@@ -149,8 +150,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         self._ends.callback(self._names.clear)  # keep no module alive
         self._ends.enter_context(self._tracker)
         self._ends.callback(nn.modules.module.register_module_forward_pre_hook(self._record_module).remove)
-        observe(self)
-        self._ends.callback(unobserve, self)
+        self._ends.enter_context(observing(self.before, self.after))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
@@ -339,9 +339,6 @@ class CommDebugMode(_torch.TorchDispatchMode):
             placements = getattr(parameter, "placements", None)
             if placements is not None:
                 record.placements[name] = placements
-
-
-_torch.without_importing_dynamo(CommDebugMode)
 
 
 def _call(record: Record) -> dict[str, Any]:
