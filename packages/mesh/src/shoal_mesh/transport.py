@@ -7,14 +7,21 @@ A communicator has one transport. `shared_memory.exchange` is that between CPU r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar  # torch needs it too; that of Python has a default from 3.13 on
 
-R = TypeVar("R")
-V = TypeVar("V", default=Tensor)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, which Python has from 3.13 on
+
+    R = TypeVar("R")
+    V = TypeVar("V", default=Tensor)
+else:
+    from typing import TypeVar
+
+    R, V = TypeVar("R"), TypeVar("V")
+
 Sizes = Sequence[int]  # of blocks, one per rank
 Flat = Sequence[Tensor] | Tensor  # flat tensors, or a matrix of which they are the rows
 Receive = Callable[[Flat], None]
