@@ -18,16 +18,12 @@ from shoal_mesh.internal import sums_are_in_tree
 eager_only = _disable_dynamo
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Whether torch.compile, or an exporter, reads or traces the program that is running.
+# Whether torch.compile, or an exporter, reads or traces the program; the second is False while autograd traces.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
-
-# The same, False while autograd traces what was read.
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 # What records operators as nodes of a graph, None for most of the time; asked for each operator, so without Python.
 recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
-
-# That of make_fx(pre_dispatch=True).
 _recorder_before_dispatch: Callable[[], object] = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
 
 
@@ -42,10 +38,7 @@ def is_unrecorded(tensor: torch.Tensor) -> bool:
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Run a function and all that it calls as it is where eager code calls it between two graphs.
-
-    Without a word torch.compile tries each Python function that runs there, this package's own among them.
-    """
+    """Have eager code between graphs run a function, and what it calls, as it is; torch.compile would try each."""
     actions, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
     eval_frame.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
 

@@ -1,8 +1,7 @@
 """What torch calls in place of its own: modes, operators on a class of tensors, state dicts; recomputation in scopes.
 
-Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it again, which may be
-after the block that entered the scope, and outside of the module whose forward did.  Both kinds of checkpoint keep the
-function in an object of theirs, which the frames of their first run refer to.
+Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it again, after the block
+that entered them.  Both kinds of checkpoint keep the function in an object to which the frames of the first run refer.
 """
 
 from __future__ import annotations
@@ -29,14 +28,11 @@ _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as l
 
 
 def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None) -> None:
-    """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class.
+    """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class, by their names.
 
-    It would call `__torch_dispatch__` alike, but would first ask whether the class is its own DTensor: for which it
-    imports `torch.distributed.tensor`, and sympy with that, half a second in the first operator of a process.
-    The rules take 10 ms.  Operators with `out=`, a third of all, have none.
-
-    Operators are given by name, as in `aten::add_.Tensor`: all of aten by default, and those that take functions, which
-    `run` gets by their names, some of them before torch compiles the functions.
+    By default for all of aten, and for those that take functions: `run` gets their names, some before torch compiles
+    the functions.  For `__torch_dispatch__` torch would first ask whether the class is its own DTensor, and import
+    that, and sympy, for half a second.  The rules take 10 ms.  Operators with `out=`, a third of all, have none.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:
@@ -108,17 +104,13 @@ class _AfterImport(NamedTuple):
 # --- modes that see functions ----------------------------------------------------------------------------------------
 
 
-def _unseen(function: Any) -> Callable[..., Any]:
+def _unseen(source: Any) -> Callable[..., Any]:
     """A function of torch that no mode sees, though modes are active in what it runs."""
     unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
     unseen = FunctionType(
-        function.__code__,
-        function.__globals__ | unasked,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        source.__code__, source.__globals__ | unasked, source.__name__, source.__defaults__, source.__closure__
     )
-    unseen.__kwdefaults__ = function.__kwdefaults__
+    unseen.__kwdefaults__ = source.__kwdefaults__
     return unseen
 
 
@@ -229,7 +221,7 @@ def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) ->
     for record in checkpoints():
         if any(record is other for other in outside):
             continue
-        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"
+        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"  # of reentrant ones, of others
         function = getattr(record, name)
         if not isinstance(function, _InScopes):
             function = _InScopes(function, {})

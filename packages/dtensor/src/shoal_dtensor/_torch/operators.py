@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ META = torch.device("meta")
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
-@cache
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode()
+_fake_mode: Callable[[], FakeTensorMode] = cache(FakeTensorMode)
 
 
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
@@ -68,8 +66,8 @@ def out_of_sight() -> AbstractContextManager[Any]:
 def _keeping_no_caller() -> Iterator[None]:
     """A block after which torch keeps no frame of those who led to it, and so none of their tensors.
 
-    Some meta kernels import all of torch.compile when they run first. torch.fx, as it is imported, refers to the frame
-    that it is in by a variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
+    Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a variable of that frame,
+    and a frame refers to its caller: a cycle that only a collection ends.
     """
     imported = "torch._dynamo" in sys.modules
     try:
@@ -94,9 +92,8 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
     """The cheapest callable for an operator and arguments like `build`'s.
 
     torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the overload object, and
-    methods without arguments (`Tensor.relu`) 0.1 less than functions.  A binding is used where it takes the same
-    arguments and returns what is expected (shapes and dtypes), or what the operator writes, as a call without memory
-    shows.
+    methods without arguments (`Tensor.relu`) 0.1 less than functions.  A binding is used if a call without memory takes
+    the arguments and returns what is expected (shapes and dtypes), or what the operator writes.
     """
     for binding in _bindings(op):
         with out_of_sight():
@@ -136,15 +133,13 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     return [binding for binding in ((method, function) if short else (function,)) if callable(binding)]
 
 
-_WITH_UNMARKED_WRITES = frozenset(
-    {
-        "aten::native_batch_norm",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm",
-        "aten::batch_norm_gather_stats",
-        "aten::batch_norm_gather_stats_with_counts",
-        "aten::batch_norm_update_stats",
-    }
+def _of_aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+_WITH_UNMARKED_WRITES = _of_aten(
+    "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts "
+    "batch_norm_update_stats"
 )
 
 
@@ -175,11 +170,8 @@ def view_of(op: OpOverload) -> OpOverload | None:
     name = op._schema.name.partition("::")[2]
     if torch.Tag.inplace_view not in op.tags or not name.endswith("_"):
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    for overload in (op._overloadname, "int"):
-        if packet is not None and overload in packet.overloads():
-            return cast(OpOverload, getattr(packet, overload))
-    return None
+    packet: Any = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, op._overloadname, None) or getattr(packet, "int", None)
 
 
 def has_views(tensor: torch.Tensor) -> bool:
@@ -208,16 +200,9 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
 # --- what kernels return and meta kernels do not say: dtypes of statistics, strides of convolutions -------------------
 
 # Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small dtypes have float32 ones.
-_WITH_STATISTICS = frozenset(
-    {
-        "aten::_batch_norm_no_update",
-        "aten::_batch_norm_with_update",
-        "aten::_native_batch_norm_legit",
-        "aten::_native_batch_norm_legit_no_training",
-        "aten::native_batch_norm",
-        "aten::native_group_norm",
-        "aten::native_layer_norm",
-    }
+_WITH_STATISTICS = _of_aten(
+    "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit _native_batch_norm_legit_no_training "
+    "native_batch_norm native_group_norm native_layer_norm"
 )
 
 

@@ -25,18 +25,17 @@ from .compiling import is_tracing
 
 pytree = _pytree
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+around: Callable[..., Any] = torch.Tensor._dtensor__new__  # (class, local tensor, spec, requires_grad)
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them
+split: Callable[..., Any] = BASE.split  # below the method of this name, which is in Python and takes 2 us to come to it
 TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a tensor; the second is around the first
-
-# The binding below the method of the same name, which is in Python and takes 2 us to come to it.
-split: Callable[..., Any] = BASE.split
 
 
 class TensorNote:
     """What is left on a tensor object as an attribute; it goes along into no copy and no file.
 
-    In a file it is an empty size, which a load of weights only builds, as it does not None: false says that none is.
+    A file has an empty size in its place, which is false and which, unlike None, a load of weights only can build.
     """
 
     __slots__ = ()
@@ -46,10 +45,6 @@ class TensorNote:
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
-
-
-# A wrapper of a class around a local tensor with a spec, whose `tensor_meta` says its size and stride.
-around: Callable[..., Any] = torch.Tensor._dtensor__new__
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +80,7 @@ def count_write(tensors: Any) -> None:
 def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` for use below a tensor subclass, where torch does not look at marks for "conjugate (or negate) later".
 
-    Kernels that are made of other operators may use such marks for their intermediate results.
+    Kernels made of other operators may use such marks for intermediate results.
     """
     exclude = torch._C._SetExcludeDispatchKeyGuard
     keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
@@ -100,32 +95,23 @@ def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- autograd's engine ------------------------------------------------------------------------------------------------
 
-# A block in which modes and subclasses do not see calls of torch functions.
+# Blocks in which modes and subclasses, or subclasses alone, do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-
-# The same of subclasses alone.
 unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 
-# Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
-# A number for the backward pass that is running on this thread; -1 outside of one.
+# Of the backward pass that is running on this thread: its number, -1 outside of one; whether it will run a node
+# (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or its hook; what to call at its end.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
-
-# Have the backward pass that is running call a function when all gradients are computed.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-# The autograd node whose backward, or whose hook, is running.
-current_node: Callable[[], Any] = torch._C._current_autograd_node
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many are active
 
 
 def function_of(node: Any) -> type[torch.autograd.Function] | None:
     """The autograd function of a node; None of torch's own nodes."""
     return getattr(node, "_forward_cls", None)
-
-
-# Number of dispatch modes that are active.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def selectively_checkpointed() -> bool:
@@ -135,10 +121,7 @@ def selectively_checkpointed() -> bool:
 
 
 def unwatched() -> AbstractContextManager[object]:
-    """A block whose operators selective activation checkpointing does not see, so that it saves none of their results.
-
-    For collectives on fresh results: they are run again in the recomputation.
-    """
+    """A block of which selective activation checkpointing saves nothing: for collectives, which it runs again."""
     return _disable_current_modes() if selectively_checkpointed() else nullcontext()
 
 
@@ -208,9 +191,8 @@ def steps_as(optimizer: Optimizer, module: str) -> bool:
 def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """The state of the parameters of some groups as it is when their first step begins; the optimizer stays as it is.
 
-    Where torch's optimizers make it, nothing else is run. Others make it somewhere in a step: it is that after a step
-    of copies with a rate and gradients of zero. None is made for some of the parameters alone, or where a step needs a
-    closure.
+    Torch's optimizers have a function for it. Others make it somewhere in a step: it is that after a step of copies
+    with a rate and gradients of zero; none is made where others have state, or where a step needs a closure.
     """
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
@@ -236,13 +218,8 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     return {param: stand_in.state[copied] for param, copied in inside.items() if stand_in.state.get(copied)}
 
 
-def orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """What Muon adds for the update of a matrix, with the options of its parameter group; may overwrite the update."""
-    return torch.optim._muon._zeropower_via_newtonschulz(
-        update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-    )
+# What Muon adds for the update of a matrix; may overwrite the update.
+orthogonalized: Callable[..., torch.Tensor] = torch.optim._muon._zeropower_via_newtonschulz
 
-
-def adjusted_rate(rate: float, group: dict[str, Any], shape: torch.Size) -> float:
-    """Muon's learning rate for a matrix of a shape."""
-    return torch.optim._muon._adjust_lr(rate, group["adjust_lr_fn"], shape)
+# Muon's learning rate for a matrix of a shape.
+adjusted_rate: Callable[..., float] = torch.optim._muon._adjust_lr

@@ -1,13 +1,12 @@
 """Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors: a hook before steps.
 
-torch's optimizers reach DTensors operator by operator: ten list operators a step, each of which unwraps every
-parameter, gradient and state.  Where an update is element by element, the local shards alone give the same numbers.
-So torch's step is given a proxy of its optimizer that collects shards where the optimizer would collect DTensors, plain
-parameters beside them in the same lists; the optimizer itself has DTensors all the time.
+On DTensors, each of ten list operators a step would unwrap every parameter, gradient and state.  Where an update is
+element by element, the local shards alone give the same numbers.  So torch's step is given a proxy of its optimizer
+that collects shards where the optimizer, which has DTensors all the time, would collect these.
 
-Muon orthogonalizes the update of each matrix by five products of matrices.  On shards, operator by operator, these take
-11 to 21 collectives.  Here every rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes all of it,
-with the bits of one device.  Updates travel in groups, one group beside the products of the group before.
+Muon orthogonalizes the update of each matrix by five products of matrices, on shards 11 to 21 collectives.  Here every
+rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes all of it, with the bits of one device.
+Updates travel in groups, one group beside the products of the group before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import purpose
@@ -34,22 +33,10 @@ from ..tensor.gradients import in_groups
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
+ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
 """Optimizers whose update of an element depends on that element's parameter, gradient and state alone."""
 
-_KINDS = frozenset({*ELEMENTWISE, torch.optim.Muon})
+_KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 
 
 def local_step(optimizer: O) -> O:
@@ -68,7 +55,6 @@ def local_step(optimizer: O) -> O:
             it is not a Muon.
 
     Example:
-        >>> import torch
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -156,7 +142,7 @@ class _Groups:
         self._optimizer, self._assigned = optimizer, assigned
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if type(self._optimizer) is torch.optim.Muon:
+        if type(self._optimizer) is Muon:
             _muon_step(self._optimizer)
             return  # nothing is left to do
         for group in self._optimizer.param_groups:
@@ -217,10 +203,9 @@ def _muon_step(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
         moves = [_to_whole(param) if isinstance(param, DTensor) else None for param in params]
-        shards: list[Any] = []
-        grads: list[Any] = []
-        momenta: list[Any] = []
-        _collect_shards(optimizer, group, shards, grads, momenta)
+        lists: list[list[Any]] = [[], [], []]
+        _collect_shards(optimizer, group, *lists)
+        shards, grads, momenta = lists
         updates: list[Tensor] = []
         for grad, momentum in zip(grads, momenta, strict=True):
             momentum.lerp_(grad, 1 - group["momentum"])
@@ -229,11 +214,12 @@ def _muon_step(optimizer: Any) -> None:
         rate = float(group["lr"])
         gathered = _gathered([(update, move) for update, move in zip(updates, moves, strict=True) if move is not None])
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
-            full = orthogonalized(update if move is None else next(gathered), group)
+            whole = update if move is None else next(gathered)
+            full = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
             if move is not None:
                 (full,) = redistribute_shards([full.contiguous()], [move[::-1]]).wait()
             shard.mul_(1 - rate * group["weight_decay"])
-            shard.add_(full, alpha=-adjusted_rate(rate, group, param.shape))
+            shard.add_(full, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], param.shape))
 
 
 def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
