@@ -99,11 +99,7 @@ def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:
-    """The module of a pipeline stage, of torch's or of anyone's.
-
-    Raises:
-        StyleTypeError: it has none.
-    """
+    """The module of a pipeline stage, of torch's or of anyone's; StyleTypeError if it has none."""
     module = getattr(stage, "submod", None)
     check_type(where, "the submod of stage", module, nn.Module, "an nn.Module", StyleTypeError)
     return cast(nn.Module, module)

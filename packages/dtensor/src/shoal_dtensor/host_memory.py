@@ -1,7 +1,6 @@
 """Copies between a device and the memory of the host, for which the host does not wait.
 
-They go through pinned memory, which torch hands out again only after the copies out of it are done.  On the CPU they
-are plain copies.
+They go through pinned memory, which torch hands out again after the copies out of it.  On the CPU they are plain.
 
 May import: _torch.
 """
@@ -28,22 +27,12 @@ def pins(device: torch.device) -> bool:
 
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of the host, as `torch.tensor` takes them, as a tensor on a device.
-
-    Example:
-        >>> upload([[1, 2]], torch.device("cpu"))
-        tensor([[1, 2]])
-    """
+    """Numbers of the host, as `torch.tensor` takes them, as a tensor on a device."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device)).to(device, non_blocking=True)
 
 
 def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Tensors of the host on a device, in other dtypes: one copy for each dtype. The tensors may be written to at once.
-
-    Example:
-        >>> upload_packed([torch.ones(2), torch.ones(1, 1)], torch.device("cpu"), [torch.int64, torch.int64])
-        [tensor([1, 1]), tensor([[1]])]
-    """
+    """Tensors of the host on a device, in other dtypes: one copy for each dtype. They may be written to at once."""
     sent = [*tensors]
     for members in _alike(dtypes):  # (2,) and (3, 4) of one dtype: 14 elements in one copy
         sizes = [tensors[i].numel() for i in members]
@@ -61,12 +50,7 @@ def start_copy(tensor: Tensor) -> Tensor:
 
 
 def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Start copies of a device's tensors in memory of the host, one for each dtype; what is returned waits for them.
-
-    Example:
-        >>> download([torch.ones(2), torch.ones(1, 1)])()
-        [tensor([1., 1.]), tensor([[1.]])]
-    """
+    """Start copies of a device's tensors in memory of the host, one for each dtype; what is returned waits for them."""
     arriving = [*tensors]
     for members in _alike([tensor.dtype for tensor in tensors]):
         packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))

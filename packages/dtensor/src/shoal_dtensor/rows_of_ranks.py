@@ -28,11 +28,10 @@ TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as lon
 def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[list[int]]:
     """`V -> R`: the integers of every rank, by its row-major index in the mesh; one all-gather.
 
-    A program's main thread does the same in the same order on all ranks. Other threads may come in another order on
-    each rank, and while the main thread runs collectives of its own: they meet in a group of their own, by what their
-    rows are about: `about` gives the text that is equal on all ranks whose rows belong together. It is a LockstepError
-    if no thread of some rank has come for the same in half an hour. `numbers` are (n,) of int64, on a device whose
-    tensors the mesh's groups send.
+    Main threads call this in the same order on all ranks. Other threads may come in any order, beside collectives of
+    the main thread: they meet in a group of their own, by `about`, a text that is equal on all ranks whose rows belong
+    together. It is a LockstepError if no thread of some rank has come for the same in half an hour. `numbers` are (n,)
+    of int64, on a device whose tensors the mesh's groups send.
     """
     meeting, comm = _Meeting.of(mesh), mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
@@ -61,7 +60,7 @@ def in_other_threads(mesh: DeviceMesh) -> bool:
 def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> AbstractContextManager[object]:
     """A block in which one thread of this rank is at a time, for what the first of them does for all."""
     meeting = _Meeting.of(mesh)
-    return nullcontext() if meeting is None else meeting.lock(about())
+    return nullcontext() if meeting is None else meeting.locks.setdefault(about(), threading.Lock())
 
 
 def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
@@ -71,10 +70,9 @@ def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
 
 
 class _Meeting:
-    """Where threads of the ranks of a group tell each other numbers.
+    """Where threads of the ranks of a group tell each other numbers: each call is a round in which all say one row.
 
-    Every call is one round in which each rank says what it has, and what it is about. What other threads here ask for
-    is kept for them, and a thread waits for rounds of others until all ranks have said what it needs.
+    Rows about what other threads here ask for are kept for them; a thread waits for rounds of others for what it needs.
     """
 
     _of_group: ClassVar[WeakKeyDictionary[object, _Meeting]] = WeakKeyDictionary()
@@ -84,7 +82,7 @@ class _Meeting:
         self._comm = comm
         self._changed = threading.Condition()
         self._rows: dict[int, list[deque[list[int]]]] = {}  # about -> for each rank, what it said and nobody took yet
-        self._locks: dict[str, threading.Lock] = {}
+        self.locks: dict[str, threading.Lock] = {}  # what one thread holds at a time
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Meeting | None:
@@ -95,10 +93,6 @@ class _Meeting:
             return None
         with cls._making:
             return cls._of_group.setdefault(comm.group, cls(comm))
-
-    def lock(self, about: str) -> threading.Lock:
-        """What one thread holds at a time."""
-        return self._locks.setdefault(about, threading.Lock())
 
     def rows(self, about: str, numbers: Tensor) -> dict[int, list[int]]:
         """What all ranks say, by global rank."""

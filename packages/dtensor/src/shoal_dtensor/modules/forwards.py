@@ -1,13 +1,11 @@
 """`ModuleForward`: the callable that stands in for a module's forward.
 
 Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work
-as before and calls pay for no extra hook.  Of a bound method a compiler guards the function and not the object, so
-blocks of equal structure share one graph.  It refers to the module weakly, so that there is no reference cycle and a
-model that is dropped is freed at once.
+as before.  Of a bound method a compiler guards the function and not the object, so blocks of equal structure share one
+graph.  It refers to the module weakly, so that a model that is dropped is freed at once.
 
-Which forward stands in for that of a module, and how ranks add up, the mode of arithmetic that is entered may decide.
-There is none until a package above enters one.  It belongs to the process, since backward passes run in threads of
-their own.
+Which forward stands in, and how ranks add up, a mode of arithmetic may decide that a package above enters.  It belongs
+to the process, since backward passes run in threads of their own.
 """
 
 from __future__ import annotations
@@ -93,8 +91,6 @@ class ModuleForward(ABC):
         """
         return None
 
-    # --- copies ------------------------------------------------------------------------------------------------------
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
         memo[id(self)] = clone
@@ -102,7 +98,7 @@ class ModuleForward(ABC):
         clone.inner = copy.deepcopy(self.inner, memo)
         return clone
 
-    def __copy__(self) -> Self:
+    def __copy__(self) -> Self:  # not by __reduce__, which in subclasses runs __init__ again
         clone = object.__new__(type(self))
         for kind in type(self).__mro__:
             for name in getattr(kind, "__slots__", ()):

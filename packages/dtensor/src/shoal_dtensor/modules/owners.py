@@ -1,11 +1,9 @@
 """Who has parameters on data axes, and gives them back while styles are applied: styles and data axes in either order.
 
 A style places whole parameters.  An owner puts them in place of the shards that it has made of them, and shards what
-the style leaves again; modules that have nothing to do with a style keep theirs, and units of them come one by one.
-
-What users attach to parameters, attributes and hooks, goes along to the parameters that replace them.  A hook that the
-user removes by its handle is removed there too: what is registered looks it up where the handle points.  An optimizer
-that still holds a parameter that was replaced would update nothing: its step raises.
+the style leaves again.  What users attach to parameters, attributes and hooks, goes along to those that replace them,
+until they remove a hook by its handle: what is registered looks it up there.  The step of an optimizer that holds a
+replaced parameter raises.
 """
 
 from __future__ import annotations
@@ -75,25 +73,14 @@ class Owner(Protocol):
     owner: str  # the function that made it, for messages
 
     @property
-    def ignored(self) -> Sequence[nn.Parameter]:
-        """Parameters in its modules that it leaves alone."""
-
+    def ignored(self) -> Sequence[nn.Parameter]: ...  # in its modules, which it leaves alone
     @property
-    def data_mesh(self) -> DeviceMesh:
-        """The data axes."""
-
+    def data_mesh(self) -> DeviceMesh: ...  # the data axes
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether this rank keeps gradients for a later reduction."""
-
-    def held(self) -> Iterable[Tensor]:
-        """The parameters that its modules hold now."""
-
-    def give_back(self) -> None:
-        """Have the modules hold whole parameters, as far as data axes are concerned."""
-
-    def take(self) -> None:
-        """Take the parameters that the modules hold now."""
+    def keeps_gradients(self) -> bool: ...  # on this rank, for a later reduction
+    def held(self) -> Iterable[Tensor]: ...  # the parameters that its modules hold now
+    def give_back(self) -> None: ...  # has the modules hold whole parameters, as far as data axes are concerned
+    def take(self) -> None: ...  # takes the parameters that the modules hold now
 
 
 _OWNERS: WeakSet[Owner] = WeakSet()
@@ -106,8 +93,6 @@ def register_owner(owner: Owner) -> None:
 
 def owners_of(module: nn.Module) -> list[Owner]:
     """The owners of a module's parameters, in the order of the parameters: the same on all ranks."""
-    if not _OWNERS:
-        return []
     owner_of = {id(param): owner for owner in _OWNERS for param in (*owner.held(), *owner.ignored)}
     return list(dict.fromkeys(owner_of[id(p)] for p in module.parameters() if id(p) in owner_of))
 
@@ -115,15 +100,14 @@ def owners_of(module: nn.Module) -> list[Owner]:
 def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
     """The owners of a module's parameters; raises, before anything is changed, if they cannot give them back.
 
-    Args:
-        module: what gets or loses a style; mesh: the axes of the style, None where one is undone.
+    The mesh has the axes of the style that the module gets, None where one is undone.
 
     Raises:
         LayoutError: if the style acts on a data axis, or a parameter has hooks or is one of `ignored_params`.
         StyleError: if gradients are kept.
     """
     owners = owners_of(module)
-    params = [*module.parameters()] if owners else []
+    params = {id(param) for param in module.parameters()}
     for owner in owners:
         if mesh is not None:
             if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
@@ -132,8 +116,7 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
                     f"by {owner.owner} already; an axis can do one of both"
                 )
             DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
-        ignored = set(map(id, owner.ignored))
-        if any(id(param) in ignored for param in params):
+        if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
                 f"a style on a module of which {owner.owner} got parameters as ignored_params: the style would replace "
                 f"them; apply it before {owner.owner}"
@@ -191,8 +174,7 @@ class _CarriedState(TensorNote):
     """Of a parameter that replaced another: its attributes before, and the hooks of the first."""
 
     attributes: frozenset[str]
-    hooks: _Hooks
-    post_hooks: _Hooks
+    hooks: tuple[_Hooks, _Hooks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +191,7 @@ class _Carried:
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
     state: _CarriedState | None = getattr(param, _STATE, None)
-    if state:
-        return state.hooks, state.post_hooks
-    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+    return state.hooks if state else (param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})
 
 
 def has_hooks(param: Tensor) -> bool:
@@ -235,11 +215,6 @@ def note_replaced(param: Tensor) -> None:
     _check_optimizers()
 
 
-@cache
-def _check_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -249,6 +224,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                     "style, data parallelism or distribute_module has replaced: no module would see the update. Make "
                     "the optimizer after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
                 )
+
+
+_check_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))  # once
 
 
 def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
@@ -275,7 +253,7 @@ def carry_attached(old: Any, new: Any) -> None:
     hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:
         return
-    setattr(new, _STATE, _CarriedState(frozenset(vars(new)), hooks, post_hooks))
+    setattr(new, _STATE, _CarriedState(frozenset(vars(new)), (hooks, post_hooks)))
     for name, value in attributes.items():
         setattr(new, name, value)
     trained = new.requires_grad
@@ -288,25 +266,12 @@ def carry_attached(old: Any, new: Any) -> None:
 
 
 def holds_tensors(param: Tensor | None) -> bool:
-    """Whether a parameter is made of tensors, as quantized weights are, and is not a DTensor.
-
-    Example:
-        >>> holds_tensors(nn.Linear(2, 2).weight)
-        False
-    """
+    """Whether a parameter is made of tensors, as quantized weights are, and is not a DTensor."""
     return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
 
 
 def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
-    """Refuse parameters that no collective can send.
-
-    Args:
-        name: of the function that got them.
-        params: plain, or DTensors.
-
-    Raises:
-        UnsupportedModuleError: if one is a tensor of tensors.
-    """
+    """Raise UnsupportedModuleError, for a function of this name, if a parameter is one that no collective can send."""
     for param in params:
         if holds_tensors(param):
             raise UnsupportedModuleError(
