@@ -1,7 +1,6 @@
 """Clipping gradients at the speed of plain tensors: norms and products of local shards, and one collective.
 
-`torch.nn.utils.clip_grad_norm_` gives the same numbers with one collective too, but passes every gradient through
-dispatch twice.
+`torch.nn.utils.clip_grad_norm_` passes every gradient through dispatch twice, for the same numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that the norm of all of them together is at most `max_norm`.
+    """The norm of all gradients together, plain and the same on every rank; scales them to at most `max_norm` in place.
 
     Gradients may have any layout, on several meshes, and some may be plain (those count as replicated). All ranks of a
     mesh must pass gradients of the same layouts.
@@ -47,9 +46,6 @@ def clip_grad_norm_(
         norm_type: its order, positive, or infinity; of order 2 it is exact inside `shoal_mesh.sums_in_tree`.
         error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
         foreach: whether to use foreach operators; by default where the device has them.
-
-    Returns:
-        The norm before, a plain tensor, the same on every rank.
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
@@ -78,7 +74,10 @@ def clip_grad_norm_(
     own = _looked_up(specs)
     _check_plain(owners if own.plain else ())
     if own.partial:
-        _finish_partial(owners)
+        with coalesce():
+            for owner in owners:
+                if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
+                    owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
@@ -128,14 +127,6 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
                 f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
                 f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or DTensor.from_local"
             )
-
-
-def _finish_partial(owners: Sequence[Tensor]) -> None:
-    """Finish gradients that are still partial."""
-    with coalesce():
-        for owner in owners:
-            if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
-                owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
 
 
 def _total(
@@ -204,12 +195,12 @@ _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as as
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     """A gradient that is replicated along an axis is counted by the axis's first coordinate."""
     members: dict[Any, list[int]] = {}  # of each mesh; None: plain ones
+    specs: Any = gradients
     for i, item in enumerate(gradients):
         members.setdefault(getattr(item, "mesh", None), []).append(i)
     plain, parts = tuple(members.pop(None, ())), []
     for mesh, indices in members.items():
-        orders = {i: getattr(gradients[i], "shard_order", ()) for i in indices}
-        sharded = {i: {axis for _, axes in order for axis in axes} for i, order in orders.items()}
+        sharded = {i: {axis for _, axes in specs[i].shard_order for axis in axes} for i in indices}
         if (coordinate := mesh.get_coordinate()) is None:
             parts.append(_Part(indices[0], (), ()))
             continue
