@@ -32,7 +32,6 @@ class Sliceable(Protocol):
     """A stored tensor that is read by slices: what `safetensors.safe_open(...).get_slice(name)` gives."""
 
     def get_shape(self) -> Sequence[int]: ...
-
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
@@ -55,11 +54,10 @@ def distribute_tensor(
             is returned as it is. Or a stored tensor, `safetensors.safe_open(...).get_slice(name)`, that all ranks can
             read: each reads its own shard, and nothing is sent.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Where one is partial, the
-            ranks' values reduce to the tensor's.
+        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Of a partial one, the ranks'
+            values reduce to the tensor's.
         src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank slices its
-            shard out of its own tensor, without any communication; of a memory-mapped one (`torch.load(mmap=True)`,
-            `torch.from_file`) it reads only that. A stored tensor is always read so.
+            own tensor, and of a memory-mapped one (`torch.load(mmap=True)`) reads its shard only; nothing is sent.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
 
     Raises:
@@ -161,8 +159,7 @@ def distribute_module(
             what it leaves plain is replicated.
         input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it, `input_fn(inputs, mesh)`;
             its result replaces the inputs.
-        output_fn: `output_fn(module, outputs, mesh)` after forward, or `output_fn(outputs, mesh)`; its result replaces
-            the outputs.
+        output_fn: the same of the outputs, after forward.
 
     Raises:
         PlacementError: if the module was distributed before, or `partition_fn` gives a shared parameter two layouts.
@@ -265,19 +262,20 @@ def _factory(function: F) -> F:
     """Decorator: whole when compiled, with its keywords, each with its default, in the signature that tools show."""
     factory = whole_when_compiled(function)
     given = inspect.signature(factory)
+    own = [*given.parameters.values()][:-1]  # without **keywords
     defaults: dict[str, Any] = {**_DEFAULTS}
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint.__forward_arg__)
         for name, hint in Keywords.__annotations__.items()
     ]
-    factory.__signature__ = given.replace(  # type: ignore[attr-defined]  # what inspect reads
-        parameters=[*(p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD), *listed]
-    )
+    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]  # inspect reads it
     return factory
 
 
-def _new_spec(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype) -> Spec:
-    """Of a new tensor whose size is given as integers or one sequence, of `dtype` unless the keywords name one."""
+def _new(
+    size: Sequence[Any], keywords: Keywords, dtype: torch.dtype | None = None, number: complex | None = None
+) -> DTensor:
+    """A tensor of a size, integers or one sequence, of `dtype` unless the keywords name one, filled if by a number."""
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentTypeError(f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(_DEFAULTS)}")
@@ -289,28 +287,19 @@ def _new_spec(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype) -> Sp
         check_type("a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them")
     mesh = mesh_or_current(options["device_mesh"])
     placements, shard_order = read_placements(mesh, options["placements"])
-    return Spec(mesh, placements, shape, None, options["dtype"] or dtype, shard_order)
-
-
-def _empty(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype | None = None) -> DTensor:
-    spec = _new_spec(size, keywords, dtype or torch.get_default_dtype())
-    local = torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type)
-    return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
-
-
-def _filled(size: Sequence[Any], number: float | bool | complex, keywords: Keywords) -> DTensor:
-    check_type("full", "fill_value", number, (bool, int, float, complex), "a number")
-    dtype = torch.get_default_dtype() if isinstance(number, float) else torch.tensor(number).dtype
-    spec = _new_spec(size, keywords, dtype)
-    device = spec.mesh.device_type
-    local = _shared_out(spec, lambda start: torch.full(start.local_shape, number, dtype=spec.dtype, device=device))
-    return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
+    dtype, device = options["dtype"] or dtype or torch.get_default_dtype(), mesh.device_type
+    spec = Spec(mesh, placements, shape, None, dtype, shard_order)
+    if number is None:
+        local = torch.empty(spec.local_shape, dtype=dtype, device=device)
+    else:
+        local = _shared_out(spec, lambda start: torch.full(start.local_shape, number, dtype=dtype, device=device))
+    return DTensor(local, spec, requires_grad=options["requires_grad"])
 
 
 def _drawn(
     size: Sequence[Any], keywords: Keywords, fill: Callable[[DTensor], object], dtype: torch.dtype | None = None
 ) -> DTensor:
-    result = _empty(size, {**keywords, "requires_grad": False}, dtype)
+    result = _new(size, {**keywords, "requires_grad": False}, dtype)
     fill(result)
     return result.requires_grad_(keywords.get("requires_grad", False))
 
@@ -335,25 +324,27 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
         ...     x.shape, x.to_local().shape
         (torch.Size([8, 3]), torch.Size([2, 3]))
     """
-    return _empty(size, keywords)
+    return _new(size, keywords)
 
 
 @_factory
 def full(size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
-    return _filled((size,) if isinstance(size, int) else (tuple(size),), fill_value, keywords)
+    check_type("full", "fill_value", fill_value, (bool, int, float, complex), "a number")
+    dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value).dtype
+    return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
 
 
 @_factory
 def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
-    return _filled(size, 0.0, keywords)
+    return _new(size, keywords, number=0.0)
 
 
 @_factory
 def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
-    return _filled(size, 1.0, keywords)
+    return _new(size, keywords, number=1.0)
 
 
 @_factory
@@ -382,7 +373,7 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Un
 
     Every rank draws all of it, in O(n) memory, and keeps its shard.
     """
-    result = _empty((n,), keywords, torch.int64)
+    result = _new((n,), keywords, torch.int64)
     local = result._local_tensor
     whole = torch.randperm(n, dtype=local.dtype, device=local.device, generator=generator)
     if result._spec.coordinate is not None:
