@@ -1,7 +1,6 @@
 """Layouts and plans to look at: why a redistribution is done as it is, which ranks hold which elements, step by step.
 
-`explain(tensor, placements)` runs nothing; with specs on an `abstract_mesh` it needs no process group.  Pictures are
-text, in the colours of a terminal, and matplotlib's; notebooks show a `Spec` by themselves.
+Nothing is run; specs on an `abstract_mesh` need no process group.  Pictures are text, rich's or matplotlib's.
 """
 
 from __future__ import annotations
@@ -71,13 +70,10 @@ class Explanation:
         return f"<pre>{escape(repr(self))}</pre>"
 
     def picture(self, ax: Any = None) -> Any:
-        """A heat map of who sends how many bytes to whom under the chosen plan.
+        """The axes of a heat map of who sends how many bytes to whom under the chosen plan.
 
         Args:
             ax: matplotlib axes to draw on; new ones when left out.
-
-        Returns:
-            The axes.
 
         Raises:
             MissingExtraError: if matplotlib is not installed.
@@ -208,7 +204,7 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
 
 
 def draw_sharding(spec: Spec) -> str:
-    """The picture that `visualize_sharding` prints: rows and columns of element ranges, ranks in the cells.
+    """The text that `visualize_sharding` prints: rows and columns of element ranges, ranks in the cells.
 
     Args:
         spec: of a tensor with one or two dims; no process group is needed.
@@ -228,15 +224,12 @@ def draw_sharding(spec: Spec) -> str:
 
 
 def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
-    """The tensor as a rectangle, a colour for each part, with the ranks that hold it.
+    """The axes of a picture of the tensor as a rectangle, a colour for each part, with the ranks that hold it.
 
     Args:
         tensor: of any number of dims; those before the last two are drawn as one, from top to bottom.
         ax: matplotlib axes to draw on; those of a new figure when left out.
         title: placements when left out.
-
-    Returns:
-        The axes.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -276,14 +269,11 @@ def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, i
 
 
 def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
-    """The layout of a whole model, or of any named tensors: one picture each; equal ones once, with how often.
+    """A matplotlib figure of the layouts of a model, or of any named tensors; equal ones once, with how often.
 
     Args:
         tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are left out.
         columns: pictures side by side.
-
-    Returns:
-        The matplotlib figure.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -308,28 +298,22 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
 
 
 def draw_plan(plan: Plan) -> Any:
-    """A redistribution from left to right: the layout before and after every step, with its bytes and expected time.
+    """A matplotlib figure of a redistribution: the layouts around every step, with its bytes and expected time.
 
     Args:
         plan: of `explain(...).chosen`, or of `redistribute.plan`.
-
-    Returns:
-        The matplotlib figure.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
     """
     specs = [plan.src, *(step.dst for step in plan.steps)]
     figure = _figure(_STEP * len(specs), _STEP + 0.4)
-    for number, spec in enumerate(specs):
-        ax = figure.add_subplot(1, len(specs), number + 1)
-        draw_layout(spec, ax)
-        if number:
-            step = plan.steps[number - 1]
-            axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
-            what = f"after {step.name}{' over ' if axes else ''}{axes}"
-            cost = f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}" if step.communicates else "local"
-            ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
+    axs = [draw_layout(spec, figure.add_subplot(1, len(specs), i)) for i, spec in enumerate(specs, 1)]
+    for ax, step in zip(axs[1:], plan.steps, strict=True):
+        axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
+        what = f"after {step.name}{' over ' if axes else ''}{axes}"
+        cost = f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}" if step.communicates else "local"
+        ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
     total = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}, peak {format_bytes(plan.peak_bytes)}"
     figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)
     return figure
