@@ -74,8 +74,8 @@ def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> Non
 def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
     plain, spread = parameters()
     more: dict[str, Any] = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
-    one = KINDS[kind](plain, lr=0.1, foreach=foreach, **more)  # type: ignore[call-arg]  # every one of them has both
-    other = KINDS[kind](spread, lr=0.1, foreach=foreach, **more)  # type: ignore[call-arg]  # as above
+    one = KINDS[kind](plain, lr=0.1, foreach=foreach, **more)
+    other = KINDS[kind](spread, lr=0.1, foreach=foreach, **more)
     for _ in range(3):
         give_gradients(plain, spread)
         with CommDebugMode() as comm:
