@@ -33,21 +33,10 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .dispatch.dispatch import (
-    cache_info,
-    clear_cache,
-    dispatch as run_operator,  # under its own name it would hide the folder
-)
+from .dispatch.dispatch import cache_info, clear_cache, dispatch as run_operator  # its own name would hide the folder
 from .errors import CommunicationForbiddenError, ShoalTensorError
 from .layout.partition_spec import PartitionSpec
-from .layout.placements import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    StridedShard as _StridedShard,  # noqa: F401  # torch's name
-)
+from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from .layout.spec import Spec
 from .layout.tensor_meta import ShardOrderEntry, TensorMeta
 from .layout.torch_names import (
@@ -64,6 +53,8 @@ from .rng.state import get_rng_state, random_mode, set_random_mode, set_rng_stat
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending, safe_globals
 from .tensor.gradients import ACCUMULATION
+
+_StridedShard = StridedShard  # torch's name
 
 Spec.at_first += [
     install_in_torch,

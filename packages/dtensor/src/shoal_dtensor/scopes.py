@@ -1,9 +1,7 @@
 """Values for the length of a block; the settings that dispatch obeys: one immutable `Scope` per context.
 
-A scope is a scoped value: blocks nest, an inner block's end restores the outer one, and threads do not see each
-other's, but a backward pass has the scope in which it was started.  Decisions depend on the scope, so each has a
-decision cache of its own.  Under the same rules, the same settings are the same scope whenever they are entered: a
-decision of one block is known in the next.
+Decisions depend on the scope, so each has a cache of its own.  Under the same rules, the same settings are the same
+scope whenever they are entered: a decision of one block is known in the next.
 
 May import: _torch, errors.
 """
@@ -30,10 +28,10 @@ T = TypeVar("T")
 
 
 class ScopedValue(Generic[T]):
-    """A value that blocks set; blocks nest, and threads and tasks do not see each other's.
+    """A value that blocks set; blocks nest, and threads and tasks do not see each other's, but a backward pass has it.
 
-    Autograd runs the backward of CUDA tensors, and deeply nested backwards, on threads of its own. Those have no
-    context variables of the caller, but the objects that its thread holds, so a value is kept in both.
+    Autograd may run it on threads of its own, which have no context variables of the caller, but the objects that its
+    thread holds: a value is kept in both.
 
     Attributes:
         default: the value outside of all blocks.

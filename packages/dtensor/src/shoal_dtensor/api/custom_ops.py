@@ -43,18 +43,15 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
 
     Args:
         func: takes and returns plain tensors; left out, this is a decorator.
-        out_placements: placements of the outputs: one list for all of them, or a tuple with one for each;
-            None leaves an output plain.
-        in_placements: placements that the inputs (flattened) must have, one entry each; None for
-            other values, or for any placements.
+        out_placements: of the outputs: one list for all, or a tuple with one for each; None leaves an output plain.
+        in_placements: that the inputs (flattened) must have, one entry each; None for other values, or for any.
         in_grad_placements: placements of the inputs' gradients as they come back from `func`.
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
         run_check: in every call, compare over the mesh the shapes of the outputs, which may be uneven, and the values
-            of those that are said to be replicated: one all-gather of 144 bytes for each output. Threads may come in
-            any order. If False, nothing is sent: outputs have on every rank the shapes that they have on this one, or
-            the sizes that `out_placements` say (`Shard(dim, sizes=...)`), and replicas are equal. Compiled code does
-            not compare; it refuses unevenly sharded inputs unless this is False.
+            of replicated ones: one all-gather of 144 bytes for each output; threads may come in any order. If False,
+            replicas are taken to be equal, and shapes to be those of this rank on all, or as `Shard(dim, sizes=...)`
+            says. Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or
@@ -64,7 +61,6 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
         return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check)
-
     check_callable("local_map", "func", func)
     for name, entries in ("in_placements", in_placements), ("in_grad_placements", in_grad_placements):
         check_type("local_map", name, entries, (tuple, list, type(None)), "a tuple with one entry for each input")
@@ -178,7 +174,6 @@ def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace:
         DuplicateRuleError: if an operator has a rule and `replace` is not set.
 
     Example:
-        >>> import torch
         >>> from shoal_dtensor.rules import pointwise
         >>> register_rule(torch.ops.aten.special_airy_ai.default, pointwise(), replace=True)
     """
@@ -208,8 +203,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callab
         PlacementError: (when the operator is called) if a pair does not fit the operator's tensors.
 
     Example:
-        >>> import torch
-        >>> from shoal_dtensor import Replicate, Shard
+        >>> from shoal_dtensor import Shard
         >>> @torch.library.custom_op("shoal_example::twice", mutates_args=())
         ... def twice(x: torch.Tensor) -> torch.Tensor:
         ...     return 2 * x

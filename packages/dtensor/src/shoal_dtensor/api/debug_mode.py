@@ -54,8 +54,7 @@ class ExplicitRedistributionContext:
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
-    The options are those of torch's. What is not recorded here is refused where it is asked for; what says how torch
-    prints a line changes nothing.
+    The options are torch's: those for what is not recorded here are refused, those for how it is printed do nothing.
 
     Args:
         record_realtensor, record_localtensor, record_output, record_profiler_context: change nothing.
@@ -69,7 +68,6 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         ArgumentValueError: for an option of torch's that records something else.
 
     Example:
-        >>> import torch
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world

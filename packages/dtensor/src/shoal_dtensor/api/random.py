@@ -1,7 +1,6 @@
 """Random numbers for users: seeds, modes, states, and torch's tracker interface.
 
-Nothing has to be called: a program that seeds every rank alike (`torch.manual_seed`) draws, on any mesh, what one
-device would draw.  `rng` holds the streams themselves.
+Nothing has to be called: a program that seeds every rank alike draws, on any mesh, what one device would draw.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ from shoal_mesh.internal import own_device
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
-from ..rng.state import (
-    check_in_step,
-    current_mode,
-    forget_checks,
-    generator_of,
-    has_generators,
-    set_random_mode,
-)
+from ..rng.state import check_in_step, current_mode, forget_checks, generator_of, has_generators, set_random_mode
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
@@ -49,7 +41,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
     Args:
         seed: as for `torch.manual_seed`.
-        device_mesh: the mesh, for the type of its devices.
+        device_mesh: for the type of its devices.
 
     Raises:
         RandomStateError: if the mesh's devices have no generator that shoal knows.
@@ -95,12 +87,10 @@ class OffsetBasedRNGTracker:
 
     Args:
         device_mesh: whose device type decides which generator the states are of.
-        run_state_sync: check now that the ranks of the mesh agree (torch broadcasts rank 0's state instead, which
-            hides that they did not).
+        run_state_sync: check now that the ranks of the mesh agree; torch would broadcast rank 0's state instead.
 
     Attributes:
-        distribute_region_enabled: when False, random operators draw from each rank's own generator, so shards repeat or
-            differ as the ranks' seeds do.
+        distribute_region_enabled: when False, random operators draw from each rank's own generator.
     """
 
     def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
@@ -119,21 +109,15 @@ class OffsetBasedRNGTracker:
     @property
     def rng_states(self) -> dict[str, Tensor]:
         """The state of the mesh's generator, under torch's name for it."""
-        return {"parallel-rng": self._generator.get_state()}
-
-    @property
-    def _generator(self) -> torch.Generator:
-        return generator_of(own_device(self._mesh.device_type))
+        return {"parallel-rng": self._named("parallel-rng").get_state()}
 
     def get_seed(self, name: str = "parallel-rng") -> int:
         """The seed that the generator started from."""
-        self._check(name)
-        return self._generator.initial_seed()
+        return self._named(name).initial_seed()
 
     def set_seed(self, name: str, seed: int) -> None:
         """Start the generator again from a seed."""
-        self._check(name)
-        self._generator.manual_seed(seed)
+        self._named(name).manual_seed(seed)
         forget_checks()
 
     @contextmanager
@@ -141,6 +125,7 @@ class OffsetBasedRNGTracker:
         """A region in which random operators on DTensors draw as on one device: every region is one."""
         yield
 
-    def _check(self, name: str) -> None:
+    def _named(self, name: str) -> torch.Generator:
         if name != "parallel-rng":
             raise RandomStateError(f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}")
+        return generator_of(own_device(self._mesh.device_type))
