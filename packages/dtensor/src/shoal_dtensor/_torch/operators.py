@@ -34,7 +34,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     DataDependentError if the result's shape depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
-    with out_of_sight(), _keeping_no_caller():
+    with out_of_sight(), _without_traces():
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
@@ -44,7 +44,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
             pass
         except ZeroDivisionError:  # the mean of no elements: the kernel itself, which has none to compute
             return results_of(op, build)
-        with mode or _fake_mode(), _without_log():
+        with mode or _fake_mode():
             args, kwargs = build(torch.device("cpu"))
             return op(*_as_meta_kernels_take_it(op._schema.name, args), **kwargs)
 
@@ -63,29 +63,20 @@ def out_of_sight() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _keeping_no_caller() -> Iterator[None]:
-    """A block after which torch keeps no frame of those who led to it, and so none of their tensors.
+def _without_traces() -> Iterator[None]:
+    """A block that logs no error of fake tensors, and after which torch keeps no frame, and so no tensor, of callers.
 
     Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a variable of that frame,
     and a frame refers to its caller: a cycle that only a collection ends.
     """
-    imported = "torch._dynamo" in sys.modules
-    try:
-        yield
-    finally:
-        if not imported and "torch._dynamo" in sys.modules:
-            gc.collect()
-
-
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Inside the block, fake tensors do not log an error that is raised as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    imported, log = "torch._dynamo" in sys.modules, logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True  # the errors are raised as well
     try:
         yield
     finally:
         log.disabled = before
+        if not imported and "torch._dynamo" in sys.modules:
+            gc.collect()
 
 
 def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..., Any]:
@@ -115,18 +106,12 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
     return op._op
 
 
-# Where torch keeps its bindings: each family of names that begin with its prefix in a module of its own.
-_FAMILIES = tuple(
-    (f"{name}_", getattr(torch._C, f"_{name}", None)) for name in ("linalg", "fft", "special", "sparse", "nested")
-)
-
-
 def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     """The Python bindings that could run an operator, cheapest first."""
     space, _, name = op._schema.name.partition("::")
     if space != "aten":
         return []
-    family = next((module for prefix, module in _FAMILIES if name.startswith(prefix)), torch._C._nn)
+    family = getattr(torch._C, f"_{name.partition('_')[0]}", torch._C._nn)  # such as torch._C._linalg of linalg_cross
     function = getattr(torch._C._VariableFunctions, name, None) or getattr(family, name, None)
     method = getattr(torch._C.TensorBase, name, None)
     short = len(op._schema.arguments) == 1 or op._schema.is_mutable
