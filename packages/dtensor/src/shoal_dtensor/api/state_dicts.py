@@ -1,10 +1,8 @@
 """State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
 
-The functions of torch.distributed.checkpoint.state_dict know torch's own DTensor by its class: with
-`full_state_dict=True` they would return DTensors of this package sharded, and cannot load full tensors into them.
-Gathering and sharding, one tensor at a time, stands around what they call inside, so that torch's functions and those
-here do the same; those here check their arguments on all ranks first.  torch.distributed.checkpoint is imported when
-one of them is called.
+Torch's functions would leave DTensors of this package sharded in full state dicts, as they know its own by the class.
+Gathering and sharding, one tensor at a time, stands around what they call inside, so that they do the same as those
+here, which check their arguments on all ranks first.  torch.distributed.checkpoint is imported in the first call.
 """
 
 from __future__ import annotations
@@ -26,14 +24,7 @@ from .._torch.tensors import pytree
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
-from .optimizer_states import (
-    add_frozen_states,
-    check_complete,
-    load_states,
-    nested,
-    optimizers_of,
-    with_first_states,
-)
+from .optimizer_states import add_frozen_states, check_complete, load_states, nested, optimizers_of, with_first_states
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -54,18 +45,15 @@ def get_model_state_dict(
         StateDictError: the options are of another type, or not those that `get` takes.
 
     Example:
-        >>> import torch
-        >>> from shoal_dtensor import Shard, distribute_tensor, get_model_state_dict
+        >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh, launch
-        >>> def saved() -> list[str]:
+        >>> def saved() -> dict[str, torch.Tensor]:
         ...     from torch.distributed.checkpoint.state_dict import StateDictOptions
-        ...     model = torch.nn.Linear(2, 4)
-        ...     weight = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
-        ...     model.weight = torch.nn.Parameter(weight)
-        ...     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        ...     return [type(value).__name__ for value in state.values()]
+        ...     weight = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        ...     model = nn.ParameterDict({"weight": weight})
+        ...     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         >>> launch(saved, 2)[0]
-        ['Tensor', 'Tensor']
+        {'weight': tensor([1., 1.])}
     """
     api, options = _read(options)
     return cast("dict[str, Any]", api.get_model_state_dict(model, submodules=submodules, options=options))
@@ -78,9 +66,8 @@ def get_optimizer_state_dict(
 
     Args:
         model: the model that the optimizers step.
-        optimizers: one or several. Reading changes nothing: a trainable parameter without state is given that with
-            which its first step begins, to be saved or filled. The state of an optimizer that is not torch's is unknown
-            before its first step; as in torch, it is that after a step without gradients.
+        optimizers: one or several, which stay as they are. A trainable parameter without state is given that with which
+            its first step begins; where that is unknown, that after a step without gradients, as in torch.
         submodules: as in torch (deprecated there).
         options: as for `get_model_state_dict`; also `flatten_optimizer_state_dict`.
 
@@ -100,13 +87,10 @@ def get_state_dict(
     """`placements -> R` for full state dicts, else no communication: those of the model and of its optimizers.
 
     Args:
-        model: the model.
-        optimizers: one or several optimizers of it.
-        submodules: as in torch (deprecated there).
-        options: as for `get_model_state_dict`.
+        model, optimizers, submodules, options: as for `get_optimizer_state_dict`.
 
     Raises:
-        StateDictError: the options are of another type.
+        StateDictError: as for that.
     """
     model_state = get_model_state_dict(model, submodules=submodules, options=options)
     return model_state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
@@ -129,15 +113,13 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
             or a parameter is on the meta device: on every rank, and the model is unchanged.
 
     Example:
-        >>> import torch
         >>> model = torch.nn.Linear(2, 4)
         >>> set_model_state_dict(model, get_model_state_dict(model)).missing_keys
         []
     """
     api, options = _read(options)
     if options.full_state_dict:
-        target = api.get_model_state_dict(model)
-        model_state_dict = _sharded(model_state_dict, target, options)
+        model_state_dict = _sharded(model_state_dict, api.get_model_state_dict(model), options)
     return api.set_model_state_dict(model, dict(model_state_dict), options=_sharded_options(options))
 
 
@@ -157,7 +139,6 @@ def set_optimizer_state_dict(
             an optimizer is not one of this model: on every rank, nothing is changed.
 
     Example:
-        >>> import torch
         >>> model = torch.nn.Linear(2, 4)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
@@ -179,11 +160,8 @@ def set_state_dict(
     """`R -> placements` of full state dicts, or of rank 0's; else DTensors are copied: loads model and optimizers.
 
     Args:
-        model: the model.
-        optimizers: one or several optimizers of it.
-        model_state_dict: as for `set_model_state_dict`.
-        optim_state_dict: as for `set_optimizer_state_dict`.
-        options: as for `set_model_state_dict`.
+        model, model_state_dict, options: as for `set_model_state_dict`.
+        optimizers, optim_state_dict: as for `set_optimizer_state_dict`.
 
     Returns:
         The missing and unexpected keys of the model.
@@ -194,11 +172,6 @@ def set_state_dict(
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys
-
-
-def install_in_torch() -> None:
-    """Have the functions of torch gather and shard DTensors, from the first DTensor that is a leaf on."""
-    around_state_dicts(_get, _load)
 
 
 def _get(original: Callable[..., Any], *args: Any) -> Any:
@@ -222,10 +195,13 @@ def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args:
         return _load_states(partial(original_get, *owners), owners[1], state, options)
     if not options.full_state_dict:
         return original(*args)
-    options_of_shards = _sharded_options(options)
-    target = original_get(*owners, replace(options_of_shards, ignore_frozen_params=False))
-    state = _sharded(state, target, options)
-    return original(*owners, state, options_of_shards)
+    of_shards = _sharded_options(options)
+    target = original_get(*owners, replace(of_shards, ignore_frozen_params=False))
+    return original(*owners, _sharded(state, target, options), of_shards)
+
+
+# Has the functions of torch gather and shard DTensors, from the first DTensor that is a leaf on.
+install_in_torch = partial(around_state_dicts, _get, _load)
 
 
 def _has_dtensors(model: nn.Module) -> bool:
@@ -255,7 +231,7 @@ def _sharded_options(options: Any) -> Any:
 def _load_states(
     get: Callable[[Any], Any], optimizers: Sequence[torch.optim.Optimizer], state: Any, options: Any
 ) -> None:
-    """Load state of optimizers, of which `get` gives the state dict, in their layouts; nothing is changed before."""
+    """Load state of optimizers, of which `get` gives the state dict, in their layouts; nothing changes if it raises."""
     with with_first_states(optimizers):
         target = get(replace(_sharded_options(options), flatten_optimizer_state_dict=False))
     state = nested(state, target["param_groups"])
@@ -324,13 +300,11 @@ def _laid_out(
 
 def _structure(state: Any, options: Any) -> dict[str, Any]:
     """The state dict, of rank 0 if it broadcasts, with tensors on the meta device in place of all but numbers."""
-
-    def without_values(each: torch.Tensor) -> torch.Tensor:
-        return torch.empty(each.shape, dtype=each.dtype, device="meta") if each.dim() else each
-
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
-        structure = pytree.tree_map_only(torch.Tensor, without_values, state)
+        structure = pytree.tree_map_only(
+            torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if t.dim() else t, state
+        )
     if options.broadcast_from_rank0:
         structure = agree(lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent")[0]
     others = [each for each in pytree.tree_leaves(structure) if isinstance(each, Mapping)]  # of which it knows no keys
