@@ -166,9 +166,8 @@ def refuse_tied(module: nn.Module) -> None:
     """Refuse parameters that several modules share, whose gradients are summed over data ranks: a TiedWeightError."""
     first: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
-        for name, param in owner._parameters.items():
-            place = f"{path}.{name}" if path else name
-            if param is not None and first.setdefault(param, place) != place:
+        for place, param in owner.named_parameters(path, recurse=False, remove_duplicate=False):
+            if first.setdefault(param, place) != place:
                 raise TiedWeightError(
                     f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its gradients are added "
                     "on each rank before they are summed over data ranks, in another order than on one. Untie them "

@@ -120,14 +120,14 @@ def accumulate_in_tree(model: nn.Module, microbatches: Sequence[Microbatch]) -> 
     """
     tree = _GradientTree(model, len(microbatches))
     tree.begin()
-    return _turns(tree, microbatches)
 
+    def turns() -> Iterator[Microbatch]:
+        for number, microbatch in enumerate(microbatches):
+            yield microbatch
+            tree.add(number)
+        tree.finish()
 
-def _turns(tree: _GradientTree, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
-    for number, microbatch in enumerate(microbatches):
-        yield microbatch
-        tree.add(number)
-    tree.finish()
+    return turns()
 
 
 @takes(microbatches=int)

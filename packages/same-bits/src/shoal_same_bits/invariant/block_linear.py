@@ -61,10 +61,9 @@ class _Readers:
 
 
 class _OutputColumns(Function):
-    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), in `blocks` blocks of N; and x again.
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), N in `blocks` blocks; and x again, for other readers."""
 
-    Other readers of x read the latter. Their products are part of the first one's gradient, and it runs after them.
-    """
+    # Their products are part of the first reader's gradient, which runs after them.
 
     @staticmethod
     def forward(  # noqa: PLR0913  # torch's interface

@@ -1,9 +1,9 @@
 """Sums and matrix products in the blocks of the mode: as they are defined, and in faster forms with the same bits.
 
-Sums are taken in the tree of `tree_sum`, without keeping all of their terms. A product is defined sample by sample and
-block by block, and computed by kernels that see the same shapes on any mesh. Larger calls are faster, and most kernels
-add in the same order in them. So whenever shapes are new, faster forms are tried beside the definition on random
-numbers, and used from then on if they have the same bits. Ranks need not choose alike.
+A product is defined sample by sample and block by block, and computed by kernels that see the same shapes on any mesh.
+Larger calls are faster, and most kernels add in the same order in them. So whenever shapes are new, faster forms are
+tried beside the definition on random numbers, and used from then on if they have the same bits. Ranks need not choose
+alike.
 
 Here B are samples, R rows of each, N and K features. Where the mode has a number of rows, a sample is that many tokens,
 and the last ones of a sequence are filled up with zeros.
@@ -104,10 +104,7 @@ def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, in
 
 
 def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused: bool) -> Tensor:
-    """The `tree_sum` of terms, each a sum of products of its pairs of matrices in order.
-
-    Where `fused`, kernels add products to what is there.
-    """
+    """The `tree_sum` of terms, each a sum of products of its pairs; `fused`: kernels add to what is there."""
 
     def plus(total: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
         return total.addmm_(*pair) if fused else total.add_(torch.mm(*pair))
@@ -239,6 +236,8 @@ _BIAS = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
 
 def _samples(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K)."""
+    if not tensor.shape[0]:
+        raise StyleError("invariant_arithmetic: a rank without any sample has no sum over samples")
     return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 
@@ -277,16 +276,9 @@ def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> T
 
 def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:
     """(N, K), of (B, ..., N) and (B, ..., K): the tree over samples, dim `dim` of the result in blocks."""
-    _check(grad)
     return _GRADIENT[dim](blocks, _samples(grad), _samples(x))
 
 
 def bias_gradient(grad: Tensor, blocks: int) -> Tensor:
     """(N,), of (B, ..., N): the tree over samples."""
-    _check(grad)
     return _BIAS(blocks, _samples(grad))
-
-
-def _check(grad: Tensor) -> None:
-    if not grad.shape[0]:
-        raise StyleError("invariant_arithmetic: a rank without any sample has no sum over samples")

@@ -1,9 +1,8 @@
 """Norms, replicated biases and embeddings: gradients are sums over samples, and over blocks of a dim that ranks share.
 
-A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D), and treats every token alone. The gradients
-of its parameters are computed for every token, summed in each of the blocks of S of each sample, and added in the tree
-over blocks, then over ranks, then over samples. The gradient of an embedding table is a tree over samples; a sample's
-own rows are added in the order of its tokens.
+A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). The gradients of its parameters are summed
+in each of the blocks of S of each sample, then in the tree over blocks, ranks, and samples. The gradient of an
+embedding table is a tree over samples; a sample's own rows are added in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ from shoal_tp_styles.internal import (
 
 from .blocks import Measured, contiguous_block, entered, tree_of
 
+# Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here.
 Cells = tuple[Comm | None, int, int]
-"""Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here."""
-
-SEQUENCE_DIM = 1
-"""The dim that is divided into blocks where nothing is sharded: the default of SequenceParallel."""
 
 
 class _ForTokens(Function):
@@ -88,7 +84,7 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
 def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
     arithmetic, layout = entered(), lowered.port_out.desired
-    dim = getattr(layout, "dim", SEQUENCE_DIM)
+    dim = getattr(layout, "dim", 1)  # where nothing is sharded, that of SequenceParallel
     dim = dim + local.ndim if dim < 0 else dim  # -2 of 3 dims: 1
     if not layout.is_replicate():
         what = f"{lowered.sharding.style}: dim {dim} of the activation"

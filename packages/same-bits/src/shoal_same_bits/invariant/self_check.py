@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shoal_dtensor import clip_grad_norm_
 from shoal_dtensor.internal import check_device_mesh, unwatched, unwatched_functions
-from shoal_mesh import Comm, DeviceMesh, all_reduce, reduce_scatter, sums_in_tree
+from shoal_mesh import DeviceMesh, all_reduce, reduce_scatter, sums_in_tree
 from shoal_mesh.internal import tree_sum
 
 from ..errors import VariantArithmeticError
@@ -36,11 +36,9 @@ _NORMS: dict[str, Form] = {
 
 
 def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
-    """What ranks share: a name, a function of a number of blocks and of tensors, these, and the dim of its result.
-
-    Tensors are those of `_tensors`; the digit behind one is the dim of which each rank has its part, and its blocks.
-    Results of ranks are joined along their dim, or added in the tree where that is None.
-    """
+    """What ranks share: a name, a function of a number of blocks and of tensors, these, and the dim of its result."""
+    # Tensors are those of `_shared`; the digit behind one is the dim of which each rank has its part, and its blocks.
+    # Results of ranks are joined along their dim, or added in the tree where that is None.
     yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, b), "x0 w b", 0
     of_input = "gradient of the input of a linear"
     yield f"{of_input}, over samples", lambda _, g, w: summed([(g, w)], 0, BLOCKS), "g0 w", 0
@@ -75,22 +73,18 @@ def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
         yield name, partial(_with_gradient, attend), f"h{dim} q{dim} k{dim} v{dim}", dim + 1
 
 
-def _tensors(draw: Draw) -> dict[str, Tensor]:
-    """Random inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their gradient."""
+def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names of operators, what one rank computes, and what ranks compute of it together."""
+    # Inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their gradient.
     x, g, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
     tokens = (x[..., 0] * 64).long().remainder(FEATURES)  # -1.5 is -96, so 32 of 128
     heads = {name: draw(BLOCKS, ROWS, FEATURES // BLOCKS) for name in "qkvh"}  # (8, 8, 16, 16) each
-    return {"x": x, "g": g, "w": weight, "b": draw(FEATURES, samples=0), "t": tokens, **heads}
-
-
-def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Names of operators, what one rank computes, and what ranks compute of it together."""
-    tensors = _tensors(draw)
+    tensors = {"x": x, "g": g, "w": weight, "b": draw(FEATURES, samples=0), "t": tokens, **heads}
     for name, form, operands, dim in _forms():
         want = form(BLOCKS, *(tensors[each[0]] for each in operands.split()))
         for ranks in DEGREES:
             parts = [
-                [part.contiguous() for part in tensors[each[0]].chunk(ranks, int(each[1]))]
+                [p.contiguous() for p in tensors[each[0]].chunk(ranks, int(each[1]))]
                 if each[1:]
                 else [tensors[each]] * ranks
                 for each in operands.split()
@@ -181,24 +175,16 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     check_device_mesh("check_arithmetic", mesh)
     arithmetic = current_arithmetic()
     found = _differing(mesh.device_type, dtype, None if arithmetic is None else arithmetic.rows)
-    for axis in mesh.axis_names:
-        found += [f"{name} along {axis!r}" for name in _differing_sums(mesh.comm(axis), mesh.device_type, dtype)]
-    _refuse(found, mesh.device_type, dtype)
-
-
-def _differing_sums(comm: Comm, device: str, dtype: torch.dtype) -> list[str]:
-    """The reductions over ranks that are not the tree over the ranks' terms."""
-    found: list[str] = []
     with sums_in_tree():
-        for size in (64, 1 << 18):  # one exchange, and two
-            draw = torch.Generator().manual_seed(size)
-            terms = torch.randn((comm.size, size), generator=draw).to(device, dtype)
+        for axis, size in product(mesh.axis_names, (64, 1 << 18)):  # one exchange, and two
+            comm, draw = mesh.comm(axis), torch.Generator().manual_seed(size)
+            terms = torch.randn((comm.size, size), generator=draw).to(mesh.device_type, dtype)
             want, term = tree_sum(terms), terms[comm.rank].clone()
             if not torch.equal(all_reduce(term, comm), want):
-                found.append(f"all_reduce of {size} elements")
+                found.append(f"all_reduce of {size} elements along {axis!r}")
             if not torch.equal(reduce_scatter(term, comm), want.chunk(comm.size)[comm.rank]):
-                found.append(f"reduce_scatter of {size} elements")
-    return found
+                found.append(f"reduce_scatter of {size} elements along {axis!r}")
+    _refuse(found, mesh.device_type, dtype)
 
 
 def _refuse(found: list[str], device: str, dtype: torch.dtype) -> None:

@@ -6,19 +6,17 @@ number of ranks. Every rank adds up its own shard, and one all-reduce of integer
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh, all_reduce
 from shoal_tp_styles import Lowered
-from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
@@ -103,19 +101,6 @@ def _mixed(number: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         number = (number ^ (number >> shift & (1 << 64 - shift) - 1)) * factor
     return number ^ (number >> 31 & (1 << 33) - 1)
-
-
-def styled(module: nn.Module) -> Lowered | None:
-    """The lowering of a module whose style says how its outputs are sharded, None of another module."""
-    lowered = lowered_of(module)
-    is_styled = lowered is not None and lowered.sharding.style != COMPLETION and lowered.sharding.outputs
-    return lowered if is_styled else None
-
-
-def numbered(name: str, times: Counter[str]) -> str:
-    """The name, with #n where it comes for the n-th time."""
-    times[name] += 1
-    return name if times[name] == 1 else f"{name} #{times[name]}"
 
 
 def totals(terms: Mapping[str, tuple[tuple[DeviceMesh, ...], Sequence[Tensor]]]) -> dict[str, Sequence[Any]]:

@@ -1,8 +1,7 @@
 """record_run: a small number of sums for every value of a run, which do not depend on how it is sharded; compare_runs.
 
 Of every value 64 sums are kept: an element goes, with a sign, to the sum that a hash of its global index says. The
-sums of a difference are the difference of the sums, and their norm is about that of the difference, so two runs are
-compared without their values. Every rank adds up its shards, and all-reduces add up the ranks when the block ends.
+sums of a difference are the difference of the sums, and their norm is about that of the difference.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
@@ -26,9 +25,9 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import agree
-from shoal_tp_styles.internal import lowered_of
+from shoal_tp_styles.internal import COMPLETION, lowered_of
 
-from .fingerprints import GlobalPart, numbered, part_of_output, part_of_tensor, styled, totals
+from .fingerprints import GlobalPart, part_of_output, part_of_tensor, totals
 
 _SUMS = 64
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
@@ -108,13 +107,10 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():
         recorder.add(f"{name} before", part_of_tensor(param.detach()))
-    hooks = [*recorder.hooks()]
-    try:
-        with recorder:
-            yield record
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, recorder:
+        for hook in recorder.hooks():
+            hooks.callback(hook.remove)
+        yield record
     for name, param in model.named_parameters():
         if param.grad is not None:
             recorder.add(f"gradient of {name}", part_of_tensor(param.grad))
@@ -164,7 +160,9 @@ class _Recorder(TorchDispatchMode):
 
     def _add_of(self, name: str, module: nn.Module, value: Tensor, *, grad: bool = False) -> None:
         """Keep a module's output, or the gradient at it, if its layout is known."""
-        self._is_recording, lowered = True, styled(module)
+        self._is_recording, lowered = True, lowered_of(module)
+        if lowered is not None and (lowered.sharding.style == COMPLETION or not lowered.sharding.outputs):
+            lowered = None  # nothing says how its outputs are sharded
         try:
             if value.ndim and (lowered is not None or isinstance(value, DTensor)):
                 self.add(name, part_of_output(value.detach(), lowered, self._batch, grad=grad))
@@ -190,43 +188,31 @@ class _Recorder(TorchDispatchMode):
     def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
         """Keep the sums of a value."""
         salt = dist.get_rank() if by_rank and self._ranks > 1 else 0
+        self._times[name] += 1
+        numbered = name if self._times[name] == 1 else f"{name} #{self._times[name]}"
         with torch.no_grad():
-            self._seen[numbered(name, self._times)] = part, by_rank, _sums(part, salt)
+            self._seen[numbered] = part, by_rank, _sums(part, salt)
 
     def values(self) -> list[Value]:
         """The values, added up over ranks."""
         of_ranks = self._of_ranks() if self._ranks > 1 else {}
         terms = {name: (part.meshes, sums) for name, (part, _, sums) in self._seen.items() if name not in of_ranks}
-        sums = {**of_ranks, **totals(terms)}
-        return [
-            Value(
-                name,
-                part.sizes,
-                str(part.local.dtype).removeprefix("torch."),
-                by_rank,
-                sums[name][0][:_SUMS],
-                sums[name][0][_SUMS] ** 0.5,
-                int(sums[name][0][_SUMS + 1]),
-                sums[name][1],
-            )
-            for name, (part, by_rank, _) in self._seen.items()
-        ]
+        sums, values = {**of_ranks, **totals(terms)}, list[Value]()
+        for name, (part, by_rank, _) in self._seen.items():
+            (*columns, squares, broken), digest = sums[name]
+            dtype = str(part.local.dtype).removeprefix("torch.")
+            values.append(Value(name, part.sizes, dtype, by_rank, columns, squares**0.5, int(broken), digest))
+        return values
 
     def _of_ranks(self) -> dict[str, Sequence[Any]]:
         """The sums of what ranks computed on plain tensors; an operator may run on some ranks only."""
-        own = {
-            name: (floats.tolist(), int(digest))
-            for name, (_, by_rank, (floats, digest)) in self._seen.items()
-            if by_rank
-        }
-        every = agree(lambda: own)
-        return {
-            name: (
-                [sum(column) for column in zip(*(rows[name][0] for rows in every if name in rows), strict=True)],
-                hash(tuple(rows[name][1] for rows in every if name in rows)),
-            )
-            for name in own
-        }
+        by_rank = {name: sums for name, (_, by_rank, sums) in self._seen.items() if by_rank}
+        own = {name: (floats.tolist(), int(digest)) for name, (floats, digest) in by_rank.items()}
+        every, total = agree(lambda: own), dict[str, Sequence[Any]]()
+        for name in own:
+            floats, digests = zip(*(rows[name] for rows in every if name in rows), strict=True)
+            total[name] = [sum(column) for column in zip(*floats, strict=True)], hash(digests)
+        return total
 
 
 def _sums(part: GlobalPart, salt: int) -> tuple[Tensor, Tensor]:
