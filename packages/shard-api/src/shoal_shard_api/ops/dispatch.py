@@ -2,7 +2,7 @@
 
 1. the user's override of the function, ``custom_sharded_op_impl``;
 2. the user's override for the class of the spec, ``custom_sharding_spec_op``;
-3. the table below, HANDLERS: metadata, work on each shard, code of its own, refusals;
+3. the tables below: metadata, work on each shard, code of its own, refusals;
 4. shard by shard, if the function is pointwise and a layout has no placements, via_dtensor.py;
 5. embedding and embedding_bag with plain indices, lookup.py;
 6. by way of DTensors, via_dtensor.py.  Results without dims are plain tensors, others ShardedTensors: a replicated or
@@ -14,7 +14,8 @@ The class ShardedTensor is an argument here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,11 +41,7 @@ _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutabl
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
-    """The values of ``value`` as local tensors in the layout of ``tensor``, a ShardedTensor; all ranks call it.
-
-    ``value`` is a ShardedTensor of the same size on the same group, which is moved if its layout differs; or a
-    replicated plain tensor that broadcasts to the size.  Others raise typed errors.
-    """
+    """The values of a ShardedTensor, or a replicated plain tensor, in the layout of ``tensor``; all ranks call it."""
     if isinstance(value, type(tensor)):
         if value.shape != tensor.shape:
             raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not fit {tuple(tensor.shape)}")
@@ -65,11 +62,6 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)
 
 
-def _metadata(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
     """The two tensors of a function, by position or name, and its other arguments."""
     names = [name for name in ("input", "self", "other", "src") if name in kwargs]
@@ -77,12 +69,6 @@ def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple
     if len(tensors) != 2:
         raise ArgumentTypeError(f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}")
     return *tensors, args[2:], {name: value for name, value in kwargs.items() if name not in names}
-
-
-def _on_shards(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function on every shard; the tensor itself if the function returns its argument for each of them."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-    return run_shardwise(func, args, kwargs, tensors)
 
 
 def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,10 +109,14 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
     options = {**dict(zip(names, args, strict=False)), **kwargs}
     outputs, inputs = (_listed(options.pop(name)) for name in names[:2])
     grads = _listed(options.pop("grad_outputs", None)) or [None] * len(outputs)
-    flat = [(local, grad) for each, g in zip(outputs, grads, strict=True) for local, grad in _pairs(cls, each, g)]
-    of_inputs = [each._local_tensors if isinstance(each, cls) else [each] for each in inputs]
-    local_inputs = [local for each in of_inputs for local in each]
-    gradients = iter(func([local for local, _ in flat], local_inputs, [grad for _, grad in flat], **options))
+    of_outputs, of_inputs = (
+        [e._local_tensors if isinstance(e, cls) else [e] for e in each] for each in (outputs, inputs)
+    )
+    of_grads = [
+        with_layout_of(output, grad) if isinstance(output, cls) and grad is not None else [grad] * len(local_tensors)
+        for output, grad, local_tensors in zip(outputs, grads, of_outputs, strict=True)
+    ]
+    gradients = iter(func(*(list(chain.from_iterable(each)) for each in (of_outputs, of_inputs, of_grads)), **options))
     groups = [[next(gradients) for _ in local_tensors] for local_tensors in of_inputs]
     return tuple(
         each._with(group) if isinstance(each, cls) and group[0] is not None else group[0]
@@ -138,55 +128,50 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
-def _pairs(cls: Any, output: Any, grad: Any) -> Iterable[tuple[Any, Any]]:
-    if not isinstance(output, cls):
-        return [(output, grad)]
-    grads = [None] * len(output._local_tensors) if grad is None else with_layout_of(output, grad)
-    return zip(output._local_tensors, grads, strict=True)
-
-
-def _refuse(reason: str) -> Handler:
-    def run(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise UnsupportedOpError(f"{getattr(func, '__name__', func)} on a ShardedTensor: {reason}")
-
-    return run
-
-
-_LOCAL = "its storage is distributed: use local_shards(), local_tensor() or full_tensor()"
-_HOOKS = "the autograd graph has the shards: register the hook on shard.tensor of local_shards()"
 T = torch.Tensor
 
 ATTRIBUTES = [
     *("shape", "dtype", "layout", "device", "ndim", "itemsize"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
 ]
-DESCRIBE: list[Callable[..., Any]] = [
+DESCRIBE: set[Any] = {
     *(getattr(T, name).__get__ for name in ATTRIBUTES),
     *(T.size, T.dim, T.ndimension, T.stride, T.numel, T.nelement, T.element_size, T.__len__, torch.numel),
     *(T.is_contiguous, T.is_floating_point, T.is_complex, T.is_signed, T.storage_offset, T.is_inference),
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_same_size),
-]
-SHARDWISE: list[Callable[..., Any]] = [
+}
+SHARDWISE: set[Any] = {
     *(T.clone, torch.clone, T.contiguous, T.detach, torch.detach, T.detach_, torch.detach_, T.requires_grad_),
     *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type),
     *(T.zero_, torch.zero_, T.fill_, torch.fill_, torch.nn.init.constant_),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-]
-HOOKED: list[Callable[..., Any]] = [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad]
-STORED: list[Callable[..., Any]] = [
-    *(T.numpy, T.tolist, T.data_ptr, T.untyped_storage, T.storage, T.share_memory_, T.pin_memory, T.set_, T.__array__)
-]
-
+}
 HANDLERS: dict[Any, Handler] = {
-    **dict.fromkeys(DESCRIBE, _metadata),
     has_compatible_shallow_copy_type: lambda *_: False,  # a module that changes dtype replaces the tensor, not its data
-    **dict.fromkeys(SHARDWISE, _on_shards),
     T.type_as: _type_as,
     T.copy_: _copy,
     **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], _compare),
     torch.autograd.grad: _gradients,
-    **dict.fromkeys(HOOKED, _refuse(_HOOKS)),
-    **dict.fromkeys(STORED, _refuse(_LOCAL)),
+}
+REFUSED: dict[Any, str] = {
+    **dict.fromkeys(
+        [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad],
+        "the autograd graph has the shards: register the hook on shard.tensor of local_shards()",
+    ),
+    **dict.fromkeys(
+        [
+            T.numpy,
+            T.tolist,
+            T.data_ptr,
+            T.untyped_storage,
+            T.storage,
+            T.share_memory_,
+            T.pin_memory,
+            T.set_,
+            T.__array__,
+        ],
+        "its storage is distributed: use local_shards(), local_tensor() or full_tensor()",
+    ),
 }
 
 
@@ -274,9 +259,16 @@ def run(
         override = _OVERRIDES.get((None, func)) or _OVERRIDES.get((type(tensors[0].sharding_spec()), func))
         if override is not None:
             return override(types, args, kwargs, tensors[0].process_group)
+    if func in DESCRIBE:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in SHARDWISE:
+        return run_shardwise(func, args, kwargs, tensors)
     if func in HANDLERS:
         return HANDLERS[func](cls, func, args, kwargs)
     name = getattr(func, "__name__", func)
+    if func in REFUSED:
+        raise UnsupportedOpError(f"{name} on a ShardedTensor: {REFUSED[func]}")
     if not tensors:
         raise UnsupportedOpError(f"{name} has no ShardedTensor with a process group among its arguments")
     if any(each.process_group is not tensors[0].process_group for each in tensors):
