@@ -37,10 +37,10 @@ class Grid(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Grid:
-    """The grid with this layout that has every member of the process group in its mesh.
+    """The grid with this layout that has every member of the process group in its mesh, else a NotExpressibleError.
 
     Ranks without elements hold empty shards at the end of one axis, if they fill whole rows of the mesh: 2 x 2 shards
-    on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have none: a NotExpressibleError.
+    on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have none.
 
     Example:
         >>> from shoal_shard_api.ops.dtensor_conversion import grid_of
@@ -59,7 +59,11 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     if cells is None:
         held = ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
         raise NotExpressibleError(f"the shards are not all cells of a grid over size {shape}: {held}")
-    dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1] or [_only_dim(layout, shape)]
+    dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1]
+    if not dims and 0 in shape:  # no elements: the only dim whose shards can all be empty
+        dims = [shape.index(0)]
+    elif not dims:  # one rank holds every element: the dim along which the other shards are empty
+        dims = [next((dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop), 0)]
     axes = [list(cells[dim]) if filled else [] for dim in dims]  # shard sizes along every mesh axis
     idle = [rank for rank in dict.fromkeys([*(rank for rank, _ in layout), *members]) if rank not in ranks]
     if idle:
@@ -82,23 +86,12 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     return Grid(tuple(len(sizes) for sizes in axes), tuple(order), placements)
 
 
-def _only_dim(layout: Layout, shape: tuple[int, ...]) -> int:
-    """The dim to shard if one rank holds every element: the dim along which the other shards are empty, else dim 0.
-
-    Of a tensor without elements it is the dim of size 0, the only one whose shards can all be empty.
-    """
-    if 0 in shape:
-        return shape.index(0)
-    empty = (dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop)
-    return next(empty, 0)
-
-
 def spec_for(tensor: Any) -> Spec:
     """The spec of the DTensor of the same shards; NotExpressibleError if there is none."""
     group, device_type = tensor.process_group, tensor._local_tensors[0].device.type
     grid = grid_of(tensor._layout, tuple(tensor.size()), members(group))
     mesh = mesh_of(group, device_type, grid.mesh_shape, grid.ranks)
-    return Spec(mesh, grid.placements, *_meta(tensor))
+    return Spec(mesh, grid.placements, tensor.size(), tensor.stride(), tensor.dtype)
 
 
 def to_dtensor(tensor: Any) -> DTensor:
@@ -109,18 +102,14 @@ def to_dtensor(tensor: Any) -> DTensor:
 
 def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """Layout -> placements: the DTensor of any ShardedTensor on a given mesh; all ranks call it."""
-    spec = Spec(mesh, placements, *_meta(tensor))
+    spec = Spec(mesh, placements, tensor.size(), tensor.stride(), tensor.dtype)
     (local,) = move(tensor._local_tensors, tensor._layout, layout_of(spec), tensor._comm)
     return _from_local(local, spec)
 
 
-def _meta(tensor: Any) -> tuple[Any, ...]:
-    return tensor.size(), tensor.stride(), tensor.dtype
-
-
 def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
-    # The empty tensor of a rank without shards is 1-D.
-    local = local if local.shape == spec.local_shape else local.reshape(spec.local_shape)
+    if local.shape != spec.local_shape:  # the empty tensor of a rank without shards is 1-D
+        local = local.reshape(spec.local_shape)
     shape, stride = torch.Size(spec.shape), tuple(spec.stride)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 

@@ -1,7 +1,6 @@
 """``F.embedding`` and ``F.embedding_bag`` of a sharded weight and plain indices, each rank's own or replicated.
 
-Own indices are gathered over the ranks and looked up as one batch; each rank keeps the rows of its own.  On a 1-D mesh
-the last step is a reduce-scatter of the rows:
+Own indices are gathered over the ranks and looked up as one batch; each rank keeps the rows of its own:
 
     indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], one shard of rows per rank: sizes (2, 0, 1)
 """
@@ -59,10 +58,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors.
-
-    Per rank two sizes are exchanged: the length of its indices along dim 0, and the number of rows of its result.
-    """
+    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors."""
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments, weight = bound.arguments, bound.arguments["weight"]
@@ -73,14 +69,12 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if _REPLICATED.own():
         _facts(call, arguments)
         return call.run((), arguments, plain=DTensor.full_tensor)
+    # Per rank two sizes: the length of its indices along dim 0, and the number of rows of its result.
     reports = agree_on(weight.process_group, lambda: _facts(call, arguments))
     lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
     ranks = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)  # in the order of the group
-
-    def own_rows(result: DTensor) -> torch.Tensor:
-        return result.redistribute(ranks, [Shard(0, sizes=sizes)]).to_local()
-
-    rows: torch.Tensor = call.run((), _gathered(arguments, ranks, lengths, sizes), plain=own_rows)
+    gathered, own_rows = _gathered(arguments, ranks, lengths, sizes), [Shard(0, sizes=sizes)]
+    rows = call.run((), gathered, plain=lambda all_rows: all_rows.redistribute(ranks, own_rows).to_local())
     return rows if "offsets" in arguments else rows.view(*arguments["input"].shape, rows.shape[-1])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from ..ranks.process_groups import one_dim_mesh
 from . import dtensor_conversion
 
 _MAY_RESHARD = ScopedValue("shoal_implicit_reshard", False)
+_ALSO_POINTWISE = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default}
 
 
 @contextmanager
@@ -70,11 +71,7 @@ class DTensorCall:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plain: Callable[[DTensor], Any] | None = None
     ) -> Any:
-        """The result: refused, computed shard by shard, or by way of DTensors.
-
-        This is decided from layouts and sizes, so it is the same on every rank.  ``plain`` makes a result with dims
-        plain, in place of a ShardedTensor.
-        """
+        """The result: refused, computed shard by shard, or by way of DTensors; ``plain`` makes one with dims plain."""
         self._refuse_leaf(args, kwargs)
         if self.problem:
             if is_pointwise(self.func, args, kwargs, self.tensors):
@@ -143,11 +140,9 @@ class DTensorCall:
         """The DTensor on the home mesh; a tensor of another layout takes the placements of one of its shape there."""
         if self._at_home(tensor):
             return dtensor_conversion.to_dtensor(tensor)
-        placements = self._placements_at_home(tensor.shape)
-        if placements is None:
-            spec = self.specs[id(tensor)]
-            placements = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
-        return dtensor_conversion.to_dtensor_on(tensor, self.home, placements)
+        spec = self.specs[id(tensor)]
+        along = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
+        return dtensor_conversion.to_dtensor_on(tensor, self.home, self._placements_at_home(tensor.shape) or along)
 
     def _placements_at_home(self, shape: torch.Size) -> tuple[Shard, ...] | None:
         """The placements of an argument of this shape on the home mesh, None if there is none."""
@@ -167,10 +162,8 @@ class DTensorCall:
 
 def _shard_further(dtensor: DTensor) -> tuple[Any, ...]:
     """Placements with Shard(0) on every axis that shards no dim; on all axes if one of them shards dim 0 already."""
-    placements = tuple(dtensor.placements)
-    if any(placement.is_shard(0) for placement in placements):
-        return (Shard(0),) * len(placements)
-    return tuple(placement if placement.is_shard() else Shard(0) for placement in placements)
+    again = any(placement.is_shard(0) for placement in dtensor.placements)
+    return tuple(Shard(0) if again or not placement.is_shard() else placement for placement in dtensor.placements)
 
 
 # --- pointwise functions, shard by shard ------------------------------------------------------------------------------
@@ -183,12 +176,9 @@ class _NotPointwise(Exception):  # noqa: N818, RUF100  # control flow; no user s
 class _OnlyPointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
     """Raises at the first operator that is not elementwise."""
 
-    ALSO: ClassVar = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default}
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.ALSO and (
-            torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags
-        ):
+        is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        if not is_pointwise and func not in _ALSO_POINTWISE:
             raise _NotPointwise
         return func(*args, **(kwargs or {}))
 
@@ -196,11 +186,7 @@ class _OnlyPointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 def is_pointwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
 ) -> bool:
-    """Whether the call can be computed shard by shard.
-
-    The tensors have one layout, all operators are elementwise, and results have the size of the tensors.  It depends on
-    sizes, dtypes and layouts, not on data, so all ranks decide the same.
-    """
+    """Whether the call can be computed shard by shard; from sizes, dtypes and layouts, so all ranks decide the same."""
     first = tensors[0]
     if any(each._layout != first._layout for each in tensors):
         return False
