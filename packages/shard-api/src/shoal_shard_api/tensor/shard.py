@@ -148,44 +148,33 @@ def check_properties(shard: Shard, properties: TensorProperties) -> None:
 # --- from the shards of every rank to the tensor ---------------------------------------------------------------------
 
 
-def flatten_size(size: Sequence[Any]) -> tuple[int | None, ...]:
-    """The sizes passed as ``f(2, 3)`` or as ``f([2, 3])``; None is a dim whose size is inferred."""
+def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, ...]:
+    """The sizes passed as ``f(2, 3)`` or as ``f([2, 3])``; where ``inferred``, None is a dim whose size is."""
     dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    for dim in dims:
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+    for dim in (each for each in dims if each is not None):
+        if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"the size must be integers, got {dims}")
-        if dim is not None and dim < 0:
+        if dim < 0:
             raise ShardingSpecError(f"the size must not be negative, got {dims}")
-    return dims
-
-
-def known_size(size: Sequence[Any]) -> torch.Size:
-    """As ``flatten_size``, where no dim may be None."""
-    dims = flatten_size(size)
-    if None in dims:
+    if None in dims and not inferred:
         raise ArgumentTypeError(f"the size must be integers, got {dims}: no dim is inferred here")
-    return torch.Size([dim for dim in dims if dim is not None])
+    return dims
 
 
 def describe(
     shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
 ) -> tuple[ShardedTensorMetadata, list[torch.Tensor]]:
-    """Metadata of the global tensor, the same on every rank, and the local tensors in its order; all ranks call it.
-
-    Arguments and errors are those of ``init_from_local_shards``.  Where a dim of the size is None, the offsets of the
-    shards are ignored.
-    """
-    rank = dist.get_rank()
+    """Metadata of the global tensor, the same on every rank, and the local tensors in its order; all ranks call it."""
 
     def facts() -> dict[str, Any]:
-        size = flatten_size(global_size)
-        _check_local(shards, size, rank)
+        size = flatten_size(global_size, inferred=True)
+        _check_local(shards, size)
         own = TensorProperties.create_from_tensor(shards[0].tensor) if shards else None
         shared = {f"?{name}": getattr(own, name) for name in _COMPARED if own is not None}
         return {"global size": size, **shared, "~shards": [shard.metadata for shard in shards]}
 
     reports = agree_on(group, facts)
-    size = flatten_size(global_size)
+    size = flatten_size(global_size, inferred=True)
     shared = next((report for report in reports if report["~shards"]), None)
     if shared is None:
         raise ShardingSpecError("no rank has a local shard")
@@ -194,13 +183,13 @@ def describe(
     if None in size:
         size, per_rank = _concatenated(per_rank, size, members(group))
     metadata = [shard for own in per_rank for shard in own]
-    full_size = torch.Size([n for n in size if n is not None])
     local_tensors = [shard.tensor for shard in shards]
-    return checked_metadata(ShardedTensorMetadata(metadata, full_size, properties), group), local_tensors
+    return checked_metadata(ShardedTensorMetadata(metadata, torch.Size(size), properties), group), local_tensors
 
 
-def _check_local(shards: Any, size: tuple[int | None, ...], rank: int) -> None:
+def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
     """Raise what is wrong with the arguments of this rank."""
+    rank = dist.get_rank()
     if size.count(None) > 1:
         raise ShardingSpecError(f"at most one dim of the global size may be None, got {size}")
     expect_all("init_from_local_shards", "local_shards", shards, Shard)
@@ -214,8 +203,8 @@ def _check_local(shards: Any, size: tuple[int | None, ...], rank: int) -> None:
 
 def _concatenated(
     per_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
-) -> tuple[tuple[int | None, ...], list[list[ShardMetadata]]]:
-    """Metadata of one shard per rank, concatenated along the dim to infer, and the size that results."""
+) -> tuple[tuple[int, ...], list[list[ShardMetadata]]]:
+    """The size that results, and metadata of one shard per rank, concatenated along the dim to infer."""
     at, metadata = 0, []
     for rank, (shard,) in zip(ranks, per_rank, strict=True):
         if len(shard.shard_sizes) != len(size):

@@ -22,8 +22,8 @@ from .shard import (
     checked_metadata,
     describe,
     empty_local_tensors,
+    flatten_size,
     group_of,
-    known_size,
     on_placements,
     ordered_for,
     own_shards,
@@ -80,7 +80,7 @@ class ShardedTensorBase(torch.Tensor):
         expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
         dtype = dtype or torch.get_default_dtype()
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        return cls._wrap(sharding_spec, sharding_spec.build_metadata(known_size(size), properties), [])
+        return cls._wrap(sharding_spec, sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties), [])
 
     @classmethod
     def _wrap(
@@ -92,13 +92,9 @@ class ShardedTensorBase(torch.Tensor):
         *,
         stride: Sequence[int] | None = None,
     ) -> Self:
-        """The tensor of local tensors that fit the metadata; no checks, no communication.
-
-        ``local_tensors`` are this rank's shards in the order of the metadata; with a group, no tensors means new ones.
-        None for the spec infers it from the metadata.
-        A rank without shards has one empty tensor, so that it has a node in the autograd graph and takes part in the
-        collectives of backward.
-        """
+        """The tensor of local tensors that fit the metadata, in its order; with a group, new ones for no tensors."""
+        # A rank without shards has one empty tensor, so that it has a node in the autograd graph and takes part in the
+        # collectives of backward.
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
         own = own_shards(metadata) if group is not None else []
@@ -135,11 +131,11 @@ class ShardedTensorBase(torch.Tensor):
 
     def _set_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> None:
         """Replace the local tensors by others of the same sizes: after an in-place op, by those with its grad_fn."""
-        if self._local_shards:
-            shards = zip(local_tensors, self._local_shards, strict=True)
-            self._local_shards = [Shard(local, shard.metadata) for local, shard in shards]
-        else:
+        if not self._local_shards:
             self._anchor = _anchor(local_tensors[0])
+            return
+        shards = zip(local_tensors, self._local_shards, strict=True)
+        self._local_shards = [Shard(local, shard.metadata) for local, shard in shards]
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -148,10 +144,7 @@ class ShardedTensorBase(torch.Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """The tensor of these shards and metadata, which are not compared between ranks; no communication.
-
-        The spec is inferred from the metadata where it is None; a local shard that they lack is a LocalShardError.
-        """
+        """The tensor of these shards and metadata, which are not compared between ranks; no communication."""
         expect(cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata)
         expect_all(cls.__name__, "local_shards", local_shards, Shard)
         expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
@@ -240,16 +233,13 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local tensor -> sharded: the tensor whose shard on this rank is ``local_tensor``; no communication, no copy.
-
-        It is ignored on a rank without a shard.  A LocalShardError if it has another size than the spec gives this
-        rank's only shard, or is not contiguous.
-        """
+        """Local tensor -> sharded: that of this rank's only shard, ignored where it has none; no communication."""
         group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
         expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
         properties = TensorProperties.create_from_tensor(local_tensor)
-        metadata = checked_metadata(sharding_spec.build_metadata(known_size(global_size), properties), group)
+        size = torch.Size(flatten_size(global_size))
+        metadata = checked_metadata(sharding_spec.build_metadata(size, properties), group)
         own = own_shards(metadata)
         if len(own) > 1:
             raise LocalShardError(f"rank {dist.get_rank()} has {len(own)} shards, one local tensor was given")
@@ -265,10 +255,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """Local shards -> sharded: the tensor of these shards and metadata; no communication, no copy.
-
-        A LocalShardError if the shards are not those that the metadata place on this rank.
-        """
+        """Local shards -> sharded: the tensor of these shards and metadata; no communication, no copy."""
         group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
         expect_all(call, "local_shards", local_shards, Shard)
