@@ -1,15 +1,14 @@
 """State dicts that hold ShardedTensors: checkpoints for any ranks and sharding.
 
-``save`` and ``load`` of torch.distributed.checkpoint, which is imported inside of the functions, take ShardedTensors
-too.  ``load`` here is atomic: it changes nothing unless every rank can read everything.  Sizes may differ on request (a
-padded vocabulary), and errors are typed.
+Those of torch.distributed.checkpoint, imported inside of the functions, take ShardedTensors too.  ``load`` here changes
+nothing unless every rank can read everything, sizes may differ on request (a padded vocabulary), errors are typed.
 
 May import: arguments, errors, ranks, tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -100,7 +99,8 @@ def load(
         expect("load", "padding", padding, int, float, optional=True)
 
     agree(check_types, group)
-    flat = dict(_flat(state_dict))
+    flat: dict[str, Any] = {}
+    _map_leaves(state_dict, flat.__setitem__)
 
     def facts() -> dict[str, Any]:
         _check_fit(flat, allow_shape_mismatch, checkpoint_id)
@@ -114,7 +114,7 @@ def load(
             if isinstance(value, torch.Tensor):
                 for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
                     local.copy_(new)
-    return _nested(state_dict, staged)
+    return _map_leaves(state_dict, lambda name, value: value if isinstance(value, torch.Tensor) else staged[name])
 
 
 def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dist.ProcessGroup | None) -> None:
@@ -132,20 +132,12 @@ def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dis
         ) from error
 
 
-def _flat(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Leaves with the names that torch.distributed.checkpoint gives them: keys joined by dots."""
-    leaves: list[tuple[str, Any]] = []
-    for key, value in state.items():
-        nested = isinstance(value, Mapping) and bool(value)
-        leaves += _flat(value, f"{prefix}{key}.") if nested else [(f"{prefix}{key}", value)]
-    return leaves
-
-
-def _nested(state: Mapping[str, Any], staged: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _map_leaves(state: Mapping[str, Any], leaf: Callable[[str, Any], Any], prefix: str = "") -> dict[str, Any]:
+    """``leaf(name, value)`` in place of every leaf; names are those of DCP: keys joined by dots."""
     return {
-        key: _nested(value, staged, f"{prefix}{key}.")
+        key: _map_leaves(value, leaf, f"{prefix}{key}.")
         if isinstance(value, Mapping) and value
-        else (value if isinstance(value, torch.Tensor) else staged[f"{prefix}{key}"])
+        else leaf(f"{prefix}{key}", value)
         for key, value in state.items()
     }
 
@@ -174,9 +166,7 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
 
 
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(value, ShardedTensorBase):
-        return value._local_tensors
-    return [local_of(value)]
+    return value._local_tensors if isinstance(value, ShardedTensorBase) else [local_of(value)]
 
 
 def _staging(value: Any, padding: float | None) -> Any:

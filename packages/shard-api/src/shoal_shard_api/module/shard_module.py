@@ -1,8 +1,4 @@
-"""Sharding of tensors, of parameters, and of modules by a plan, which is data.
-
-Each rank checks its arguments, then the ranks exchange errors and arguments.  Either all ranks raise the same error and
-nothing has changed, or none does.
-"""
+"""Sharding of tensors, of parameters, and of modules by a plan: either all ranks raise the same error, or none does."""
 
 from __future__ import annotations
 
@@ -122,13 +118,11 @@ def shard_parameter(
         >>> linear.weight.local_tensor().shape
         torch.Size([2, 3])
     """
-    group = resolve(process_group)
-
-    def facts() -> dict[str, Any]:
-        where = f"{type(module).__name__}.{param_name}"
-        return _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
-
-    agree_on(group, facts)
+    group, where = resolve(process_group), f"{type(module).__name__}.{param_name}"
+    agree_on(
+        group,
+        lambda: _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group),
+    )
     tensor = sharding_spec.shard(getattr(module, param_name), src_rank=src_rank, process_group=group)
     if param_name in module._parameters:
         module._parameters[param_name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
@@ -144,10 +138,7 @@ def _shard_tensor(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """Plain on ``src_rank`` -> sharded: the ShardedTensor of the tensor there; all ranks of the group call it.
-
-    Arguments and errors are those of ``shard_parameter``.  The tensor is contiguous, of one size and dtype on all.
-    """
+    """Plain on ``src_rank`` -> sharded: the ShardedTensor of a contiguous tensor; otherwise as ``shard_parameter``."""
     group = resolve(process_group)
     agree_on(group, lambda: _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group))
     sharded: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
@@ -229,11 +220,9 @@ def _check_types(module: Any, plan: Any) -> None:
     """Raise ArgumentTypeError or PlanTypeError unless a module and a plan, and all in it, have their types."""
     expect("shard_module", "module", module, nn.Module)
     expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
-    tables: list[tuple[str, Any, tuple[type, ...]]] = [
-        ("plan", plan.plan, (ShardingSpec, Sharder)),
-        ("output_plan", plan.output_plan or {}, (ShardingSpec,)),
-    ]
-    for name, table, types in tables:
+    tables: dict[str, Any] = {"plan": plan.plan, "output_plan": plan.output_plan or {}}
+    for name, table in tables.items():
+        types = (ShardingSpec, Sharder) if name == "plan" else (ShardingSpec,)
         expect("shard_module", name, table, Mapping, error=PlanTypeError)
         for path, entry in table.items():
             expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
@@ -373,10 +362,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass unchanged.
-
-    A dim of a ChunkShardingSpec along which the local tensor has size 1 is squeezed, as torch does.
-    """
+    """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass."""
     expect("_collect_local_shard", "module", module, nn.Module)
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
@@ -388,7 +374,7 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
             )
         local, spec = output._local_tensors[0], output.sharding_spec()
         if isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and local.dim() == output.dim():
-            return local.squeeze(spec.dim)
+            return local.squeeze(spec.dim)  # as torch does, where the local size is 1
         return local
 
     module.register_forward_hook(hook)

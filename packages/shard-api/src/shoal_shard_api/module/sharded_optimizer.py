@@ -1,8 +1,4 @@
-"""ShardedOptimizer: a torch optimizer of plain parameters and of the local shards of sharded ones.
-
-Its state dict has parameter names as keys.  State of a parameter's shape is a ShardedTensor there, so a checkpoint of
-it can be loaded onto another number of ranks.
-"""
+"""ShardedOptimizer: a torch optimizer of plain parameters and of the local shards of sharded ones."""
 
 from __future__ import annotations
 
@@ -108,7 +104,7 @@ class ShardedOptimizer(optim.Optimizer):
         return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer of {len(self.named_params)} parameters over {self._optim!r}"
@@ -230,8 +226,8 @@ class ShardedOptimizer(optim.Optimizer):
         if own != given:
             raise CheckpointError(f"the parameter groups differ: here {own}, in the state dict {given}")
         for name, entries in state.items():
+            size = tuple(self.named_params[name].size())
             for key, value in entries.items():
-                size = tuple(self.named_params[name].size())
                 if isinstance(value, ShardedTensor) and tuple(value.size()) != size:
                     raise CheckpointError(f"{key} of {name} has size {tuple(value.size())}, the parameter has {size}")
 

@@ -52,9 +52,7 @@ def agree_on(group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]) -
     """The arguments of every rank, in group order; all ranks return, or all raise the same error.
 
     ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on all ranks.  A value
-    whose name begins with "~" is exchanged, not compared, one with "?" compared between the ranks that have it.  Those
-    that differ are a RankMismatchError with both values and both ranks (in the group), one that cannot be sent is an
-    ArgumentTypeError.
+    whose name begins with "~" is exchanged, not compared, one with "?" compared between the ranks that have it.
     """
 
     def sendable() -> dict[str, Any]:

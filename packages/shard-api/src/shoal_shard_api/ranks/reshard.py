@@ -1,8 +1,7 @@
 """Moving a tensor from any layout to any other: intersections of boxes, and one all-to-all of exact blocks.
 
-``move`` and ``collect`` are differentiable.  A scatter is a move from a layout with one shard, a gather a move to one.
-All ranks of the communicator, which is that of the process group, make each call.  They pass their local shards in the
-order of the layout; a rank without shards passes one empty tensor, so that it takes part in the collective of backward.
+``move`` and ``collect`` are differentiable.  All ranks of the process group make each call, with their local shards in
+the order of the layout; one without shards passes one empty tensor, so that it takes part in collectives of backward.
 
 Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps one.
 
@@ -117,10 +116,11 @@ def gather(
     """Layout -> plain on ``dst``, an index in the group: the global tensor is written into ``out``, None elsewhere."""
     target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
-    if out is None or (out.dtype, out.device) == (like.dtype, like.device):
-        # Blocks arrive in ``out`` itself: no second global tensor on dst.
-        _run(layout, target, comm, tensors, [] if out is None else [out])
+    if out is None:
+        _run(layout, target, comm, tensors, [])
         return
-    full = like.new_empty(shape)
+    fits = (out.dtype, out.device) == (like.dtype, like.device)
+    full = out if fits else like.new_empty(shape)  # if it fits, no second global tensor on dst
     _run(layout, target, comm, tensors, [full])
-    out.copy_(full)
+    if not fits:
+        out.copy_(full)

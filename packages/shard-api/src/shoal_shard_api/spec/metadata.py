@@ -1,7 +1,6 @@
 """Metadata of a sharded tensor: its shards, the properties that they share, its size; and the checks of its shards.
 
 Field names and list types are those of ``torch.distributed._shard``, because they are compared and pickled by users.
-No process group and no tensor data here.
 """
 
 from __future__ import annotations

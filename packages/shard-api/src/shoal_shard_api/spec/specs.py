@@ -166,10 +166,6 @@ class ChunkShardingSpec(ShardingSpec):
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard per placement; an empty shard begins at the end of the dim.
 
-        Args:
-            tensor_sizes: Global size.
-            tensor_properties: Properties of the shards.
-
         Raises:
             ArgumentTypeError: An argument has a wrong type.
             ShardingSpecError: The tensor has no such dim, or the dim is given by name.
@@ -296,10 +292,6 @@ class EnumerableShardingSpec(ShardingSpec):
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards as given, if they cover a tensor of this size exactly.
-
-        Args:
-            tensor_sizes: Global size.
-            tensor_properties: Properties of the shards.
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
