@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Mask = Tensor | None
+Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 # Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes queries, keys and
 # values, whether it is causal (then there are as many queries as keys), what is added to the scores, and their factor;
@@ -17,9 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _aten = torch.ops.aten
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None) -> Outputs:
     """Output and log-sum-exp of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu.default
     out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -33,9 +32,7 @@ def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
     return dq, dk, dv
 
 
-def cuda_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor]:
+def cuda_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
     """Output and log-sum-exp of the flash kernel of CUDA, which takes no mask."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
     return out, lse
@@ -50,9 +47,7 @@ def cuda_flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, sc
     return dq, dk, dv
 
 
-def efficient_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor]:
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
     """Output and log-sum-exp of the memory-efficient kernel of CUDA."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)

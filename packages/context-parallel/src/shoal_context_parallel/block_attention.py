@@ -144,10 +144,7 @@ class BlockKernel:
     def backward(  # noqa: PLR0913  # what the gradient of attention depends on
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a tile's queries, keys and values; `out` and `lse` are those of all keys.
-
-        With the log-sum over all keys, `exp(scores - lse)` is the tile's part of the full softmax.
-        """
+        """Gradients of a tile's queries, keys and values; `out` and `lse` are those of all keys."""
         kernel, causal, mask = self._computed_by(q, k, tile)
         keys, values = (x if kernel.groups else x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         dq, *grads = kernel.backward(grad, q, keys, values, out, lse, causal=causal, mask=mask, scale=self.scale)
@@ -156,23 +153,18 @@ class BlockKernel:
 
     def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Tensor | None]:
         """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
-        if self.attn_mask is None and tile.kind is not TileKind.BAND:
+        given, rows, columns = self.attn_mask, q.shape[-2], k.shape[-2]
+        if given is None and tile.kind is not TileKind.BAND:
             return self.unmasked, tile.kind is TileKind.CAUSAL, None
-        return self.masked, False, self._mask(q, k, tile)
-
-    def _mask(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor | None:
-        """What is added to the scores of a tile that is not of the kernel's own kinds."""
-        rows, columns = q.shape[-2], k.shape[-2]
-        given = self.attn_mask
         if given is not None:
             given = given[..., tile.queries, tile.first_key : tile.first_key + columns]
             if tile.row is not None and given.shape[0] > 1:
                 size = q.shape[0]
                 given = given[tile.row * size : (tile.row + 1) * size]  # 2 heads of keys, batch row 1: 2:4
         if tile.kind is TileKind.FULL:
-            return given
+            return self.masked, False, given
         left, right = self.reach if tile.kind is TileKind.BAND else (UNBOUNDED, 0)
         ahead = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(-1) - tile.offset
         band = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
         band.masked_fill_((ahead > right) | (ahead < -left), -torch.inf)
-        return band.expand(1, 1, -1, -1) if given is None else given + band
+        return self.masked, False, band.expand(1, 1, -1, -1) if given is None else given + band

@@ -51,10 +51,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         no_restore_buffers: those of `buffers` that stay sharded.
         layout: which positions each rank holds. By default early and late ones, so that a causal mask leaves all ranks
             equal work.
-        method: "allgather", "ring" or "ulysses", see `context_parallel_attention`; if left out, what
+        method: as of `context_parallel_attention`, like `window` and `documents`; if left out, what
             `set_rotate_method` said.
-        window: (left, right): keys before and behind the query's own position that it may read; None: no bound.
-        documents: of packed sequences, of this batch.
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None where there are no

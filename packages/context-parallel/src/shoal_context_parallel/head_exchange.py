@@ -8,7 +8,7 @@ May import: sequence_layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,52 +22,44 @@ from shoal_mesh import DeviceMesh, purpose
 from .sequence_layout import Range, SequenceLayout
 
 Moves = list[tuple[Spec, Spec]]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class HeadExchange:
-    """Who gets which heads of queries and of keys, of which there are a divisor as many."""
+def in_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
+    """`attend` of this rank's heads and all positions, for (batch, all heads, local length, width) of its positions.
 
-    def __init__(self, heads: int, shared: int, layout: SequenceLayout, mesh: DeviceMesh) -> None:
-        self.layout, self.mesh, self.rank = layout, mesh, mesh.comm(0).rank
-        self.group: int = heads // max(shared, 1)
-        # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
-        self.queries: list[Range] = spans(shard_sizes(heads, Shard(0), mesh.size()))
-        self.keys: list[Range] = [(a // self.group, -(-b // self.group)) if a < b else (0, 0) for a, b in self.queries]
+    `attend` takes (batch, own heads, global length, width) in global order, with a head of keys for every query head
+    where groups do not fit the rank's heads.
+    """
+    heads, shared, rank = q.shape[1], k.shape[1], mesh.comm(0).rank
+    group: int = heads // max(shared, 1)
+    # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
+    queries = spans(shard_sizes(heads, Shard(0), mesh.size()))
+    keys = [(a // group, -(-b // group)) if a < b else (0, 0) for a, b in queries]
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, all heads, local length, width) -> (batch, own heads, global length, width), in global order.
-
-        Every query head has a head of keys of its own where groups do not fit the rank's heads.
-        """
-        if sum(b - a for a, b in self.keys) > k.shape[1]:  # several ranks read a head: a copy for each
-            k, v = (torch.cat([x[:, a:b] for a, b in self.keys], 1) for x in (k, v))
-        heads = (self.queries, self.keys, self.keys)
-        moves = [self._move(x, own, x.shape[1]) for x, own in zip((q, k, v), heads, strict=True)]
-        with unwatched():
-            moved = apply(_Exchange, moves, q, k, v)
-        q, k, v = (self.layout.in_order(x.split(self.layout.sizes, 2), 2) for x in moved)
-        first, last = self.queries[self.rank]
-        count = self.keys[self.rank][1] - self.keys[self.rank][0]
-        if count and (first % self.group or (last - first) != count * self.group):
-            own = torch.arange(first, last, device=q.device) // self.group - self.keys[self.rank][0]
-            k, v = k.index_select(1, own), v.index_select(1, own)
-        return q, k, v
-
-    def to_positions(self, out: Tensor) -> Tensor:
-        """(batch, own query heads, global length, width) -> (batch, all query heads, local length, width)."""
-        rows = torch.cat([self.layout.shard(out, 2, rank) for rank in range(self.layout.ranks)], 2)
-        source, target = self._move(out, self.queries, self.queries[-1][1])
-        with unwatched():
-            (moved,) = apply(_Exchange, [(target, source)], rows)
-        return moved  # type: ignore[no-any-return]  # of torch
-
-    def _move(self, like: Tensor, heads: Sequence[Range], count: int) -> tuple[Spec, Spec]:
+    def move(like: Tensor, shares: Sequence[Range], count: int) -> tuple[Spec, Spec]:
         """S(sequence) and S(heads) of a tensor with so many heads; ranks' positions follow one another."""
-        shape = like.shape[0], count, self.layout.length, like.shape[-1]
-        sizes = self.layout.sizes, tuple(b - a for a, b in heads)
-        of_positions, of_heads = (Shard(dim, sizes=each) for dim, each in zip((2, 1), sizes, strict=True))
-        source = Spec(self.mesh, [of_positions], shape, None, like.dtype)
-        return source, source.with_(placements=[of_heads])
+        shape, sizes = (like.shape[0], count, layout.length, like.shape[-1]), tuple(b - a for a, b in shares)
+        source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, like.dtype)
+        return source, source.with_(placements=[Shard(1, sizes=sizes)])
+
+    if sum(b - a for a, b in keys) > shared:  # several ranks read a head: a copy for each
+        k, v = (torch.cat([x[:, a:b] for a, b in keys], 1) for x in (k, v))
+    moves = [move(x, own, x.shape[1]) for x, own in zip((q, k, v), (queries, keys, keys), strict=True)]
+    with unwatched():
+        moved = apply(_Exchange, moves, q, k, v)
+    q, k, v = (layout.in_order(x.split(layout.sizes, 2), 2) for x in moved)
+    first, last = queries[rank]
+    count = keys[rank][1] - keys[rank][0]
+    if count and (first % group or (last - first) != count * group):
+        own = torch.arange(first, last, device=q.device) // group - keys[rank][0]
+        k, v = k.index_select(1, own), v.index_select(1, own)
+    out = attend(q, k, v)
+    rows = torch.cat([layout.shard(out, 2, each) for each in range(layout.ranks)], 2)
+    source, target = move(out, queries, heads)
+    with unwatched():
+        (result,) = apply(_Exchange, [(target, source)], rows)
+    return result  # type: ignore[no-any-return]  # of torch
 
 
 class _Exchange(Function):

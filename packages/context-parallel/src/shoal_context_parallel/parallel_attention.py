@@ -19,7 +19,7 @@ from shoal_mesh import Comm, DeviceMesh
 from .attention_mask import AttentionMask, Documents
 from .block_attention import BlockKernel, kernel_of
 from .errors import UnsupportedAttentionError
-from .head_exchange import HeadExchange
+from .head_exchange import in_heads
 from .rotated_attention import Task, rotated_attention
 from .sequence_layout import SequenceLayout
 
@@ -157,10 +157,12 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     kernel = BlockKernel(scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
     if options.method == "ulysses":
         whole = Task(SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0])
-        exchange = HeadExchange(q.shape[1], k.shape[1], layout, mesh)
-        q, k, v = exchange.to_heads(q, k, v)
-        # Without heads the product is empty, and takes part in the exchanges of backward.
-        out = exchange.to_positions(rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # Without heads the product is empty, and takes part in the exchanges of backward.
+            return rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v
+
+        out = in_heads(attend, q, k, v, layout, mesh)
     else:
         rotation = options.method if comm.size > 1 else "ring"
         out = rotated_attention(q, k, v, Task(layout, comm, mask, kernel, rotation, q.shape[0]))

@@ -6,9 +6,8 @@ May import: errors, parallel_attention, sequence_layout.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,29 +52,26 @@ class RoutedAttention(ReplacedAttention):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _jumps(self, position_ids: Tensor, **how: Any) -> Tensor:
-        """What transformers takes for differences of neighbouring positions, where another than 1 is a new document.
-
-        Of a rank's positions in the sequence there is none, whatever ranges it has, and `documents` are known.
-        """
+        """What transformers takes for differences of neighbouring positions: where it is not 1, a document begins."""
         layout = self.options.layout
         length = position_ids.shape[-1]
         if isinstance(layout, str):
             layout = self.options.layout_of(length, self.comm)
         if layout.sizes[self.comm.rank] != length:
             return torch.diff(position_ids, **how)  # refused by all ranks at the first attention
-        if self.options.documents is not None:
+        if self.options.documents is not None:  # which are known
             return torch.ones_like(position_ids)
         return position_ids - layout.positions(self.comm.rank, position_ids.device) + 1
 
-    def _agree(self, check: Callable[[], object], device: torch.device) -> None:
+    def _agree(self, qkv: Any, attn_mask: Tensor | None, enable_gqa: bool, options: ContextOptions) -> None:
         """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
         failure: StyleError | None = None
         try:
-            check()
+            check_attention(qkv, attn_mask, enable_gqa, self.comm, options)
         except StyleError as error:
             failure = error
         with unwatched():  # a selective checkpoint compares with a recomputation, which asks no more
-            failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
+            failed = torch.tensor([failure is not None], dtype=torch.int32, device=qkv[0].device)
             wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
@@ -109,8 +105,7 @@ class RoutedAttention(ReplacedAttention):
             qkv = tuple(x.to_local(grad_placements=x.placements) for x in qkv)
         with unwatched_functions():
             if not self._agreed:
-                check = partial(check_attention, qkv, attn_mask, enable_gqa, self.comm, options)
-                self._agree(check, query.device)
+                self._agree(qkv, attn_mask, enable_gqa, options)
             out = sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, self.mesh, options)
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
