@@ -107,13 +107,16 @@ def load(
         return {"state dict": sorted(flat)}
 
     agree_on(group, facts)
-    staged = {name: _staging(value, padding) for name, value in flat.items()}
+    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    with torch.no_grad():  # tensors of the same layouts to read into, so that a failure leaves the given ones unchanged
+        staged: dict[str, Any] = flat | {name: value.detach().clone() for name, value in tensors.items()}
+        for local in (each for name in tensors if padding is not None for each in _local_tensors(staged[name])):
+            local.fill_(padding)
     agree(lambda: _read(staged, checkpoint_id, process_group), group)
     with torch.no_grad():
-        for name, value in flat.items():
-            if isinstance(value, torch.Tensor):
-                for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
-                    local.copy_(new)
+        for name, value in tensors.items():
+            for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
+                local.copy_(new)
     return _map_leaves(state_dict, lambda name, value: value if isinstance(value, torch.Tensor) else staged[name])
 
 
@@ -167,18 +170,6 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
 
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return value._local_tensors if isinstance(value, ShardedTensorBase) else [local_of(value)]
-
-
-def _staging(value: Any, padding: float | None) -> Any:
-    """A tensor of the same layout to read into, so that a failure leaves the given one unchanged."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch.no_grad():
-        copied: Any = value.detach().clone()
-        if padding is not None:
-            for local in _local_tensors(copied):
-                local.fill_(padding)
-    return copied
 
 
 def _planner() -> Any:

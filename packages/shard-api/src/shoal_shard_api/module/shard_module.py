@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -195,9 +195,16 @@ def shard_module(
 
     def facts() -> dict[str, Any]:
         _check_types(module, plan)
-        specs.update(_check_paths(module, plan, group))
+        found, of_entries = _check_paths(module, plan, group)
+        specs.update(found)
         check_rank("shard", "src_rank", src_rank, group)
-        return _facts_of_plan(module, plan, src_rank)
+        return {
+            "src_rank": src_rank,
+            "plan entries": sorted(plan.plan),
+            "output_plan": dict(plan.output_plan or {}),
+            "return_local_tensor": list(plan.return_local_tensor or ()),
+            **of_entries,
+        }
 
     agree_on(group, facts)
     replacements = _run_sharders(module, plan, group)
@@ -230,8 +237,10 @@ def _check_types(module: Any, plan: Any) -> None:
     expect_all("shard_module", "return_local_tensor", plan.return_local_tensor or (), str, error=PlanTypeError)
 
 
-def _check_paths(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> dict[str, ShardingSpec]:
-    """The specs of the parameters that a plan shards itself, of tied ones once, after the checks of one rank."""
+def _check_paths(
+    module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
+) -> tuple[dict[str, ShardingSpec], dict[str, Any]]:
+    """Specs of the parameters that a plan shards itself, of tied ones once, and what entries are on all ranks."""
     sharders = [path for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
     for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
         if not any(path.startswith(f"{sharder}.") for sharder in sharders):
@@ -247,8 +256,10 @@ def _check_paths(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
                 raise PlanConflictError(f"{other!r} is in the sub-tree of the Sharder of {path!r}")
     first: dict[int, str] = {}
     specs: dict[str, ShardingSpec] = {}
+    facts: dict[str, Any] = {}
     for path, spec in plan.plan.items():
         if isinstance(spec, Sharder):
+            facts[f"Sharder of {path}"] = f"{type(spec).__module__}.{type(spec).__qualname__}"
             continue
         parent, _, name = path.rpartition(".")
         owner = _submodule(module, parent, "plan")
@@ -264,25 +275,9 @@ def _check_paths(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
             raise PlanConflictError(
                 f"{other!r} and {path!r} are one tied parameter of two specs: {specs[other]} and {spec}"
             )
-    return specs
-
-
-def _facts_of_plan(module: nn.Module, plan: ShardingPlan, src_rank: int) -> dict[str, Any]:
-    """Values that must be equal on all ranks; Sharders are compared by their class."""
-    facts: dict[str, Any] = {
-        "src_rank": src_rank,
-        "plan entries": sorted(plan.plan),
-        "output_plan": dict(plan.output_plan or {}),
-        "return_local_tensor": list(plan.return_local_tensor or ()),
-    }
-    for path, entry in plan.plan.items():
-        if isinstance(entry, Sharder):
-            facts[f"Sharder of {path}"] = f"{type(entry).__module__}.{type(entry).__qualname__}"
-        else:
-            parameter = module.get_parameter(path)
-            facts[f"sharding_spec of {path}"] = entry
-            facts[f"size and dtype of {path}"] = (tuple(parameter.size()), parameter.dtype)
-    return facts
+        facts[f"sharding_spec of {path}"] = spec
+        facts[f"size and dtype of {path}"] = (tuple(tensor.size()), tensor.dtype)
+    return specs, facts
 
 
 def _run_sharders(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> dict[str, nn.Module]:
@@ -353,21 +348,14 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
     """The module, with a hook that reshards its ShardedTensor output by a spec; other outputs pass unchanged."""
     expect("_reshard_output", "module", module, nn.Module)
     expect("_reshard_output", "resharding_spec", resharding_spec, ShardingSpec)
-
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return output.resharded(resharding_spec) if isinstance(output, ShardedTensor) else output
-
-    module.register_forward_hook(hook)
-    return module
+    return _convert_output(module, lambda output: output.resharded(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
     """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass."""
     expect("_collect_local_shard", "module", module, nn.Module)
 
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        if not isinstance(output, ShardedTensor):
-            return output
+    def local_tensor(output: ShardedTensor) -> torch.Tensor:
         if len(output.local_shards()) > 1:
             raise UnsupportedOpError(
                 f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} shards of the output"
@@ -377,5 +365,9 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
             return local.squeeze(spec.dim)  # as torch does, where the local size is 1
         return local
 
-    module.register_forward_hook(hook)
+    return _convert_output(module, local_tensor)
+
+
+def _convert_output(module: nn.Module, convert: Callable[[ShardedTensor], Any]) -> nn.Module:
+    module.register_forward_hook(lambda _, __, output: convert(output) if isinstance(output, ShardedTensor) else output)
     return module

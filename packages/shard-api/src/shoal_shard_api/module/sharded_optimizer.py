@@ -118,9 +118,6 @@ class ShardedOptimizer(optim.Optimizer):
 
         A parameter without a shard on this rank is stepped as an empty one, so all ranks have the same state entries.
 
-        Args:
-            closure: As for the torch optimizer.
-
         Raises:
             UnsupportedOpError: A parameter was resharded since it was added: its old shards would be stepped.
         """
@@ -206,9 +203,14 @@ class ShardedOptimizer(optim.Optimizer):
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         for name in sorted(state):
             parameter = self.named_params[name]
-            entries = {key: _per_local_tensor(parameter, state[name][key]) for key in sorted(state[name])}
-            for index, local in enumerate(_local_tensors(parameter)):
-                loaded[local] = {key: values[index] for key, values in entries.items()}
+            loaded |= {local: {} for local in _local_tensors(parameter)}
+            for key, value in sorted(state[name].items()):
+                if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
+                    values = [each.detach() for each in with_layout_of(parameter, value)]
+                else:
+                    values = [value] * len(_local_tensors(parameter))
+                for local, each in zip(_local_tensors(parameter), values, strict=True):
+                    loaded[local][key] = each.clone() if isinstance(each, torch.Tensor) else each
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in new.items() if key != "params"})
         self.state.clear()
@@ -235,10 +237,3 @@ class ShardedOptimizer(optim.Optimizer):
 def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The local tensors of a parameter: the tensors of its shards, one empty tensor, or the plain parameter itself."""
     return parameter._local_tensors if isinstance(parameter, ShardedTensor) else [parameter]
-
-
-def _per_local_tensor(parameter: torch.Tensor, value: Any) -> list[Any]:
-    """A state entry for every local tensor."""
-    if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
-        return [each.detach().clone() for each in with_layout_of(parameter, value)]
-    return [value.clone() if isinstance(value, torch.Tensor) else value for _ in _local_tensors(parameter)]

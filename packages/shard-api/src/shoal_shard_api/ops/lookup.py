@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,7 @@ from shoal_mesh.internal import kind_of
 from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
 from ..ranks.process_groups import agree_on, one_dim_mesh
-
-if TYPE_CHECKING:
-    from .via_dtensor import DTensorCall
+from .via_dtensor import DTensorCall
 
 _REPLICATED = ScopedValue("shoal_replicated_indices", False)
 

@@ -223,19 +223,17 @@ def run_shardwise(
             return leaf
 
         results.append(func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs)))
-    flat = [pytree.tree_leaves(result) for result in results]
-    joined = iter([_joined(local_tensors, tensors) for local_tensors in zip(*flat, strict=True)])
-    return pytree.tree_map(lambda _: next(joined), results[0])
 
+    def joined(*local_tensors: Any) -> Any:
+        """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
+        if not isinstance(local_tensors[0], torch.Tensor):
+            return local_tensors[0]
+        for tensor in tensors:
+            if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
+                return tensor
+        return first._with(local_tensors)
 
-def _joined(local_tensors: Sequence[Any], tensors: Sequence[Any]) -> Any:
-    """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
-    if not isinstance(local_tensors[0], torch.Tensor):
-        return local_tensors[0]
-    for tensor in tensors:
-        if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
-            return tensor
-    return tensors[0]._with(local_tensors)
+    return pytree.tree_map(joined, *results)
 
 
 def block_for(plain: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:

@@ -178,9 +178,6 @@ class ShardedTensorMetadata:
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
     """Check that no two shards share an element.
 
-    Args:
-        shards: Metadata of the shards.
-
     Raises:
         ArgumentTypeError: They are no sequence of ShardMetadata.
         ShardingSpecError: Two do, or two differ in the number of dims; names both.
@@ -201,11 +198,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Check that the shards, which must not overlap, cover a tensor of this size exactly.
-
-    Args:
-        shards_metadata: Metadata of the shards.
-        tensor_dims: Global size.
+    """Check that the shards, which must not overlap, cover a tensor of this global size exactly.
 
     Raises:
         ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of integers.

@@ -113,11 +113,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
 
 @_lists_properties
 def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """A ShardedTensor of standard normal numbers; arguments and errors as for ``empty``.
-
-    Raises:
-        NotExpressibleError: The tensor has no dims.
-        UnsupportedOpError: The dtype is no floating point type.
+    """A ShardedTensor of standard normal numbers; arguments and errors as for ``rand``.
 
     Example:
         >>> _ = torch.manual_seed(0)

@@ -62,12 +62,7 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
-        """The shard of a local tensor that begins at ``shard_offsets``, placed on the tensor's device.
-
-        Args:
-            tensor: The local tensor.
-            shard_offsets: First index along every dim of the global tensor.
-            rank: Global rank of the holder.
+        """The shard on a global rank of a local tensor that begins at ``shard_offsets``, placed on the tensor's device.
 
         Raises:
             ArgumentTypeError: ``tensor`` is no tensor, or ``rank`` no integer.

@@ -131,9 +131,6 @@ class ShardedTensor(ShardedTensorConstructors):
         One all-to-all sends every element once, from its old to its new rank.  Equal layouts do not communicate: the
         result then shares the shards.
 
-        Args:
-            spec: The spec of the result.
-
         Raises:
             SpecTypeError: It is no ShardingSpec.
             ShardingSpecError: It does not fit the size or the group.
@@ -149,9 +146,6 @@ class ShardedTensor(ShardedTensorConstructors):
 
         A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd graph.  Any other tensor
         keeps its history.  ``resharded`` returns a new tensor instead.
-
-        Args:
-            resharding_spec: The new spec.
 
         Raises:
             ArgumentTypeError: It is no ShardingSpec.
@@ -213,12 +207,8 @@ class ShardedTensor(ShardedTensorConstructors):
             if out is not None:
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
-        plain = type(out) in (torch.Tensor, torch.nn.Parameter) and out.size() == self.size()
-        if (
-            not plain
-            or out.is_meta
-            or any(n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True))
-        ):
+        plain = type(out) in (torch.Tensor, torch.nn.Parameter) and out.size() == self.size() and not out.is_meta
+        if not plain or any(n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)):
             kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
                 f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on dst={dst}, got {kind}"
