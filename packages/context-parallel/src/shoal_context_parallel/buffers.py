@@ -83,21 +83,15 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in sequences] if known else []
-    with _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
-        yield known
-
-
-@contextmanager
-def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
-    """Inside the block, buffers have other contents."""
-    originals = [buffer.data for buffer in buffers]
-    for buffer, shard in zip(buffers, shards, strict=True):
+    originals = [(x, x.data) for x, _ in sequences]
+    for (buffer, _), shard in zip(sequences, shards, strict=True):
         _replace(buffer, shard)
     try:
-        yield
+        with RoutedAttention(mesh, options):
+            yield known
     finally:
-        for buffer, original in zip(buffers, originals, strict=True):
-            if not any(buffer is other for other in unrestored):
+        for buffer, original in originals:
+            if not any(buffer is other for other in no_restore_buffers or ()):
                 _replace(buffer, original)
 
 

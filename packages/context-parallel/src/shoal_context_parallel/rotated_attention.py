@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -121,15 +122,14 @@ class _Sizes:
     """Shapes of the ranks' blocks of keys and values, as flat tensors."""
 
     def __init__(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
-        self.heads, self.widths = k.shape[0], (k.shape[-1], v.shape[-1])
-        self.lengths = layout.sizes
-        self.flat = [self.heads * length * sum(self.widths) for length in self.lengths]  # 6 * 4 * (8 + 8) = 384
+        self.widths = k.shape[-1], v.shape[-1]
+        self.shapes = [(k.shape[0], 1, length) for length in layout.sizes]
+        self.flat = [prod(shape) * sum(self.widths) for shape in self.shapes]  # 6 * 4 * (8 + 8) = 384
 
     def keys_and_values(self, flat: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """Views of a flat block: (n, 1, length, width) each."""
-        counts = [self.heads * self.lengths[owner] * width for width in self.widths]  # 6 * 4 * 8 = 192, twice
-        k, v = torch.split_with_sizes(flat, counts)
-        shape = self.heads, 1, self.lengths[owner]
+        shape = self.shapes[owner]
+        k, v = torch.split_with_sizes(flat, [prod(shape) * width for width in self.widths])  # 6 * 4 * 8 = 192, twice
         return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
 
 
@@ -146,11 +146,10 @@ class _RotatedAttention(Function):
         for owner, block in ROTATIONS[task.rotation][0](own_block, sizes.flat, task.comm):
             keys, values = sizes.keys_and_values(block, owner)
             for tile in task.tiles(owner):
-                rows, block_k, block_v = (task.rows(tile, x) for x in (q, keys, values))
-                own = rows[..., tile.queries, :], block_k[..., tile.keys, :], block_v[..., tile.keys, :]
-                found, total = task.kernel.forward(*own, tile)
-                into, sums = task.rows(tile, out), task.rows(tile, lse)
-                merge(into[..., tile.queries, :], sums[..., tile.queries], found, total)
+                own, into = (task.rows(tile, x)[..., tile.queries, :] for x in (q, out))
+                block_k, block_v = (task.rows(tile, x)[..., tile.keys, :] for x in (keys, values))
+                found, total = task.kernel.forward(own, block_k, block_v, tile)
+                merge(into, task.rows(tile, lse)[..., tile.queries], found, total)
         result = out.to(q.dtype)
         # A query that reads nothing has the output 0, and no gradient: exp(-inf - 0).
         ctx.save_for_backward(q, own_block, result, lse.masked_fill_(lse == -torch.inf, 0))

@@ -110,8 +110,9 @@ def load(
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     with torch.no_grad():  # tensors of the same layouts to read into, so that a failure leaves the given ones unchanged
         staged: dict[str, Any] = flat | {name: value.detach().clone() for name, value in tensors.items()}
-        for local in (each for name in tensors if padding is not None for each in _local_tensors(staged[name])):
-            local.fill_(padding)
+        if padding is not None:
+            for local in (each for name in tensors for each in _local_tensors(staged[name])):
+                local.fill_(padding)
     agree(lambda: _read(staged, checkpoint_id, process_group), group)
     with torch.no_grad():
         for name, value in tensors.items():

@@ -206,7 +206,7 @@ class ShardedOptimizer(optim.Optimizer):
             loaded |= {local: {} for local in _local_tensors(parameter)}
             for key, value in sorted(state[name].items()):
                 if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
-                    values = [each.detach() for each in with_layout_of(parameter, value)]
+                    values: list[Any] = [each.detach() for each in with_layout_of(parameter, value)]
                 else:
                     values = [value] * len(_local_tensors(parameter))
                 for local, each in zip(_local_tensors(parameter), values, strict=True):

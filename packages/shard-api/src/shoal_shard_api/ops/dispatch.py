@@ -36,8 +36,8 @@ Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
 CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]
 """An override: (types, args, kwargs, process_group) -> result; the first three as in ``__torch_function__``."""
 
+# By class of spec, or None for any, and function.
 _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutable state
-"""By class of spec, or None for any, and function."""
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:

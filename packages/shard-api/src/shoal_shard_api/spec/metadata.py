@@ -104,20 +104,14 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
-"""By the value of their encoding."""
+_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]  # by value of their encoding
 
 
 @dataclass(frozen=True)
 class TensorProperties:
     """dtype, layout, requires_grad, memory format and pinning of all shards of a tensor.
 
-    Attributes:
-        dtype: Element type; the default dtype unless given.
-        layout: Always torch.strided for a ShardedTensor.
-        requires_grad: Whether the shards require gradients.
-        memory_format: Always torch.contiguous_format for a ShardedTensor.
-        pin_memory: Whether the shards are in pinned host memory.
+    A ShardedTensor always has torch.strided and torch.contiguous_format.
 
     Example:
         >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.float64)).dtype
@@ -178,6 +172,9 @@ class ShardedTensorMetadata:
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
     """Check that no two shards share an element.
 
+    Args:
+        shards: Metadata of the shards.
+
     Raises:
         ArgumentTypeError: They are no sequence of ShardMetadata.
         ShardingSpecError: Two do, or two differ in the number of dims; names both.
@@ -198,7 +195,11 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Check that the shards, which must not overlap, cover a tensor of this global size exactly.
+    """Check that the shards, which must not overlap, cover a tensor of this size exactly.
+
+    Args:
+        shards_metadata: Metadata of the shards.
+        tensor_dims: Global size.
 
     Raises:
         ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of integers.

@@ -194,6 +194,10 @@ class ChunkShardingSpec(ShardingSpec):
 def get_split_size(dim_size: int, chunks: int) -> int:
     """Size of the first chunks of ``torch.chunk``: the size of the dim over the number of chunks, rounded up.
 
+    Args:
+        dim_size: number of elements, 0 or more.
+        chunks: number of chunks, at least 1.
+
     Raises:
         ArgumentTypeError: A number is no integer.
         ShardingSpecError: There are no chunks.

@@ -164,14 +164,11 @@ def _filled(tensor: ShardedTensor, value: Any) -> ShardedTensor:
 
 
 def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-    """The tensor, filled by the operator with which torch's factory draws; shoal_dtensor draws as one device does.
-
-    A layout without placements is drawn as Shard(0) and moved.
-    """
+    """The tensor, filled by the operator with which torch's factory draws; shoal_dtensor draws as one device does."""
     if tensor.dim() == 0:
         raise NotExpressibleError("a random ShardedTensor needs at least one dim: draw a plain tensor")
     if not tensor.dtype.is_floating_point:
         raise UnsupportedOpError(f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}")
-    with torch.no_grad(), implicit_reshard():
+    with torch.no_grad(), implicit_reshard():  # a layout without placements is drawn as Shard(0) and moved
         DTensorCall(ShardedTensor, draw, [tensor]).run((tensor,), {})
     return tensor

@@ -25,8 +25,8 @@ from ..spec.metadata import (
     validate_non_overlapping_shards_metadata,
 )
 
+# The properties that all shards of a tensor share; their layout is torch.strided, or they were no shards.
 _COMPARED = ("dtype", "requires_grad", "pin_memory")
-"""The properties that all shards of a tensor share; their layout is torch.strided, or they were no shards."""
 
 
 @dataclass(slots=True)
@@ -156,10 +156,8 @@ def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, .
     return dims
 
 
-def describe(
-    shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
-) -> tuple[ShardedTensorMetadata, list[torch.Tensor]]:
-    """Metadata of the global tensor, the same on every rank, and the local tensors in its order; all ranks call it."""
+def describe(shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup) -> ShardedTensorMetadata:
+    """Metadata of the global tensor, the same on every rank, which call it with their shards."""
 
     def facts() -> dict[str, Any]:
         size = flatten_size(global_size, inferred=True)
@@ -178,8 +176,7 @@ def describe(
     if None in size:
         size, per_rank = _concatenated(per_rank, size, members(group))
     metadata = [shard for own in per_rank for shard in own]
-    local_tensors = [shard.tensor for shard in shards]
-    return checked_metadata(ShardedTensorMetadata(metadata, torch.Size(size), properties), group), local_tensors
+    return checked_metadata(ShardedTensorMetadata(metadata, torch.Size(size), properties), group)
 
 
 def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
@@ -234,12 +231,9 @@ def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     properties = metadata.tensor_properties
     sizes: list[tuple[list[int], Any]] = [(each.shard_sizes, device_of(each)) for each in own_shards(metadata)]
     current = device_of(metadata.shards_metadata[0]).type  # this rank's current device of that type
-    return [
-        torch.empty(size, dtype=properties.dtype, device=device, pin_memory=properties.pin_memory).requires_grad_(
-            properties.requires_grad
-        )
-        for size, device in sizes or [([0], current)]
-    ]
+    options: dict[str, Any] = {"dtype": properties.dtype, "pin_memory": properties.pin_memory}
+    new = (torch.empty(size, device=device, **options) for size, device in sizes or [([0], current)])
+    return [local.requires_grad_(properties.requires_grad) for local in new]
 
 
 def on_placements(local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:

@@ -68,8 +68,6 @@ class ShardedTensor(ShardedTensorConstructors):
         stride = stride or self.stride()
         return self._wrap(self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride)
 
-    # --- access ---------------------------------------------------------------------------------------------------
-
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that hold the tensor."""
@@ -122,8 +120,6 @@ class ShardedTensor(ShardedTensorConstructors):
             UnsupportedOpError: Always.
         """
         raise UnsupportedOpError("remote references over RPC are not supported; use gather, full_tensor or reshard")
-
-    # --- moving data ----------------------------------------------------------------------------------------------
 
     def resharded(self, spec: ShardingSpec) -> ShardedTensor:
         """Sharded -> sharded by ``spec``: a new tensor of the same values; differentiable, all ranks call it.
@@ -271,8 +267,6 @@ class ShardedTensor(ShardedTensorConstructors):
         target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         return self.to(target, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
 
-    # --- conversion -----------------------------------------------------------------------------------------------
-
     def to_dtensor(self) -> Any:
         """The DTensor of the same shards, which it shares; differentiable, no communication.
 
@@ -306,8 +300,6 @@ class ShardedTensor(ShardedTensorConstructors):
         result: ShardedTensor = dtensor_conversion.from_dtensor(cls, dtensor)
         return result
 
-    # --- torch's protocols ----------------------------------------------------------------------------------------
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -318,9 +310,9 @@ class ShardedTensor(ShardedTensorConstructors):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
         clones = [local.detach().clone().requires_grad_(local.requires_grad) for local in self._local_tensors]
-        copied = memo[id(self)] = self._with(clones)
-        if self.grad is not None:
-            gradient = self.grad
+        copied, gradient = self._with(clones), self.grad
+        memo[id(self)] = copied
+        if gradient is not None:
             copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])
         if getattr(self, "_is_param", False):
             copied.__dict__["_is_param"] = True  # set by torch.nn.Parameter on tensors of other classes
@@ -336,18 +328,16 @@ class ShardedTensor(ShardedTensorConstructors):
         }
         return load_pickled, (type(self), state)
 
-    def _filled_shards(self) -> list[Shard]:
-        """Shards with elements: an empty shard has the offsets of the next, which a checkpoint's index has once."""
-        return [shard for shard in self._local_shards if shard.tensor.numel() > 0]
-
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         return write_items(fqn, self.__create_chunk_list__(), self.size(), self._local_tensors[0])
 
+    # Shards with elements alone: an empty one has the offsets of the next, which a checkpoint's index has once.
     def __create_chunk_list__(self) -> list[Any]:
-        return chunks_of(shard.metadata.box for shard in self._filled_shards())
+        return chunks_of(shard.metadata.box for shard in self._local_shards if shard.tensor.numel())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in self._filled_shards()}
+        filled = (shard for shard in self._local_shards if shard.tensor.numel())
+        local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in filled}
         if index.offset is None or tuple(index.offset) not in local:
             raise CheckpointError(f"{index.fqn}: no local shard begins at {index.offset}; they begin at {[*local]}")
         return local[tuple(index.offset)].detach()  # it is read, or written in place

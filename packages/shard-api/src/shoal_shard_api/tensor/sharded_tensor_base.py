@@ -190,9 +190,6 @@ class ShardedTensorBase(torch.Tensor):
             f"{func} cannot see the shards of a ShardedTensor; leave __torch_function__ enabled, or use local_tensor()"
         )
 
-    def __hash__(self) -> int:
-        return id(self)
-
 
 class ShardedTensorConstructors(ShardedTensorBase):
     """ShardedTensorBase with a process group, and the constructors that ShardedTensor has."""
@@ -222,7 +219,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Local shards -> sharded: as ``init_from_local_shards``, which describes the arguments and errors."""
         group = group_of(process_group, init_rrefs)
-        return cls._wrap(None, *describe(local_shards, global_size, group), group)
+        metadata = describe(local_shards, global_size, group)
+        return cls._wrap(None, metadata, [shard.tensor for shard in local_shards], group)
 
     @classmethod
     def _init_from_local_tensor(
