@@ -1,7 +1,6 @@
 """`AttentionMask`: which keys a query reads, and the tiles of queries and keys that this leaves to compute.
 
-A mask is never a tensor of queries times keys: a document, a causal or a windowed mask splits ranges of positions into
-tiles of which most are full; only the edges of a window need a mask inside a tile.
+No mask is a tensor of queries times keys: it splits ranges of positions into tiles of which most are full.
 
 May import: sequence_layout.
 """

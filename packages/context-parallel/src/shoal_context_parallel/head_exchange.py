@@ -26,11 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def in_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
-    """`attend` of this rank's heads and all positions, for (batch, all heads, local length, width) of its positions.
-
-    `attend` takes (batch, own heads, global length, width) in global order, with a head of keys for every query head
-    where groups do not fit the rank's heads.
-    """
+    """(batch, all heads, local length, width) to that, by `attend` of (batch, own heads, global length, width)."""
     heads, shared, rank = q.shape[1], k.shape[1], mesh.comm(0).rank
     group: int = heads // max(shared, 1)
     # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
@@ -52,6 +48,7 @@ def in_heads(attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLa
     first, last = queries[rank]
     count = keys[rank][1] - keys[rank][0]
     if count and (first % group or (last - first) != count * group):
+        # Groups do not fit the rank's heads: a head of keys for every query head.
         own = torch.arange(first, last, device=q.device) // group - keys[rank][0]
         k, v = k.index_select(1, own), v.index_select(1, own)
     out = attend(q, k, v)

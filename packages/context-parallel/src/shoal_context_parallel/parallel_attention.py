@@ -29,17 +29,7 @@ Method = Literal["allgather", "ring", "ulysses"]
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """How attention of a sharded sequence is computed.
-
-    Attributes:
-        method: how keys and values reach the queries.
-        layout: the positions of each rank; or the name of one for sequences whose ranks hold equally many.
-        window: (left, right): keys before and behind the query's own that it may read; None: no bound.
-        documents: of a packed sequence.
-
-    Raises:
-        LayoutError: if there is no such method, or the documents are not as long as the layout.
-    """
+    """How attention of a sharded sequence is computed, see `context_parallel_attention`."""
 
     method: Method = "allgather"
     layout: SequenceLayout | Literal["contiguous", "head_tail"] = "contiguous"

@@ -25,12 +25,7 @@ from .sequence_layout import SequenceLayout
 
 
 class RoutedAttention(ReplacedAttention):
-    """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions.
-
-    Attributes:
-        mesh: of the one axis over which the sequence is sharded; `comm` its communicator.
-        options: method, layout, window and documents.
-    """
+    """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions, on a mesh of one axis."""
 
     def __init__(self, mesh: DeviceMesh, options: ContextOptions) -> None:
         super().__init__(self.attend)
