@@ -2,10 +2,8 @@
 
 Sums over what ranks may share are taken over a fixed number of blocks and added in one binary tree. With 8 blocks, a
 rank of four holds two of them: it computes each block alone, by a kernel that sees the same shape on any mesh, adds its
-two, and the ranks add up in the upper part of the same tree (`shoal_mesh.sums_in_tree`).
-
-What the mode changes: the forms that styles give modules inside it (`invariant/`), losses on a sharded vocabulary,
-every sum over ranks, and norms of gradients.
+two, and the ranks add up in the upper part of the same tree (`shoal_mesh.sums_in_tree`). The mode changes the forms
+that styles give modules (`invariant/`), losses on a sharded vocabulary, every sum over ranks, and norms of gradients.
 
 May import: _torch, invariant, row_attention.
 """
@@ -58,8 +56,7 @@ _FORMS: dict[type[Lowered], type[Lowered]] = {
     RowEmbedding: InvariantRowEmbedding,
     Tokenwise: InvariantTokenwise,
 }
-# Without arithmetic of their own.
-_UNCHANGED = (Boundary, SequenceDropout)
+_UNCHANGED = (Boundary, SequenceDropout)  # without arithmetic of their own
 _WHOLE: dict[type[nn.Module], type[Lowered]] = {
     nn.Linear: InvariantWhole,
     nn.Embedding: InvariantEmbedding,
@@ -84,10 +81,7 @@ class InvariantArithmetic(BlockArithmetic):
     def complete(
         self, mesh: DeviceMesh, module: nn.Module, over_data: tuple[torch.dtype | None, torch.dtype | None] | None
     ) -> None:
-        """Give the modules with parameters that no style has made parallel their forms; others follow by their inputs.
-
-        Gradients that would be added over data ranks in another dtype, or in another order, are refused.
-        """
+        """Give modules that no style has made parallel their forms; refuse gradients with sums of another order."""
         for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
             if device != "meta":
                 check_device(device, dtype, torch.get_num_threads(), self.rows)

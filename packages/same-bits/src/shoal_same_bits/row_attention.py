@@ -1,8 +1,8 @@
 """`attention_in_rows`: attention whose bits do not depend on how many queries come at once or how many keys follow.
 
-A kernel adds in another order for another number of queries or keys. Here it sees one sample, `rows` queries and
-`KEYS` keys, however many there are: what is missing is filled up and masked. Blocks of keys begin at the first key, so
-what a query may see is in the same blocks in every call; later blocks add zeros, which change no bit.
+Kernels see one sample, `rows` queries and `KEYS` keys, however many there are: what is missing is filled up and masked.
+Blocks of keys begin at the first key, so what a query may see is in the same blocks in every call; later blocks add
+zeros, which change no bit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(B, ..., Q, D), (B, ..., K, D), (B, ..., K, V) -> (B, ..., Q, V): `F.scaled_dot_product_attention`, by `rows`.
-
-    A query that sees no key gets zeros. Dropout and DTensors are refused.
-    """
+    """(B, ..., Q, D), (B, ..., K, D), (B, ..., K, V) -> (B, ..., Q, V), zeros for a query that sees no key."""
     if dropout_p or any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         raise UnsupportedAttentionError(
             f"invariant_arithmetic(rows={rows}): attention by rows takes plain tensors of this rank's heads, without "

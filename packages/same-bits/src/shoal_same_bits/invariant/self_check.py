@@ -1,8 +1,7 @@
 """`check_arithmetic`: whether operators have the same bits on this device however many ranks share them, one by one.
 
 Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features or tokens, joined as
-collectives join them. The first module that is made parallel in the mode runs those of its device and dtype;
-where the mode has a number of rows, also those of a sequence in chunks.
+collectives join them. The first module that is made parallel in the mode runs those of its device and dtype.
 """
 
 from __future__ import annotations

@@ -69,10 +69,7 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
 def part_of_output(
     output: Tensor, lowered: Lowered | None, batch: DeviceMesh | None, *, grad: bool = False
 ) -> GlobalPart:
-    """This rank's part of what a module returns, or of the gradient there: a DTensor, or the shard that a style says.
-
-    The data axes `batch`, if there are any, shard dim 0 too, where the mesh of the tensor does not have them.
-    """
+    """This rank's part of what a module returns, or of the gradient there: a DTensor, or the shard of a style."""
     if not isinstance(output, DTensor):
         assert lowered is not None, "only styles say what a plain tensor is a shard of"
         layout = lowered.port_out.desired
@@ -86,7 +83,7 @@ def part_of_output(
     part = part_of_tensor(output)
     if batch is None or {*_comm(batch).ranks} <= {*_comm(output.device_mesh).ranks}:
         return part
-    rows, *others = part.indices
+    rows, *others = part.indices  # the data axes shard dim 0 too
     rows = rows + _comm(batch).rank * part.sizes[0]  # rows 0 to 2 of 3 on data rank 2: 6, 7, 8
     sizes = (part.sizes[0] * batch.size(), *part.sizes[1:])
     return replace(part, indices=(rows, *others), sizes=sizes, meshes=(*part.meshes, batch))
