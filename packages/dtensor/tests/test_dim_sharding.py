@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from shoal_dtensor.errors import ArgumentTypeError, PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes, shard_dim
-from shoal_dtensor.layout.partition_spec import canonical_placements, normalize_placements
+from shoal_dtensor.layout.partition_spec import normalize_placements, resolved_layout
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 
 MESH_SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -53,7 +53,8 @@ def test_a_sharding_survives_as_placements(length: int, mesh_shape: list[int], d
     cut = DimSharding(axes, tuple(mesh_shape[a] for a in axes), sizes)
     placements: list[Placement] = [cut.placements(0)[axis] for axis in range(len(mesh_shape))]
     assert shard_dim(length, axes, placements, mesh_shape) == cut
-    assert canonical_placements(placements, [cut]) == tuple(placements)
+    order = ((0, axes),)
+    assert resolved_layout(placements, mesh_shape, (length,), order) == (tuple(placements), order, (cut,))
 
 
 @given(st.integers(0, 30), MESH_SHAPES, st.data())
@@ -81,8 +82,7 @@ def test_the_closed_form_of_chunks_is_their_sizes(length: int, mesh_shape: list[
 
 
 def test_sizes_that_chunk_would_give_are_dropped() -> None:
-    cut = shard_dim(5, (0,), [Shard(0, sizes=(3, 2))], (2,))
-    assert canonical_placements([Shard(0, sizes=(3, 2))], [cut]) == (Shard(0),)
+    assert resolved_layout([Shard(0, sizes=(3, 2))], (2,), (5,), None)[0] == (Shard(0),)
 
 
 @pytest.mark.parametrize(

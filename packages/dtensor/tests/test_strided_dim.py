@@ -1,4 +1,4 @@
-"""Covers: layout/strided_dim.py, redistribute/plan.py, runs in rules/."""
+"""Covers: layout/dim_sharding.py, redistribute/plan.py, runs in rules/."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from hypothesis import given, settings, strategies as st
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from shoal_dtensor.dispatch.propagate import decide
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.layout.dim_sharding import DimSharding
+from shoal_dtensor.layout.dim_sharding import DimSharding, StridedDimSharding, fold_levels
 from shoal_dtensor.layout.spec import Spec
-from shoal_dtensor.layout.strided_dim import StridedDimSharding, fold_levels
 from shoal_dtensor.redistribute.plan import alternatives, plan
 from shoal_dtensor.scopes import current
 from shoal_dtensor.testing import simulate

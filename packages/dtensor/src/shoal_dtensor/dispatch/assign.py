@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
 
-from ..layout.dim_sharding import DimSharding, shard_dim
+from ..layout.dim_sharding import AnyDimSharding, DimSharding, StridedDimSharding, fold_levels, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
-from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import price, seconds
 from ..rules.language.rule import Entry, Row, S, with_norms

@@ -18,7 +18,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import ArgumentTypeError, PlacementError, PlacementIndexError
-from .dim_sharding import DimSharding, ShardOrder, chunk_sizes
+from .dim_sharding import AnyDimSharding, DimSharding, ShardOrder, chunk_sizes, shard_any_dim
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 
 Axis = str | int
@@ -219,10 +219,17 @@ def _order_of_strided(
     return order
 
 
-def canonical_placements(placements: Sequence[Placement], shardings: Sequence[object]) -> tuple[Placement, ...]:
-    """`placements` with explicit sizes dropped where they say what `torch.chunk` would do anyway."""
-    result = dict(enumerate(placements))
+def resolved_layout(
+    placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int], shard_order: ShardOrder | None
+) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
+    """The placements of a tensor without needless sizes, the order of axes on each dim, and how they shard every dim.
+
+    Errors as of `normalize_placements` and `shard_any_dim`.
+    """
+    normal, order = normalize_placements(placements, mesh_shape, len(shape), shard_order, shape)
+    axes_of, canonical = dict(order), dict(enumerate(normal))
+    shardings = tuple([shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)])
     for dim, sharding in enumerate(shardings):
-        if isinstance(sharding, DimSharding) and any(getattr(result[axis], "sizes", None) for axis in sharding.axes):
-            result |= sharding.placements(dim)
-    return tuple(result.values())
+        if isinstance(sharding, DimSharding) and any(getattr(normal[axis], "sizes", None) for axis in sharding.axes):
+            canonical |= sharding.placements(dim)  # sizes are dropped that say what `torch.chunk` does anyway
+    return tuple(canonical.values()), order, shardings

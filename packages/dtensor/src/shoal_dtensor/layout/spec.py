@@ -21,11 +21,10 @@ from .._torch.compiling import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
-from .dim_sharding import DimSharding, ShardOrder
-from .partition_spec import canonical_placements, normalize_placements
+from .dim_sharding import AnyDimSharding, DimSharding, ShardOrder, StridedDimSharding
+from .partition_spec import normalize_placements, resolved_layout
 from .placements import Interned, Partial, Placement, Replicate, Shard
 from .spec_text import describe, spec_html
-from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .tensor_meta import (
     ShardOrderEntry,
     TensorMeta,
@@ -129,9 +128,7 @@ class Spec(Interned):
         check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")
         if min(shape, default=0) < 0:
             raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
-        normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
-        dim_shardings = shard_dims(shape, order, normal, mesh.shape)
-        canonical = canonical_placements(normal, dim_shardings)
+        canonical, _, dim_shardings = resolved_layout(placements, mesh.shape, shape, shard_order)
         by_dim = dict(enumerate(dim_shardings))
         spec = cls._interned[key] = cls.sharded(mesh, canonical, TensorMeta(shape, stride, dtype), by_dim)
         return spec
@@ -157,9 +154,7 @@ class Spec(Interned):
     def _symbolic(cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any) -> Spec:
         """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
         meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
-        normal, order = normalize_placements(placements, mesh.shape, meta.ndim, order, meta.shape)
-        dims = shard_dims(meta.shape, order, normal, mesh.shape)
-        normal = canonical_placements(normal, dims)
+        normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
         shape, stride, dtype = settled(meta.shape), settled(meta.stride), meta.dtype
         if not has_symbols((shape, stride)):
             return cls(mesh, normal, shape, stride, dtype, order)

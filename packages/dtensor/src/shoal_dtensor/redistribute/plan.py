@@ -33,10 +33,9 @@ from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
 from ..layout.boxes import volume
-from ..layout.dim_sharding import DimSharding
+from ..layout.dim_sharding import AnyDimSharding, DimSharding, StridedDimSharding
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.spec import Spec
-from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from ..layout.tensor_meta import TensorMeta, constant, has_symbols
 from .blocks import boxes_of_rank, flows
 from .search.links import Links, mask_of

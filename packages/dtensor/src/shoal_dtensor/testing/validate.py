@@ -24,10 +24,9 @@ from shoal_mesh import DeviceMesh
 from .._torch.tensors import pytree
 from ..dispatch.assign import is_plain, placed, placements_of
 from ..dispatch.propagate import elements_of
-from ..layout.dim_sharding import DimSharding, chunk_sizes
+from ..layout.dim_sharding import AnyDimSharding, DimSharding, chunk_sizes, fold_levels
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from ..layout.strided_dim import AnyDimSharding, fold_levels
 from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
