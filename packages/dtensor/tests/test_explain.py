@@ -15,7 +15,7 @@ from shoal_dtensor.api.explain import explain
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import plan
-from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic, step_traffic
+from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
 from shoal_mesh import Link, abstract_mesh, init_device_mesh
 from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.internal import Topology
@@ -73,8 +73,8 @@ def test_no_plan_moves_less_and_resharding_moves_no_more() -> None:
 
 
 def test_traffic_of_a_gather() -> None:
-    (step,) = plan(spec(S0, mesh=(2,), shape=(3,)), spec(R, mesh=(2,), shape=(3,))).steps
-    assert step_traffic(step) == {(0, 1): 8, (1, 0): 4}
+    gather = plan(spec(S0, mesh=(2,), shape=(3,)), spec(R, mesh=(2,), shape=(3,)))
+    assert plan_traffic(gather) == {(0, 1): 8, (1, 0): 4}
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from operator import attrgetter
 
 from ..layout.boxes import intersect, volume
 from ..layout.placements import Partial
@@ -16,29 +17,19 @@ from .execution.kernels import blocks_of, members
 from .reductions import wire_itemsize
 from .steps import Plan, Step
 
-Traffic = dict[tuple[int, int], float]
 
-
-def step_traffic(step: Step) -> Traffic:
-    """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
-    traffic: Traffic = {}
-    itemsize = wire_itemsize(step.op, step.src.dtype)
-    shape = step.src.mesh.shape
-    numbers = {c: number for number, c in enumerate(product(*map(range, shape)))}  # on (2, 2), (1, 0) is 2
-    for c, me in numbers.items() if step.communicates else ():
-        for other, elements in _received(step, c).items():
-            if other != c and elements:
-                traffic[numbers[other], me] = elements * itemsize
+def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
+    """Bytes by (sender, receiver) over all steps of a plan, ranks of the mesh counted row-major."""
+    traffic: dict[tuple[int, int], float] = {}
+    for step in filter(attrgetter("communicates"), plan.steps):
+        itemsize = wire_itemsize(step.op, step.src.dtype)
+        numbers = {c: number for number, c in enumerate(product(*map(range, step.src.mesh.shape)))}  # (1, 0): 2
+        for c, me in numbers.items():
+            for other, elements in _received(step, c).items():
+                if other != c and elements:
+                    pair = numbers[other], me
+                    traffic[pair] = traffic.get(pair, 0.0) + elements * itemsize
     return traffic
-
-
-def plan_traffic(plan: Plan) -> Traffic:
-    """Bytes by (sender, receiver) over all steps of a plan."""
-    total: Traffic = {}
-    for step in plan.steps:
-        for pair, count in step_traffic(step).items():
-            total[pair] = total.get(pair, 0.0) + count
-    return total
 
 
 def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from .links import axes_of, mask_of
-
-if TYPE_CHECKING:
-    from .space import Dims, Space, State
+from .space import Dims, Space, State, axes_of, mask_of
 
 
 class Edge(NamedTuple):

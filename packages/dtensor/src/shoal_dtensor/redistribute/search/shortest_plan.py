@@ -23,8 +23,7 @@ from ...errors import RedistributeError
 from ...layout.placements import Partial, Placement, Replicate
 from ..steps import Plan, Step
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .links import Links, axes_of, mask_of
-from .space import Candidates, Space, State
+from .space import Candidates, Links, Space, State, axes_of, mask_of
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -57,17 +56,12 @@ def cheapest_plans(src: Spec, dst: Spec, links: Links, memory_limit: int | None 
         )
     plans = []
     for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[:wanted]:
+        between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
+        ends = zip((src, *between), (*between, dst), edges, strict=False)  # not one where there is no edge
+        steps = tuple([_step(here, there, edge) for here, there, edge in ends])
         received = sum(edge.received for edge in edges)
-        floor_of = min(seconds, floor)
-        plans.append(Plan(src, dst, _steps(src, dst, space, edges), seconds, received, search.peak(edges), floor_of))
+        plans.append(Plan(src, dst, steps, seconds, received, search.peak(edges), min(seconds, floor)))
     return plans
-
-
-def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]:
-    """The steps of a way, each with the specs between which it leads."""
-    between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
-    ends = zip((src, *between), (*between, dst), edges, strict=False)  # not one where there is no edge
-    return tuple([_step(here, there, edge) for here, there, edge in ends])
 
 
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
