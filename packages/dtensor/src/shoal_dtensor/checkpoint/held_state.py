@@ -36,13 +36,12 @@ Parts = Mapping[Name, tuple[_HeldPart, Shards]]  # with the views of local tenso
 
 
 class _Facts(NamedTuple):
-    """What one rank tells the others; `step` is None if it holds no whole state, `values` are those without tensors."""
+    """What one rank tells the others."""
 
-    step: int | None
-    lineage: str
-    fresh: str
+    held: tuple[int, str] | None  # step and lineage of the state that it holds whole
+    fresh: str  # what is kept after this recovery is never taken for what was kept before
     present: Mapping[Name, _HeldPart]
-    values: Mapping[Name, object]
+    values: Mapping[Name, object]  # those without tensors
     wanted: Mapping[Name, _HeldPart]
 
 
@@ -116,14 +115,15 @@ class HeldState:
         targets = {n: _part_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
 
         def own() -> _Facts:
-            fresh = secrets.token_hex(8)  # what is kept after this recovery is never taken for what was kept before
-            return _Facts(self._step, self._lineage, fresh, _parts(self._tensors), self._values, _parts(targets))
+            held = None if self._step is None else (self._step, self._lineage)
+            present, wanted = ({n: part for n, (part, _) in of.items()} for of in (self._tensors, targets))
+            return _Facts(held, secrets.token_hex(8), present, self._values, wanted)
 
         facts = agree(own, dist.group.WORLD, CheckpointError)
         self._lineage, newest = facts[0].fresh, _newest(facts)
         if newest is None:
             return None
-        holders = [rank for rank, fact in enumerate(facts) if (fact.step, fact.lineage) == newest]
+        holders = [rank for rank, fact in enumerate(facts) if fact.held == newest]
         with purpose(f"recover step {newest[0]}"):
             self._exchange(facts, holders, targets)
         values = facts[holders[0]].values
@@ -158,10 +158,6 @@ def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
             yield (*name, key), value, item
 
 
-def _parts(of: Parts) -> dict[Name, _HeldPart]:
-    return {name: part for name, (part, _) in of.items()}
-
-
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     """What this rank has of a tensor, and each box of it with the view of the local tensor that holds it."""
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
@@ -177,11 +173,10 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
 def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
     """The newest step, with its lineage, of which the ranks hold all that any of them wants."""
     wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
-    candidates = {(fact.step, fact.lineage) for fact in facts if fact.step is not None}
-    for step, lineage in sorted(candidates, reverse=True):
+    for held in sorted({fact.held for fact in facts if fact.held is not None}, reverse=True):
         boxes = defaultdict[Name, set[Box]](set)
         for fact in facts:
-            for name, part in fact.present.items() if (fact.step, fact.lineage) == (step, lineage) else ():
+            for name, part in fact.present.items() if fact.held == held else ():
                 target = wanted.get(name, part)
                 if (part.shape, part.kind) != (target.shape, target.kind):
                     raise CheckpointError(
@@ -190,5 +185,5 @@ def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
                     )
                 boxes[name] |= {*part.boxes}
         if all(sum(map(volume, boxes[name])) == prod(part.shape) for name, part in wanted.items()):
-            return step, lineage
+            return held
     return None

@@ -261,7 +261,11 @@ def _transfer(src: Spec, dst: Spec) -> Plan:
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
     biggest = [src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim)) for spec in (src, dst)]
     if len(ranks) <= EXACT_RANKS:
-        moved = _busiest(src, dst, ranks) * src.dtype.itemsize
+        loads: Counter[tuple[str, int]] = Counter()  # elements that each rank sends and receives
+        for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
+            loads["sends", sender] += volume(box)
+            loads["receives", receiver] += volume(box)
+        moved = max(loads.values(), default=0) * src.dtype.itemsize
     else:
         moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())  # 16 ranks to 64: each sends 4
     links = [link for mesh in (src.mesh, dst.mesh) for link in topology_of(mesh).links]
@@ -269,12 +273,3 @@ def _transfer(src: Spec, dst: Spec) -> Plan:
     peak = 2 * sum(biggest)  # both boxes and their packed copies
     step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
     return Plan(src, dst, (step,), seconds, moved, peak)
-
-
-def _busiest(src: Spec, dst: Spec, ranks: tuple[int, ...]) -> int:
-    """The largest number of elements that a rank sends or receives."""
-    loads: Counter[tuple[str, int]] = Counter()
-    for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
-        loads["sends", sender] += volume(box)
-        loads["receives", receiver] += volume(box)
-    return max(loads.values(), default=0)

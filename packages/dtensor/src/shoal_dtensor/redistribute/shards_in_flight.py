@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -125,32 +125,17 @@ def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
 # --- asked for one by one, for DTensors -------------------------------------------------------------------------------
 
 
-class _Asked(NamedTuple):
-    """A redistribution that has been asked for: of which local tensor, and of what tensor at which version."""
-
-    plan: Plan
-    local: Tensor
-    source: Tensor
-    version: int
-
-
-class _Waiting(NamedTuple):
-    """A DTensor whose local tensor is to arrive."""
-
-    tensor: ReferenceType[Any]  # the DTensor, which nobody may need any more
-    at: int  # position of the redistribution that brings it
-    # the local tensor to which what arrives is added in place; None if it is the local tensor itself
-    present: Tensor | None
-
-
 class CoalescedBatch:
     """Redistributions that have been asked for, and the DTensors that wait for them."""
 
     __slots__ = ("_asked", "_in_flight", "_waiting")
 
     def __init__(self) -> None:
-        self._asked: list[_Asked] = []
-        self._waiting: list[_Waiting] = []
+        # What to do with which local tensor, and at which version of which tensor that was asked for.
+        self._asked: list[tuple[Plan, Tensor, Tensor, int]] = []
+        # A DTensor, which nobody may need any more, the position of the redistribution that it waits for, and the local
+        # tensor to which what arrives is added in place; None if that is its local tensor itself.
+        self._waiting: list[tuple[ReferenceType[Any], int, Tensor | None]] = []
         self._in_flight: ShardsInFlight | None = None
 
     def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
@@ -159,43 +144,44 @@ class CoalescedBatch:
         The version of `source`, a DTensor or `local` itself, shows writes to `local`.
         """
         self.wait_for(len(self._asked), result)
-        self._asked.append(_Asked(plan, local, source, source._version))
+        self._asked.append((plan, local, source, source._version))
 
     def wait_for(self, at: int, result: Any, present: Tensor | None = None) -> None:
         """Have another DTensor wait for a redistribution, or for its sum with a local tensor that is there."""
-        self._waiting.append(_Waiting(ref(result), at, present))
+        self._waiting.append((ref(result), at, present))
 
     def position_of(self, tensor: Any) -> int | None:
         """Which redistribution brings the local tensor of a DTensor; None if a sum does."""
-        return next((w.at for w in reversed(self._waiting) if w.tensor() is tensor and w.present is None), None)
+        return next((at for of, at, present in reversed(self._waiting) if of() is tensor and present is None), None)
 
     def start(self) -> None:
         """Have all that has been asked for under way; RedistributeError if a source has been written to since."""
-        for i, asked in enumerate(self._asked):
-            if asked.source._version != asked.version:
+        for i, (asked, _, source, version) in enumerate(self._asked):
+            if source._version != version:
                 raise RedistributeError(
-                    f"the source of redistribution {i} ({asked.plan.src!r} to {asked.plan.dst!r}) of several that "
+                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several that "
                     "travel together was written to before it was sent; use the result first, or leave the coalesce() "
                     "block before writing; gradients of leaves travel at the end of a backward pass"
                 )
-        every, self._asked = self._asked, []
-        self._in_flight = ShardsInFlight([asked.plan for asked in every], [asked.local for asked in every])
+        plans, shards, *_ = zip(*self._asked, strict=True)
+        self._asked = []
+        self._in_flight = ShardsInFlight(plans, shards)
         self._in_flight.reach_last_round()
 
     def flush(self) -> None:
         """Run all that has been asked for, and give those that wait what arrives; errors as for `start`."""
         if self._asked:
-            with purpose("; ".join([asked.plan.purpose for asked in self._asked])):
+            with purpose("; ".join([plan.purpose for plan, *_ in self._asked])):
                 self.start()
         if self._in_flight is None:
             assert not self._waiting, "the redistributions that these tensors wait for have failed"
             return
         arrived = self._in_flight.wait()
         waiting, self._waiting, self._in_flight = self._waiting, [], None
-        for each in waiting:
-            local, tensor = arrived[each.at], each.tensor()
-            if each.present is not None:
-                local = each.present.add_(local)
+        for of, at, present in waiting:
+            local, tensor = arrived[at], of()
+            if present is not None:
+                local = present.add_(local)
             if tensor is not None:
                 tensor.arrive(local)
 

@@ -96,21 +96,16 @@ class Plan:
     # nothing is known (between meshes, and where a strided dim is gathered first).
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)  # number of steps that communicate
-    # What they are for, and their number, for the recorder; None if there are none.
-    note: tuple[str, int] | None = field(init=False, repr=False)
+    purpose: str = field(init=False, repr=False)  # what its collectives are for, in words
+    note: tuple[str, int] | None = field(init=False, repr=False)  # that and their number, if any, for the recorder
     example: Spec | None = field(init=False, repr=False)  # not None where sizes are symbols (see `Spec`)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "example", self.src.example)
         put(self, "collectives", sum(step.communicates for step in self.steps))
-        put(self, "note", None)
+        put(self, "purpose", f"redistribute {self.src!r} -> {self.dst!r}")
         put(self, "note", (self.purpose, self.collectives) if self.collectives else None)
-
-    @property
-    def purpose(self) -> str:
-        """What its collectives are for, in words."""
-        return self.note[0] if self.note else f"redistribute {self.src!r} -> {self.dst!r}"
 
     @property
     def slices(self) -> bool:
