@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 from weakref import WeakValueDictionary
 
 from shoal_mesh.internal import constant_when_compiled
@@ -52,11 +52,7 @@ class Interned:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    if TYPE_CHECKING:
-
-        def __hash__(self) -> int: ...
-    else:
-        __hash__ = object.__hash__  # in C
+    __hash__ = object.__hash__  # in C
 
     def __copy__(self) -> Self:
         return self
@@ -90,15 +86,15 @@ class Placement(Interned):
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this axis shards a tensor dim (`dim`, when one is given)."""
-        return False
+        return isinstance(self, (Shard, StridedShard)) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
         """Whether every rank along this axis holds the same values."""
-        return False
+        return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether the value is the reduction (by `reduce_op`, when given) over this axis of what the ranks hold."""
-        return False
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """How code that torch.compile generates spells it."""
@@ -145,9 +141,6 @@ class Shard(Placement):
         if multiple_of < 1:
             raise PlacementError(f"Shard: multiple_of must be at least 1, got {multiple_of}")
         return cls._intern({"dim": int(dim), "sizes": sizes, "multiple_of": int(multiple_of)})
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
 
     def on_dim(self, dim: int) -> Shard:
         """The same sharding of another tensor dim."""
@@ -220,9 +213,6 @@ class StridedShard(Placement):
                 raise PlacementError(f"StridedShard: sizes must not be negative, got {sizes}")
         return cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
 
-    def is_shard(self, dim: int | None = None) -> bool:
-        return dim is None or dim == self.dim
-
     def on_dim(self, dim: int) -> StridedShard:
         """The same sharding of another tensor dim."""
         return self if dim == self.dim else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
@@ -252,9 +242,6 @@ class Replicate(Placement):
 
     def __new__(cls) -> Replicate:
         return cls._intern({})
-
-    def is_replicate(self) -> bool:
-        return True
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Replicate, ()
@@ -296,9 +283,6 @@ class Partial(Placement):
         if reduce_op not in REDUCE_OPS:
             reduce_op = _norm_op(reduce_op)
         return cls._intern({"reduce_op": reduce_op})
-
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or reduce_op == self.reduce_op
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Partial, (self.reduce_op,)
