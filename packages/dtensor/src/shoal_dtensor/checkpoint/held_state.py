@@ -32,9 +32,6 @@ class _HeldPart(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-Parts = Mapping[Name, tuple[_HeldPart, Shards]]  # with the views of local tensors that hold the boxes
-
-
 class _Facts(NamedTuple):
     """What one rank tells the others."""
 
@@ -120,32 +117,26 @@ class HeldState:
             return _Facts(held, secrets.token_hex(8), present, self._values, wanted)
 
         facts = agree(own, dist.group.WORLD, CheckpointError)
-        self._lineage, newest = facts[0].fresh, _newest(facts)
+        wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
+        self._lineage, newest = facts[0].fresh, _newest(facts, wanted)
         if newest is None:
             return None
         holders = [rank for rank, fact in enumerate(facts) if fact.held == newest]
+        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
+        empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
+        for name in sorted(wanted, key=repr):
+            before = [fact.present.get(name, empty[0]).boxes if i in holders else () for i, fact in enumerate(facts)]
+            after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
+            shards = self._tensors.get(name, empty)[1], targets.get(name, empty)[1]
+            moves[wanted[name].kind].append((exchange_blocks(dist.get_rank(), before, after), *shards))
         with purpose(f"recover step {newest[0]}"):
-            self._exchange(facts, holders, targets)
+            for of_kind in moves.values():  # one all-to-all for each dtype and kind of device
+                move_blocks(of_kind, comm_over(range(dist.get_world_size())))
         values = facts[holders[0]].values
         for name, container, value in [*_leaves(state_dict)]:
             if not isinstance(value, Tensor) and name in values:
                 container[name[-1]] = values[name]
         return newest[0]
-
-    def _exchange(self, facts: list[_Facts], holders: list[int], targets: Parts) -> None:
-        """One all-to-all for each dtype and kind of device."""
-        me, size = dist.get_rank(), dist.get_world_size()
-        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
-        wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
-        empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
-        for name in sorted(wanted, key=repr):
-            before = [fact.present.get(name, empty[0]).boxes if i in holders else () for i, fact in enumerate(facts)]
-            after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
-            blocks = exchange_blocks(me, before, after)
-            shards = self._tensors.get(name, empty)[1], targets.get(name, empty)[1]
-            moves[wanted[name].kind].append((blocks, *shards))
-        for of_kind in moves.values():
-            move_blocks(of_kind, comm_over(range(size)))
 
 
 def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
@@ -170,9 +161,8 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     return _HeldPart(shape, kind, tuple(box for box, _ in boxes)), [(box, local[slices_of(at)]) for box, at in boxes]
 
 
-def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
+def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int, str] | None:
     """The newest step, with its lineage, of which the ranks hold all that any of them wants."""
-    wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
     for held in sorted({fact.held for fact in facts if fact.held is not None}, reverse=True):
         boxes = defaultdict[Name, set[Box]](set)
         for fact in facts:

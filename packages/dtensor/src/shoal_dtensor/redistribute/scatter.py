@@ -76,7 +76,8 @@ class Scatter:
         if spec.partials:
             raise PlacementError(f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate")
         tensor = tensor.resolve_conj().resolve_neg()
-        device = _device(tensor, spec)
+        stays = tensor.device.type == spec.mesh.device_type or tensor.is_meta
+        device = tensor.device if stays else torch.device(spec.mesh.device_type)  # the mesh's current device
         if spec.coordinate is None:
             return tensor.new_empty((0,), device=device)
         if spec.is_strided:
@@ -106,13 +107,6 @@ class Scatter:
         for (mesh, sharding, _, _), entries in waiting.items():
             assert self._source is not None, "without a source nothing waits"
             _send(entries, mesh, sharding, self._source)
-
-
-def _device(tensor: torch.Tensor, spec: Spec) -> torch.device:
-    """Where local shards live: the tensor's device if the mesh is of its type, else the mesh's current device."""
-    if tensor.device.type == spec.mesh.device_type or tensor.is_meta:
-        return tensor.device
-    return torch.device(spec.mesh.device_type)
 
 
 def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int) -> None:

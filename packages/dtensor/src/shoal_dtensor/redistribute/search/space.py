@@ -4,8 +4,8 @@ A state says, for each tensor dim, how mesh axes shard it; which axes are still 
 become partial as in the destination.  Every other axis is replicated, or partial at both ends.
 
 The shardings of a dim are a tree.  Below each are those that divide its shards by one more axis: like torch.chunk, or
-with explicit sizes of the source or the destination.  Equal ones are one object, and what is above another is coarser.
-A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing ever happens on them.
+with explicit sizes of the source or the destination.  Equal ones are one object.  A set of axes is a mask, one bit for
+each.  Axes of size 1 are left out: nothing ever happens on them.
 
     mesh (2, 4), shape (8, 6)           dim 0                 dim 1
     src (S(0), S(0))                    by axis 0, by axis 1  whole                             (1, 6) elements a rank
@@ -14,8 +14,8 @@ A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, partial
 from itertools import permutations, product
 from math import comb, inf, perm
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,10 +81,7 @@ def axes_of(mask: int) -> tuple[int, ...]:
 
 
 class ShardedDim:
-    """One sharding of a tensor dim: the shards of `outer` (None: the whole dim) divided by an axis of so many ranks.
-
-    That is like torch.chunk, or as in `sharding`.  Equal ones are one object.
-    """
+    """One sharding of a dim: the shards of `outer` (None: whole) divided like torch.chunk, or as in `sharding`."""
 
     __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers")
 
@@ -148,18 +145,19 @@ class State:
 
 
 class Space:
-    """States between `src` and `dst`, which describe the same tensor on the same mesh.
-
-    RedistributeError if reductions of different kinds would have to be reordered.
-    """
+    """States between `src` and `dst`, which describe the same tensor on the same mesh."""
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
         src, dst = _over_large_axes(src), _over_large_axes(dst)
         self.links = links
         self.itemsize = src.dtype.itemsize
         self.change = cache(_change)
-        self._states: dict[tuple[Dims, int, int, int], State] = {}
-        self._inside: dict[tuple[ShardedDim, int], list[ShardedDim]] = {}
+        # The state, always the same object: shardings of dims, axes that are pending, becoming partial, and scaled.
+        self.state: Callable[[Dims, int, int, int], State] = cache(partial(State, self))
+        # Shards divided by one more axis: like torch.chunk, then as in the source and the destination.
+        self.inside: Callable[[ShardedDim, int], list[ShardedDim]] = cache(
+            lambda outer, axis: [ShardedDim(outer, axis, links.sizes[axis])]
+        )
         self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
         old, new = dict(src.partials), dict(dst.partials)
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
@@ -183,21 +181,6 @@ class Space:
                     "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into "
                     "being."
                 )
-
-    def inside(self, outer: ShardedDim, axis: int) -> list[ShardedDim]:
-        """Its shards divided by one more axis: like torch.chunk, then as in the source and the destination."""
-        found = self._inside.get((outer, axis))
-        if found is None:
-            found = self._inside[outer, axis] = [ShardedDim(outer, axis, self.links.sizes[axis])]
-        return found
-
-    def state(self, dims: Dims, pending: int, becoming: int, scaled: int) -> State:
-        """The state, always the same object."""
-        key = dims, pending, becoming, scaled
-        state = self._states.get(key)
-        if state is None:
-            state = self._states[key] = State(self, *key)
-        return state
 
     def _dims_of(self, spec: Spec) -> Dims:
         """How a spec shards its dims."""
