@@ -104,12 +104,7 @@ def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], 
 
 
 def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
-    """A box of elements that are in none of the boxes, None if the boxes cover the shape.
-
-    Args:
-        boxes: boxes inside the shape that do not overlap: so they cover it exactly if their volumes add up to its size.
-        shape: size of the tensor.
-    """
+    """A box of elements that are in none of the boxes, which do not overlap; None if they cover the shape."""
     if sum(map(volume, boxes)) == prod(shape):  # 2 * 3 and 3 * 3 of (5, 3): 15
         return None
     for cell in product(*(list(pairwise(positions)) for positions in edges(boxes, shape))):

@@ -2,8 +2,7 @@
 
 A `DimSharding` lists the mesh axes that shard the dim, outermost first, and says where every shard begins and ends.
 Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one contiguous interval, so every rank
-holds one box of the global tensor.  Redistribution, random numbers, checkpoints and views all build on that.
-
+holds one box of the global tensor: redistribution, random numbers, checkpoints and views build on that.
 `(batch, sequence) -> (batch * sequence)` with the sequence sharded leaves every rank one run of elements for each batch
 entry, no interval: that is a `StridedDimSharding`, as `_StridedShard` of torch, but uneven and nested ones fold too.
 Operators to which the order along a dim does not matter work on it as on any sharded dim.
@@ -55,12 +54,9 @@ def _step(length: int, shards: int, unit: int) -> int:
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
-    """Sizes of the shards: as many of `step` as there are, the rest, and empty ones.
-
-    7 elements, step 3, 4 shards: (3, 3, 1, 0)
-    """
+    """Sizes of the shards: as many of `step` as there are, the rest, and empty ones."""
     full = int(length // step) if step else 0
-    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]  # (3, 3) + (1, 0, 0, 0, 0), up to 4
+    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]  # 7: (3, 3) + (1, 0, 0, 0, 0), up to 4
 
 
 @constant_when_compiled
@@ -238,10 +234,7 @@ _whole = lru_cache(maxsize=4096)(partial(DimSharding.chunks, (), ()))
 def shard_dim(
     length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> DimSharding:
-    """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements.
-
-    PlacementError if explicit sizes do not add up to what the outer axes leave.
-    """
+    """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements."""
     sharding = DimSharding.whole(length)
     for axis in axes:
         placement, ways = placements[axis], mesh_shape[axis]
@@ -357,10 +350,7 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
 def shard_any_dim(
     length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> AnyDimSharding:
-    """The sharding of a dim by `axes`, outermost first, as their `Shard` and `StridedShard` placements.
-
-    PlacementError if explicit sizes do not fit the dim, or each other.
-    """
+    """The sharding of a dim by `axes`, outermost first, as their `Shard` and `StridedShard` placements."""
     if not axes:
         return DimSharding.whole(length)
     by_runs: dict[int, list[int]] = {}

@@ -1,12 +1,8 @@
 """Placements as users write them, and as a spec keeps them.
 
-`PartitionSpec("dp", None)` says them per tensor dim instead of one per mesh axis, in the spelling of JAX's partition
-specs.  It says the order of axes on a dim where several shard it, so it stands for placements and shard order together.
-Inside the library there are only those: it is translated where it enters.
-
-A spec keeps them of this library, non-negative, in a known order of axes, without needless sizes.  Users write
-`Shard(-1)`, torch's `StridedShard` for an order of axes, or sizes that are `torch.chunk`'s: one layout has one
-spelling, so equal layouts are equal specs.
+`PartitionSpec("dp", None)` says them per tensor dim, in the spelling of JAX's partition specs: placements and shard
+order together, translated where it enters.  Users also write `Shard(-1)`, torch's `StridedShard` for an order of axes,
+or sizes that are `torch.chunk`'s.  In a spec one layout has one spelling, so equal layouts are equal specs.
 """
 
 from __future__ import annotations
@@ -90,10 +86,7 @@ Placements = Sequence[Placement] | PartitionSpec
 def read_placements(
     mesh: DeviceMesh, placements: Placements | None, shard_order: ShardOrder | None = None
 ) -> tuple[tuple[Placement, ...], ShardOrder | None]:
-    """What a user passed as placements (nothing: all replicated), and the shard order that goes with it.
-
-    ArgumentTypeError if it is neither a list nor a `PartitionSpec`, PlacementError if the latter comes with an order.
-    """
+    """What a user passed as placements (nothing: all replicated), and the shard order that goes with it."""
     if type(placements) in (list, tuple):  # at once: an abstract class takes 0.3 us to ask
         return tuple(placements), shard_order  # type: ignore[arg-type]  # a list or tuple
     if placements is None:
@@ -114,10 +107,7 @@ def read_placements(
 
 
 def _order_of(placements: Sequence[Placement], asked: Mapping[int, tuple[int, ...]]) -> ShardOrder:
-    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless asked for).
-
-    PlacementError if other axes are asked for than those that the placements name.
-    """
+    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless asked for)."""
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
@@ -138,11 +128,7 @@ def normalize_placements(
     shard_order: ShardOrder | None = None,
     shape: Sequence[int] | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim.
-
-    Dims that `shard_order` leaves out are sharded in ascending axis order.  PlacementError if the number of placements,
-    a dim, the order or a strided placement does not fit.
-    """
+    """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim."""
     if len(placements) != len(mesh_shape):
         raise PlacementIndexError(
             f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
@@ -222,10 +208,7 @@ def _order_of_strided(
 def resolved_layout(
     placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int], shard_order: ShardOrder | None
 ) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
-    """The placements of a tensor without needless sizes, the order of axes on each dim, and how they shard every dim.
-
-    Errors as of `normalize_placements` and `shard_any_dim`.
-    """
+    """The placements of a tensor without needless sizes, the order of axes on each dim, and all dims' shardings."""
     normal, order = normalize_placements(placements, mesh_shape, len(shape), shard_order, shape)
     axes_of, canonical = dict(order), dict(enumerate(normal))
     shardings = tuple([shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)])

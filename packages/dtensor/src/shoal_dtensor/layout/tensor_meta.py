@@ -1,9 +1,8 @@
 """What is known of a tensor without a mesh: shape, stride and dtype; sizes may be symbols.
 
-A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, computes like an integer,
-and each comparison that Python asks it for becomes a guard of the graph.  It cannot be hashed, though.  What is
-interned by its sizes (`Spec`) has the expressions of symbols for its key, and what is chosen by price is chosen for the
-sizes that the compiler traces with: that needs no guard, for any choice is right.
+A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, cannot be hashed, and each
+comparison that Python asks it for becomes a guard of the graph.  What is interned by its sizes (`Spec`) has the
+expressions of symbols for its key; what is chosen by price is chosen, unguarded, for the sizes traced with.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped.
-
-    Args:
-        value: an argument or result of an operator.
-    """
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):
@@ -165,10 +160,7 @@ def constant(spec: Any) -> Any:
 
 
 def remembered(count: int) -> Callable[[Function], Function]:
-    """Decorator: what a function gave for a `Spec` or a `Plan` is kept, for so many calls; not where it has symbols.
-
-    Symbols hold for one graph, and would keep its compiler alive.
-    """
+    """Decorator: keep what a function gave for a `Spec` or `Plan`, unless symbols would keep their compiler alive."""
 
     def decorate(function: Function) -> Function:
         cached = lru_cache(maxsize=count)(function)

@@ -1,7 +1,6 @@
 """Which block of the tensor goes from which rank to which, and its way there.
 
-Given every member's boxes before and after, an exchange is fixed: what a rank needs and does not
-have comes from a rank that has it.  Where several do, they take turns, so that none sends more than others.
+What a rank needs and does not have comes from a rank that has it.  Where several do, they take turns.
 
     S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
     rank 0 wants columns 0 and 1: it keeps rows 0 and 1 of them, rank 1 sends rows 2 and 3: 4 elements, not 8
@@ -39,12 +38,7 @@ class Blocks(NamedTuple):
 
 
 def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
-    """What member `me` sends, receives and keeps.
-
-    Args:
-        me: index of the member.
-        before: what the members have.
-        after: what they shall have.
+    """What member `me` sends, receives and keeps, given what the members have before and shall have after.
 
     Example:
         >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
@@ -67,7 +61,7 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
 
 
 def flows(before: Holdings, after: Holdings) -> Iterator[Flow]:
-    """Every (sender, receiver, block) of an exchange; arguments as for `exchange_blocks`."""
+    """Every (sender, receiver, block) of an exchange."""
     for box, holders in _holders(before).items():
         yield from _turns(box, holders, after)
 

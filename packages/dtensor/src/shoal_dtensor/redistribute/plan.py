@@ -1,21 +1,7 @@
 """`plan(src, dst)`: the cheapest redistribution, as data; `price(src, dst)`: its expected time.  Executes nothing.
 
-Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned before.  They are
-cached, and the cache is bounded.  The search plans on one mesh, between specs under which every rank holds a box; other
-plans are made of such plans.
-
-To and from strided dims.  Under the shape before the reshape that made them, every rank holds a box:
-
-    (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
-        rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0 to 2
-
-So such a tensor gets that shape (no communication), is redistributed as any other, and gets its own shape again.  Where
-the other end has no boxes under that shape, the strided dims are gathered on the way.
-
-From one mesh to another: the same ranks in another grid, fewer, more, or others altogether.  What is partial is reduced
-on the source mesh first; then one `Transfer` carries every block from a rank that has it to those that need it;
-replicas on the destination mesh may each receive only a part and gather the rest among themselves, if their links are
-better used so.
+Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned before.  The search
+plans on one mesh, between specs under which every rank holds a box; other plans are made of such plans.
 """
 
 from __future__ import annotations
@@ -147,6 +133,14 @@ def _check(src: Spec, dst: Spec) -> None:
 
 
 # --- to and from strided dims -----------------------------------------------------------------------------------------
+#
+# Under the shape before the reshape that made them, every rank holds a box:
+#
+#     (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
+#         rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0 to 2
+#
+# So such a tensor gets that shape, is redistributed as any other, and gets its own shape again.  Where the other end
+# has no boxes under that shape, the strided dims are gathered on the way.
 
 UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is viewed as
 
@@ -218,15 +212,15 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
 
 
 # --- from one mesh to another -----------------------------------------------------------------------------------------
+#
+# What is partial is reduced on the source mesh; then one `Transfer` carries every block from a rank that has it to
+# those that need it; replicas may each receive a part and gather the rest, if links are better used so.
 
 EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
 
 
 def _plan_across(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None) -> Plan:
-    """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh.
-
-    RedistributeError if no transfer stays within the limit, which `within` observes on its own.
-    """
+    """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh, each within the limit."""
     of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
     copies = [axis for axis, p in enumerate(dst.placements) if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1]
     # Replicas of the destination are made there, or sent ready.

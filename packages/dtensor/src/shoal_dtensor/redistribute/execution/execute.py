@@ -1,12 +1,9 @@
 """Running plans on this rank: `run(plan, local)` one at once, messages many together.  Decides nothing.
 
-The first run of a plan resolves every step to one function of the local tensor, all sizes and communicators known;
-later runs only call them.
-
+The first run of a plan resolves every step to one function of the local tensor; later runs only call them.
 Plans that travel together advance side by side, from one communicating step to the next.  Those that do the same kind
-of step over the same ranks travel as one message, in which the blocks of all tensors for a member of the group follow
-one another.  What travels together follows from the plans alone, never from what this rank holds, so it is the same on
-all ranks.
+of step over the same ranks travel as one message, in which the blocks of all tensors for a member follow one another.
+What travels together follows from the plans alone, so it is the same on all ranks.
 
     all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
 """
@@ -186,10 +183,9 @@ class Leg(NamedTuple):
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
-    """What plans send together, and what they do afterwards; all ranks pass the same plans in the same order.
+    """What plans, one for each tensor, send together, and what they do afterwards; equal on all ranks.
 
-    One plan and device for each tensor; their meshes may differ.  With `packs` a tensor that travels alone is packed
-    too, and so needs no memory before it is unpacked.
+    With `packs` a tensor that travels alone is packed too, and so needs no memory before it is unpacked.
     """
     symbolic = any(plan.src.example is not None for plan in plans)
     return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)

@@ -1,9 +1,7 @@
 """What a step is on one rank: prepare a buffer, one collective, finish.
 
-`kernel(step, coordinate)` resolves a step to integers once.  `prepare` and `finish` work on plain
-local tensors and know no communication; the collective between them is data.  So the same kernels
-run over process groups (`run`), merged with others (`coalesce`) and in one process for all
-ranks (`shoal_dtensor.testing.simulate`).
+`kernel(step, coordinate)` resolves a step to integers once.  `prepare` and `finish` work on plain local tensors; the
+collective between them is data: the same kernels run over process groups, merged with others, and simulated.
 """
 
 from __future__ import annotations

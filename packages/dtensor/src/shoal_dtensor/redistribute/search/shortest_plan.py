@@ -4,7 +4,6 @@
 as long as one that is known.  So where the search looked at all layouts and ended by itself, no sequence of these edges
 takes less in the cost model.  After `MOST_PRICED` prices it stops with the best way so far, and `Plan.floor` is how
 fast any way could be at best.
-
 Of ways that take equally long the first one is taken, direct ones first, so every rank gets the same plan.
 """
 
@@ -38,11 +37,7 @@ Edges = tuple[Edge, ...]
 
 
 def cheapest_plans(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Plan]:
-    """The cheapest plans that stay within `memory_limit` bytes, cheapest first: `wanted` of them if there are so many.
-
-    The first is the cheapest of all; the others are the cheapest that the search came across.  RedistributeError if no
-    plan stays within the limit.
-    """
+    """The cheapest plan that stays within `memory_limit` bytes, and up to `wanted` - 1 others that were found."""
     space = Space(src.example or src, dst.example or dst, links)
     search = _Search(space, memory_limit, wanted)
     floor = search.run()
@@ -173,10 +168,7 @@ class _Search:
         return trail
 
     def settle(self, trail: _Trail) -> None:
-        """Offer plain ways from where nothing is left to reduce: settle one speed or one axis after the other.
-
-        So no plan is worse than these, however early the search stops.
-        """
+        """Offer plain ways with nothing left to reduce, one speed or one axis after the other: no plan is worse."""
         space, here, bandwidth = self.space, trail.here, self.space.links.bandwidth
         axes = axes_of(space.large & ~here.becoming)
         speeds = [[a for a in axes if bandwidth[a] == speed] for speed in sorted({bandwidth[a] for a in axes})]
@@ -279,10 +271,7 @@ class _Search:
 
 
 class Bound:
-    """Seconds from a state to the goal, at least: the slowest start, and what has to come over links of each speed.
-
-    It guides the search, and never overestimates.
-    """
+    """Seconds from a state to the goal, at least: the slowest start, and what comes over links of each speed."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
