@@ -14,12 +14,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_at(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """The box that starts at `offsets` and spans `sizes` elements along each dim.
-
-    Example:
-        >>> box_at([2, 0], [2, 5])
-        ((2, 4), (0, 5))
-    """
+    """The box that starts at `offsets` and spans `sizes` elements: [2, 0] and [2, 5] are ((2, 4), (0, 5))."""
     return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
@@ -29,12 +24,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def spans(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """The (start, stop) pairs of intervals of these sizes, one after the other.
-
-    Example:
-        >>> spans([2, 0, 3])
-        [(0, 2), (2, 2), (2, 5)]
-    """
+    """The (start, stop) pairs of intervals one after the other: of sizes [2, 0, 3], [(0, 2), (2, 2), (2, 5)]."""
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -72,19 +62,16 @@ def format_box(box: Box) -> str:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Positions of two boxes that share an element, None if no two do.
-
-    A sweep along the dim with most distinct starts.  ``active`` are the boxes that reach beyond the present start, so n
-    boxes in a row cost n log n.  Boxes that all begin together cost all pairs.
-    """
+    """Positions of two boxes that share an element, None if no two do."""
     filled = [i for i, box in enumerate(boxes) if volume(box) > 0]
     if len(filled) < 2:
         return None
     dims = range(len(boxes[filled[0]]))
     if not dims:
         return filled[0], filled[1]
-    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))  # row starts 0, 2; columns 0: 0
-    active: list[int] = []
+    # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row cost n log n.
+    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))
+    active: list[int] = []  # boxes that reach beyond the present start
     for i in sorted(filled, key=lambda i: boxes[i][sweep]):
         active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]  # rows 0:2 end before row 2
         for j in active:
@@ -114,12 +101,8 @@ def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
 
 
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Shard sizes along every dim if the non-empty boxes are exactly all cells of a grid, else None.
-
-    Example:
-        >>> grid([((0, 2), (0, 3)), ((2, 5), (0, 3))], (5, 3))
-        ((2, 3), (3,))
-    """
+    """Shard sizes along every dim if the non-empty boxes are exactly all cells of a grid, else None."""
+    # Of (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
     sizes = tuple(tuple(stop - start for start, stop in pairwise(positions)) for positions in edges(boxes, shape))
     # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have 6 cells.
     filled = {box for box in boxes if volume(box) > 0}

@@ -26,12 +26,8 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
-    """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`.
-
-    Trailing shards are smaller, or empty when there are fewer units than shards: 10 over 4 are (3, 3, 3, 1), and 2 over
-    4 are (1, 1, 0, 0).
-    """
-    return _sizes(length, _step(length, shards, unit), shards)
+    """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`."""
+    return _sizes(length, _step(length, shards, unit), shards)  # 10 over 4: (3, 3, 3, 1); 2 over 4: (1, 1, 0, 0)
 
 
 def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
@@ -287,10 +283,7 @@ class StridedDimSharding:
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
-        """Size and sharding of each of the dims in `shape`; None for replicated ones.
-
-        12 elements, 2 runs sharded as 3 + 3: a replicated dim of 2 and one of 6, sharded as 3 + 3.
-        """
+        """Size and sharding of each of the dims in `shape`; None for replicated ones."""
         inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]  # 12, levels of 1 and 4 runs: [3, 1]
         shardings = [sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)]
         return [*zip(self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True)]

@@ -293,10 +293,7 @@ class Spec(Interned):
         dtype: torch.dtype | None = None,
         shard_order: ShardOrder | None = None,
     ) -> Spec:
-        """A spec that differs in what is given.
-
-        The shard order is kept for dims that the same axes still shard; a new shape without a stride is contiguous.
-        """
+        """A spec that differs in what is given; the shard order is kept where it fits, a new shape is contiguous."""
         order = shard_order or self.shard_order
         if placements is None:
             placements = self.placements

@@ -55,10 +55,7 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
 
 
 def _moves_equal_blocks(step: Step) -> bool:
-    """Whether what a step does on a rank follows from the symbolic size of its own shard, or from constants.
-
-    Blocks that differ between ranks are counted in integers: where a step moves such, sizes become constants.
-    """
+    """Whether what a step does follows from the symbolic size of a rank's shard: not blocks that differ by rank."""
     if step.src.example is None or step.dst.example is None:
         return False
     if step.name == "Exchange":

@@ -55,10 +55,7 @@ class ShardsInFlight:
         self._go_on()
 
     def reach_last_round(self) -> bool:
-        """Wait for all rounds but the last: from here on `wait` starts nothing that other ranks wait for.
-
-        Whether there were any is returned.
-        """
+        """Wait for all rounds but the last (were there any?): then `wait` starts nothing that other ranks wait for."""
         waits = bool(self._rounds)
         while self._rounds:
             self._finish_round(tuple)
@@ -139,10 +136,7 @@ class CoalescedBatch:
         self._in_flight: ShardsInFlight | None = None
 
     def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
-        """Ask for one more, for which the DTensor `result` waits; its `arrive` is called with the new local tensor.
-
-        The version of `source`, a DTensor or `local` itself, shows writes to `local`.
-        """
+        """Ask for one more, for which the DTensor `result` waits; the version of `source` shows writes to `local`."""
         self.wait_for(len(self._asked), result)
         self._asked.append((plan, local, source, source._version))
 

@@ -137,10 +137,7 @@ MAX_ELEMENTS = 256  # of a norm that is remembered: a total, or one for each row
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
-    """What `run` gives; for a small partial norm, what it gave before if the tensor has not been written to since.
-
-    The DTensor `owner`, which `local` is of, keeps that; a `fresh` result may be written to.
-    """
+    """What `run` gives; of a small partial norm the DTensor `owner` keeps it until a write (`fresh`: gives a copy)."""
     if not plan.src.partials or not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
@@ -183,10 +180,7 @@ class Leg(NamedTuple):
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
-    """What plans, one for each tensor, send together, and what they do afterwards; equal on all ranks.
-
-    With `packs` a tensor that travels alone is packed too, and so needs no memory before it is unpacked.
-    """
+    """What plans, one for each tensor, send together, and what they do then; `packs`: also a tensor that is alone."""
     symbolic = any(plan.src.example is not None for plan in plans)
     return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
 
@@ -221,11 +215,7 @@ def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
 
 
 def _key(leg: Leg, device: torch.device) -> object:
-    """What steps that travel together have in common.
-
-    Meshes of other shapes may have the same communicator: a parameter of a data x tensor mesh and one of its data axis
-    travel in one message over that axis.
-    """
+    """What steps that travel together have in common; meshes of other shapes may have the same communicator."""
     step = leg.step
     name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
     return comm_of(leg.call, step.src.mesh).ranks, name, step.op, step.src.dtype, device
@@ -250,11 +240,7 @@ class Message:
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
     def send(self, tensors: list[Tensor]) -> Pending[Flat] | Pending:
-        """Start the collective with the local tensors of all plans.
-
-        Those that gather or reduce are taken out: the steps need no more of them, and gradients are as large as what
-        travels of them.
-        """
+        """Start the collective with the local tensors of all plans; those that gather or reduce are taken out."""
         buffers = []
         for leg in self._legs:
             local = tensors[leg.position]
@@ -262,9 +248,6 @@ class Message:
                 local = stage(local)
             tensors[leg.position] = local if self._kind == "all_to_all" else _SENT
             buffers.append(leg.kernel.prepare(local))
-        return self._start(buffers)
-
-    def _start(self, buffers: list[Tensor]) -> Pending[Flat] | Pending:
         if self._is_call:
             leg = self._legs[0]
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
@@ -284,24 +267,21 @@ class Message:
 
     def receive(self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places) -> None:
         """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
-        pending.then(lambda arrived: self._unpack(arrived, tensors, places)).wait()
 
-    def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
-        for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
-            tensors[leg.position] = leg.kernel.finish(got, tensors[leg.position])
+        def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
+            for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
+                tensors[leg.position] = leg.kernel.finish(got, tensors[leg.position])
+
+        pending.then(unpack).wait()
 
     def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
-        """What its own collective would have given each leg.
-
-        What has arrived is one flat tensor for each leg of an all-reduce, one in all of a reduce-scatter or an
-        all-to-all, one for each member of an all-gather.
-        """
+        """What its own collective would have given each leg."""
         if self._is_call:
             assert isinstance(arrived, Tensor), "a call gives one tensor"
             return [arrived]
         if self._kind in ("all_gather", "all_to_all"):
             return self._joined(arrived, places())
-        if self._kind == "reduce_scatter":
+        if self._kind == "reduce_scatter":  # one flat tensor in all; of an all-reduce one for each leg
             arrived = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
         return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
 

@@ -70,10 +70,8 @@ def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
 
 
 def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
-    """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`.
-
-    On (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1).
-    """
+    """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`."""
+    # On (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1).
     coordinates = []
     for position in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
         along = dict(zip(axes, position, strict=True))
@@ -82,16 +80,13 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
 
 
 def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
-    """Who sends what to whom in an exchange, members counted along the step's axes.
-
-    Along dims of symbolic sizes, which do not move (`plan`), every block is as long as the shard.
-    """
+    """Who sends what to whom in an exchange, members counted along the step's axes."""
     group = members(step.src, step.axes, coordinate)
     src, dst = (spec.example or spec for spec in (step.src, step.dst))
     blocks = exchange_blocks(group.index(coordinate), *([[spec.box(c)] for c in group] for spec in (src, dst)))
     if src is step.src:
         return blocks
-    own = step.src.box(coordinate)
+    own = step.src.box(coordinate)  # along dims of symbolic sizes, which do not move, every block is as long as that
 
     def whole(box: Box) -> Box:
         return tuple([b if has_symbols(b) else a for a, b in zip(box, own, strict=True)])
@@ -281,10 +276,8 @@ def _moved(
 
 
 def _grid_of_blocks(fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A regular grid over `dims` of blocks: its sizes and then those of a block, and where these stand in the tensor.
-
-    2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims [0, 2, 1, 3, 4].
-    """
+    """A regular grid over `dims` of blocks: its sizes, then those of a block, and where these are in the tensor."""
+    # 2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims [0, 2, 1, 3, 4].
     grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]  # from 2 shards to 8: 4 blocks
     order: list[int] = []
     for dim in range(len(block)):

@@ -1,9 +1,8 @@
 """The edges of the search: one function per kind, the only place where its time, bytes and memory are said.
 
-Time is latency + received bytes / bandwidth.  `plan` makes a step of each.  Boxes are the largest, ranks the busiest.
-A collective over several axes runs at the pace of its slowest axis.  Copies on the device (packing blocks, gathering
-along an inner dim) are counted too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan that copies
-less wins.
+Time is latency + received bytes / bandwidth.  Boxes are the largest, ranks the busiest.  A collective over several axes
+runs at the pace of its slowest axis.  Copies on the device (packing blocks, gathering along an inner dim) are counted
+too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan that copies less wins.
 """
 
 from __future__ import annotations

@@ -202,12 +202,9 @@ class _Search:
                 self.offer(trail.then(reshard(self.space, here, after)))
 
     def reduce(self, trail: _Trail) -> None:
-        """Offer what reductions lead to.
-
-        An all-reduce is the last reduction of a plan and takes all axes that are left: two in a row could leave
-        replicas that differ in the last bit, as each group may add in its own order.
-        """
+        """Offer what reductions lead to."""
         space, here = self.space, trail.here
+        # An all-reduce takes all axes that are left: two in a row could leave replicas that differ in the last bit.
         self.offer(trail.then([all_reduce(space, here)]))
         for edge in joined(space, here):
             self.offer(trail.then([edge]))

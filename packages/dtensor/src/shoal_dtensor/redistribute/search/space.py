@@ -35,10 +35,7 @@ COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s ag
 
 
 class Links:
-    """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
-
-    A group over several axes is given as a mask with one bit for each: see `mask_of`.
-    """
+    """What the search needs to know about a mesh; a group over several axes is a mask, see `mask_of`."""
 
     def __init__(self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]) -> None:
         self.sizes = sizes  # ranks along each axis
@@ -61,11 +58,8 @@ class Links:
         return latency + received / bandwidth
 
     def copy(self, copied: float) -> float:
-        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start.
-
-        Below that, of two ways with equal collectives the direct one is taken, which moves the fewest bytes.
-        """
-        seconds = copied / self._copy_bandwidth
+        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start."""
+        seconds = copied / self._copy_bandwidth  # below, of two ways with equal collectives the direct one is taken
         return seconds if seconds > self._negligible else 0.0
 
 
@@ -262,10 +256,7 @@ class Candidates:
         self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
-        """The layouts that shard `outer` further by some of these axes, first that by none of them.
-
-        Inside of whole dims, by axis 0 on two: neither, the first, the second.
-        """
+        """The layouts that shard `outer` further by some of these axes, first that by none of them."""
         chosen, dims = axes_of(axes), range(len(outer))
         found: list[Dims] = []
         ordered = cache(self._ordered)
