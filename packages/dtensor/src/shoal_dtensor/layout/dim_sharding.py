@@ -31,12 +31,7 @@ def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
-    """Elements of a dim on each rank of an axis.
-
-    Example:
-        >>> shard_sizes(10, Shard(0, multiple_of=2), 4)
-        [4, 4, 2, 0]
-    """
+    """Elements of a dim on each rank of an axis: of 10, by `Shard(0, multiple_of=2)` over 4, [4, 4, 2, 0]."""
     if isinstance(placement, StridedShard):
         assert placement.sizes is not None, "styles say the sizes of strided shards"
         return [placement.split_factor * size for size in placement.sizes]  # 3 runs, each as 2 + 1: 6 + 3

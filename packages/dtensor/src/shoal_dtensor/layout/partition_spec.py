@@ -56,16 +56,14 @@ class PartitionSpec:
             AxisError: if the mesh has no such axis.
         """
         placements: list[Placement] = [Replicate()] * mesh.ndim
-        used: set[int] = set()
         order: list[tuple[int, tuple[int, ...]]] = []
         wanted: list[tuple[tuple[Axis, ...], Placement]] = [(axes, Shard(dim)) for dim, axes in enumerate(self.dims)]
         wanted += [((axis,), Partial(op)) for axis, op in self.partial]
         for axes, placement in wanted:
             indices = tuple(mesh.axis_index(axis) for axis in axes)
             for axis in indices:
-                if axis in used:
+                if not placements[axis].is_replicate():
                     raise PlacementError(f"{self!r}: mesh axis {mesh.axis_names[axis]!r} is used twice")
-                used.add(axis)
                 placements[axis] = placement
             if indices and isinstance(placement, Shard):
                 order.append((placement.dim, indices))

@@ -48,13 +48,6 @@ def least_bytes(src: Spec, dst: Spec) -> float:
 
     Without a reduction: what its box under `dst` has and its box under `src` has not.  With one: to add up
     p values and leave the result on q ranks, p - 1 and q - 1 transfers of every element.
-
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Replicate, Spec
-        >>> spec = Spec(abstract_mesh((4,)), (Partial(),), (16,))
-        >>> least_bytes(spec, spec.with_(placements=(Replicate(),)))
-        96.0
     """
     mesh = src.mesh
     free = [axis for axis, p in enumerate(dst.placements) if isinstance(p, Partial) and src.placements[axis] is not p]

@@ -70,11 +70,8 @@ def _exchange(space: Space, before: State, after: State, changed: list[int], inv
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
-    """Bytes of the busiest rank if an exchange stays among the `ranks` that hold different parts.
-
-    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it:
-    `before` bytes, to as many `copies` as ranks want the same part.  A rank lacks `received` bytes.
-    """
+    """Bytes of the busiest rank, which lacks `received`, if an exchange stays among `ranks` with different parts."""
+    # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies` ranks that want it.
     return max(received, min(before * copies, (ranks - 1) * received))  # 4 ranks, 2 * 16 asked for, 8 lacked: 24
 
 
