@@ -165,6 +165,7 @@ class FSDPModule(ReducingModule):
     """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
 
     _made_by = "fully_shard"
+    _divides_inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # no hooks: a module compiled in place would trace them
         """The module's forward with its hooks, compiled or not, between gathering and freeing."""
@@ -233,14 +234,6 @@ class FSDPModule(ReducingModule):
             StyleError: if one of them is not sharded.
         """
         unit_of(self).next_backward = _units(modules)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what this unit's summed gradients are divided by: the number of ranks on the data axes by default.
-
-        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
-        1 here.
-        """
-        unit_of(self).divisor = float(factor)
 
 
 def _units(modules: Sequence[nn.Module]) -> list[Unit]:

@@ -179,15 +179,11 @@ class GradientBuckets:
             self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]  # torch
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def watch(self, node: Any) -> None:
-        """Have a backward pass through the node of a module's output begin here, whatever parameters it reaches."""
-        node.register_prehook(self._begin_if_needed)
-
-    def _begin_if_needed(self, grads: Any) -> None:
+    def begin_if_needed(self, grads: Any) -> None:
+        """Hook of a module's output: a backward pass through it begins here, whatever parameters it reaches."""
         if not self.running and any(leaf_route(node) != "unused" for node in self.held):
             self.begin(grads)
 

@@ -33,7 +33,6 @@ class Reducer:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """That of the data axes."""
         return self.axes.mesh
 
     def drop_kept(self) -> None:
@@ -87,6 +86,7 @@ class ReducingModule(nn.Module):
     """What is added to a module's class: control over the reduction of gradients, as torch names it."""
 
     _made_by: str  # the function
+    _divides_inside = True  # whether a divisor is also that of the modules in it that have been passed before
     _reducers: Callable[..., Sequence[Reducer]]  # those of the module and, unless with `recurse=False`, of those in it
 
     def extra_repr(self) -> str:
@@ -109,6 +109,15 @@ class ReducingModule(nn.Module):
         finally:
             for reducer, syncs in before:
                 reducer.syncs = syncs
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
+
+        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
+        1 here. `fully_shard` takes it for this unit alone.
+        """
+        for reducer in self._reducers(self._divides_inside):
+            reducer.divisor = float(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, also those that are kept for a pass that reduces."""

@@ -110,19 +110,15 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     if src_data_rank is not None:
         _broadcast([*state.held(), *module.buffers()], state.axes, src_data_rank)
     state.take()
-    _install(state, module)
-    watch_draws(module, state.axes.mesh)
-    return module
-
-
-def _install(state: Replicas, module: Any) -> None:
-    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
+    complete_forms(state.axes.mesh, module, over_data=(None, reduce_dtype))
     register_owner(state)
     state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)
+    module.__class__ = extended(ReplicateModule, module.__class__)  # type: ignore[arg-type]  # a class has a hash
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
+    watch_draws(module, state.axes.mesh)
+    return module
 
 
 def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
@@ -191,7 +187,6 @@ class Replicas(Reducer):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether this rank keeps gradients for a later reduction."""
         return any(bucket.kept for bucket in self.gradients.buckets)
 
     def drop_kept(self) -> None:
@@ -305,7 +300,7 @@ class Replicas(Reducer):
         self.around(self.gradients.running)
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                self.gradients.watch(tensor.grad_fn)
+                tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
 
     def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again.
@@ -346,12 +341,3 @@ class ReplicateModule(ReducingModule):
 
     def _reducers(self, recurse: bool = True) -> list[Replicas]:
         return [vars(owner)[_STATE] for owner in (self.modules() if recurse else [self]) if _STATE in vars(owner)]
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
-
-        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
-        1 here.
-        """
-        for state in self._reducers():
-            state.divisor = float(factor)

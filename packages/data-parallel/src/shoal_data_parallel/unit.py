@@ -43,13 +43,7 @@ class Gathered:
     # what modules see of the tensors, with its place in autograd's graph
     views: list[Tensor] = field(default_factory=list)
     filled: bool = False  # whether the tensors have memory
-    _written: Sequence[int] = ()
-
-    def free(self) -> None:
-        """Give the memory back; the tensors stay, for autograd's graph holds them."""
-        for tensor in self.tensors if self.filled else ():
-            tensor.untyped_storage().resize_(0)
-        self.filled = False
+    written: Sequence[int] = ()  # how often each tensor had been written to when it was filled
 
     def fill(self, parameters: Sequence[ShardedParameter], in_flight: ShardsInFlight) -> None:
         """Put the values back.  Autograd does not count it as a write: they are those that the forward used."""
@@ -64,12 +58,7 @@ class Gathered:
         # What is gathered under inference_mode is used by later forwards too.
         with torch.inference_mode(False), torch.no_grad(), preserving_versions(tuple(self.tensors)):
             in_flight.wait(memory)
-        self.filled, self._written = True, [tensor._version for tensor in self.tensors]
-
-    @property
-    def written(self) -> bool:
-        """Whether something was written to the tensors: it would be lost."""
-        return self.filled and self._written != [tensor._version for tensor in self.tensors]
+        self.filled, self.written = True, [tensor._version for tensor in self.tensors]
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +139,6 @@ class Unit(Group):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether this rank keeps gradients of the unit for a later reduction."""
         return bool(self.kept)
 
     def held(self) -> Iterable[Tensor]:
@@ -229,8 +217,13 @@ class Unit(Group):
 
     def free(self) -> None:
         """Give the memory of the gathered parameters back; a StyleError if something was written to them."""
-        lost = self.current.written
-        self.current.free()
+        current = self.current
+        if not current.filled:
+            return
+        lost = current.written != [tensor._version for tensor in current.tensors]
+        for tensor in current.tensors:  # the tensors stay, for autograd's graph holds them
+            tensor.untyped_storage().resize_(0)
+        current.filled = False
         if lost:
             raise StyleError(
                 f"fully_shard: gathered parameters of {self.name!r} were written to, which changes no shard: the "
