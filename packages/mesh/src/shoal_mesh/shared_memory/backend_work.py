@@ -52,11 +52,9 @@ class BackendWork:
         self._work, self._group, self._channel, self._part_of = work, group, channel, part_of
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Until the collective is complete."""
         if self._channel is not None:
             peers = self._channel.peers
             try:

@@ -88,9 +88,11 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     collectives. Pages that nobody touches cost nothing.
     """
     token = secrets.randbits(62)
+    # A number that two ranks have in common where one can see the other's memory; 0 where nobody can see it.
+    host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:
-        facts = torch.tensor([_host(), os.getpid(), own, token, machine()])
+        facts = torch.tensor([host, os.getpid(), own, token, machine()])
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype)
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
         hosts, pids, files, tokens, machines = of_all.t().tolist()
@@ -155,13 +157,6 @@ def ranks_per_host(group: ProcessGroup) -> int:
         return 0
     positions = [*_torch.group_ranks(group).items()]
     return count if sorted(positions) == positions else 0
-
-
-def _host() -> int:
-    """A number that two ranks have in common where one can see the other's memory; 0 where nobody can see it."""
-    if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0":
-        return 0
-    return machine()
 
 
 def machine() -> int:

@@ -48,8 +48,8 @@ class Stream:
         self.slot_bytes: int = slots.shape[2]
         self.open: Underway | None = None  # the collective that has been started last, until it is complete
         self._slots = slots  # (depth, size, bytes)
-        self._lines = peers.lines[number]
-        self._others = [(line, rank) for rank, line in enumerate(self._lines) if rank != peers.rank]
+        self.lines = peers.lines[number]
+        self._others = [(line, rank) for rank, line in enumerate(self.lines) if rank != peers.rank]
         self.round: int = 0  # that was shown last
         self._slot = 0
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
@@ -87,13 +87,9 @@ class Stream:
         """Show the own slot, and what this rank is doing."""
         record(self.peers.name, request)
         self.round += 1
-        words, line = self.peers.words, self._lines[self.rank]
+        words, line = self.peers.words, self.lines[self.rank]
         words[line + 2 + (self.round & 1)] = request
         words[line] = self.round
-
-    def has_read(self) -> None:
-        """Say that this rank has read all rounds that it has shown."""
-        self.peers.words[self._lines[self.rank] + 1] = self.round
 
     def is_ready(self, awaited: int) -> bool:
         """Whether `wait` would not."""
@@ -111,9 +107,9 @@ class Stream:
             if not shown <= words[line] < BROKEN:
                 self.peers.wait(line, shown, rank)
         request = 2 + (shown & 1)
-        for line in self._lines:
+        for line in self.lines:
             if words[line + request] != awaited:
-                raise self.peers.differ(self._lines, [words[each + request] for each in self._lines])
+                raise self.peers.differ(self.lines, [words[each + request] for each in self.lines])
 
 
 class Underway:
@@ -126,7 +122,6 @@ class Underway:
         self._awaited: int | None = None  # a request, or FREE; None before the first and when it is complete
 
     def wait(self) -> None:
-        """Until the collective is complete."""
         while self._awaited is not None:
             self.advance()
 
@@ -150,7 +145,7 @@ class Underway:
                 stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [own])
             raise
         if following is None or following == FREE:
-            stream.has_read()
+            stream.peers.words[stream.lines[stream.rank] + 1] = stream.round  # it has read all that it has shown
         else:
             stream.show(following)
         if following is None:
