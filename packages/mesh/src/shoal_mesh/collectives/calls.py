@@ -236,9 +236,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
     else:
         tensor = in_memory(tensor)
         if out is None:
-            shape = list(tensor.shape)
-            shape[0] *= comm.size  # (3, 5) on 4 ranks: (12, 5)
-            out = in_huge_pages(tensor.new_empty(shape))
+            # (3, 5) on 4 ranks: (12, 5)
+            out = in_huge_pages(tensor.new_empty((comm.size * tensor.shape[0], *tensor.shape[1:])))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
     order = comm.order
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
@@ -272,9 +271,8 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if is_traced(tensor):
         return in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
-    shape = list(tensor.shape)
-    shape[0] //= comm.size  # (12, 5) on 4 ranks: (3, 5)
-    out = in_huge_pages(tensor.new_empty(shape))
+    # (12, 5) on 4 ranks: (3, 5)
+    out = in_huge_pages(tensor.new_empty((tensor.shape[0] // comm.size, *tensor.shape[1:])))
     return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
 
 

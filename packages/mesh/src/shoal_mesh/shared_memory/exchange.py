@@ -147,7 +147,15 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
         yield what
         if a == 0:
             counts = [numbers.tolist() for numbers in said[stream.round & 1]]  # of each rank: for every rank, and all
-            sources.extend(_sources(stream, counts, receive))
+            for rank, (sent, count) in enumerate(zip(counts, receive, strict=True)):
+                if sent[stream.rank] != count:
+                    raise stream.peers.fail(
+                        f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes to rank "
+                        f"{stream.rank}, which expects {count}"
+                    )
+                if count:
+                    first = sum(sent[: stream.rank])  # 3, 1, 2: rank 2 from 4
+                    sources.append((rank, first, first + count))
             longest = max(total for *_, total in counts)
         for rank, first, last in sources:
             low, high = max(first, a), min(last, a + window)  # block 3:9, window 4:8: 4:8
@@ -155,19 +163,6 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
                 place = arrived[rank] + low - first  # block 3:9 from 4 on: 1 behind its begin
                 out[place : place + high - low].copy_(slots[rank, low - a : high - a])
         a += window
-
-
-def _sources(stream: Stream, counts: Sequence[Sequence[int]], receive: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Of each rank that sends something: its number, where in its input that begins, and where it ends."""
-    for rank, (sent, count) in enumerate(zip(counts, receive, strict=True)):
-        if sent[stream.rank] != count:
-            raise stream.peers.fail(
-                f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes to rank {stream.rank}, "
-                f"which expects {count}"
-            )
-        if count:
-            first = sum(sent[: stream.rank])  # 3, 1, 2: rank 2 from 4
-            yield rank, first, first + count
 
 
 def _movable(tensor: Tensor) -> Tensor:
