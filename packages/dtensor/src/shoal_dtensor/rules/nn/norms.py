@@ -8,7 +8,7 @@ Gradients of weight and bias are partial sums where what they are summed over is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
 from typing import Any
@@ -49,13 +49,6 @@ def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
         yield S(d, unit), of_parameters, S(free.index(d)) if d in free else R
 
 
-def _vectors(call: OpCall, parameters: Entry, statistics: Entry) -> dict[str, Any]:
-    """Entries of all tensors beside the input and the gradient; what some overloads reserve is empty."""
-    names = [name for name, place in call.places.items() if place and name not in ("input", "grad_out")]
-    entries = {name: statistics if name in ("mean", "rstd") else parameters for name in names}
-    return {name: R if call[name].shape == (0,) else entry for name, entry in entries.items()}
-
-
 def _is_training(call: OpCall) -> bool:
     """Whether a norm uses the batch's own statistics, as all but batch norms always do."""
     names = ("training", "train", "update")
@@ -63,24 +56,22 @@ def _is_training(call: OpCall) -> bool:
 
 
 def norm(call: OpCall) -> Iterator[Row]:
-    made, training = call.outputs[1:], _is_training(call)
+    """And its gradients, by the input and by weight and bias."""
+    is_gradient, training, made = "grad_out" in call.places, _is_training(call), call.outputs[1:]
+    if is_gradient:  # two sums as large as a statistic are all-reduced
+        source_meta = call["input"]
+        made = (call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype),) * 2
+    traffic = all_reduce_traffic(bytes_of(*made)) if training else None
+    # Tensors beside the input and the gradient; what some overloads reserve is empty.
+    vectors = [name for name, place in call.places.items() if place and call[name].shape != (0,)]
     for source, parameters, statistics in _shardings(call):
-        # Without the batch's statistics there are none to return: what stands for them is empty, see `_with_given`.
-        results = {f"out{i}": statistics if training and t.shape != (0,) else R for i, t in enumerate(made, 1)}
-        inputs = _vectors(call, parameters, statistics)
-        traffic = all_reduce_traffic(bytes_of(*made)) if training and statistics is R else None
-        yield call.row(inputs | results, input=source, out0=source, traffic=traffic)
-
-
-def norm_backward(call: OpCall) -> Iterator[Row]:
-    source_meta = call["input"]
-    statistic = call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype)
-    two_sums = all_reduce_traffic(bytes_of(statistic, statistic))
-    for source, parameters, statistics in _shardings(call):
-        inputs = _vectors(call, parameters, statistics)
-        traffic = two_sums if _is_training(call) and statistics is R else None
-        summed = P("sum") if parameters is R else parameters
-        yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
+        entries = {name: statistics if name in ("mean", "rstd") else parameters for name in vectors}
+        entries |= {"input": source, "out0": source}
+        if is_gradient:
+            entries |= {"grad_out": source, "out": P("sum") if parameters is R else parameters}
+        else:  # without the batch's statistics there are none to return: what stands for them is empty: `_with_given`
+            entries |= {f"out{i}": statistics if training and t.shape != (0,) else R for i, t in enumerate(made, 1)}
+        yield call.row(entries, traffic=traffic if statistics is R else None)
 
 
 # --- sharded statistics -----------------------------------------------------------------------------------------------
@@ -125,16 +116,13 @@ def _statistics(local_call: LocalCall) -> Statistics | None:
     return Statistics(spec, axes, count, by_group, [2], parameters)
 
 
-def _forward(local_call: LocalCall) -> LocalFunction | None:
+def _norm(local_call: LocalCall) -> LocalFunction | None:
+    call, is_gradient = local_call.call, "grad_out" in local_call.call.places
     if (statistics := _statistics(local_call)) is not None:
-        return _normalise(local_call, statistics)
-    return _resized(local_call) if "group" in local_call.call.bound else _with_given(local_call)
-
-
-def _backward(local_call: LocalCall) -> LocalFunction | None:
-    if (statistics := _statistics(local_call)) is not None:
-        return _normalise_backward(local_call, statistics)
-    return _resized(local_call) if "group" in local_call.call.bound else None
+        return (_normalise_backward if is_gradient else _normalise)(local_call, statistics)
+    if "group" in call.bound:
+        return _resized(local_call)
+    return None if is_gradient else _with_given(local_call)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -222,22 +210,15 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(local_call.call, run)
 
 
+_BATCH_NORMS = "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _batch_norm_no_update"
+_NORM = Rule(norm, _norm, skip_empty=True, linear="grad_out")
+_NORM_OF_SHAPE = replace(_NORM, sizes=("normalized_shape",))
+
 NORMS: Table = family(
     {
-        "native_layer_norm _fused_rms_norm": Rule(norm, _forward, skip_empty=True, sizes=("normalized_shape",)),
-        "native_layer_norm_backward _fused_rms_norm_backward": Rule(
-            norm_backward, _backward, sizes=("normalized_shape",), linear="grad_out"
-        ),
-        "native_batch_norm _native_batch_norm_legit": Rule(norm, _forward, skip_empty=True),
-        "_batch_norm_with_update _batch_norm_no_update": Rule(norm, _forward, skip_empty=True),
-        "native_batch_norm_backward batch_norm_backward": Rule(
-            norm_backward, _backward, skip_empty=True, linear="grad_out"
-        ),
+        "native_layer_norm _fused_rms_norm": _NORM_OF_SHAPE,
+        "native_layer_norm_backward _fused_rms_norm_backward": replace(_NORM_OF_SHAPE, skip_empty=False),
+        f"{_BATCH_NORMS} native_batch_norm_backward batch_norm_backward": _NORM,
     },
     unordered=True,
-) | family(
-    {
-        "native_group_norm": Rule(norm, _forward, skip_empty=True),
-        "native_group_norm_backward": Rule(norm_backward, _backward, skip_empty=True, linear="grad_out"),
-    }
-)
+) | family({"native_group_norm native_group_norm_backward": _NORM})
