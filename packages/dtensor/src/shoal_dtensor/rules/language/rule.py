@@ -13,20 +13,9 @@ Row functions are generators, named after the operator, and name arguments as th
                 yield call.row(self=S(d), out=S(d))
         yield call.row(index=S(0), out=S(dim))
 
-- An argument without entry is replicated (`R`), so rows name only what is sharded or partial.  Entries for optional
-  tensors that are None are ignored: one row function serves calls with and without a bias.
-- Results are named as the schema's returns (`values`, `indices`, `grad_input`).  A single unnamed one is `out`,
-  several are `out0`, `out1`, ...; `out=` stands for all of them.  Entries for results that a mask argument leaves out
-  are ignored too.
-- Lists of tensors (`cat`, `split`) take one entry for all, or a sequence with one each.
-- `Rule(..., linear="grad")` adds the rows of an operator that is linear in that argument, `moves="self"` those of one
-  that changes no element of it.
-- `traffic=lambda ranks: nbytes` marks a row whose local function communicates, with the bytes each rank receives.
-- The same function serves the functional, the in-place and the `out=` form; for operators that only write to their
-  inputs (`_foreach_add_`) `out` means what is written.
-
-The rank with an empty shard: `Rule(..., skip_empty=True)` where the kernel refuses empty tensors.  The local function
-need not think of them then, unless it communicates.
+What is not named is replicated (`OpCall.row`).  The same function serves the functional, the in-place and the `out=`
+form; for operators that only write to their inputs (`_foreach_add_`) `out` means what is written.  With `skip_empty`,
+the local function need not think of empty shards, unless it communicates.
 """
 
 from __future__ import annotations
