@@ -206,31 +206,24 @@ def softmax(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
+    """The softmax or its logarithm, or the gradient of either, with the maxima and sums of all shards."""
     axes, dtype = spec.dim_shardings[dim].axes, local_call.outputs[0].dtype
     is_log = "log_softmax" in local_call.call.op.__name__
 
-    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forwards(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
         x = x.to(dtype)
         shifted = x - _largest(x, spec, (dim,))
         weights = shifted.exp()
         total = all_reduced(weights.sum(dim, keepdim=True), spec, axes)
         return shifted - total.log() if is_log else weights / total
 
-    return run
-
-
-@along_dim
-def _softmax_backward(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
-    axes, dtype = spec.dim_shardings[dim].axes, local_call.outputs[0].dtype
-    is_log = "log_softmax" in local_call.call.op.__name__
-
-    def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
+    def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
+        """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
         weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
         return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
 
-    return run
+    return backwards if "grad_output" in local_call.call.places else forwards
 
 
 REDUCTION: Table = family(
@@ -250,12 +243,11 @@ REDUCTION: Table = family(
         "linalg_vector_norm norm": Rule(norm, _norm, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norm, kind="each"),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
-        "_softmax _log_softmax": Rule(softmax, _softmax, sizes=()),
+        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": Rule(
+            softmax, _softmax, sizes=(), linear="grad_output"
+        ),
         "_safe_softmax": Rule(lambda call: alike(call, call.dim()), skip_empty=True),
         "glu glu_backward": Rule(lambda call: alike(call, call.dim()), linear="grad_output"),
-        "_softmax_backward_data _log_softmax_backward_data": Rule(
-            softmax, _softmax_backward, sizes=(), linear="grad_output"
-        ),
     },
     unordered=True,
 ) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})
