@@ -104,8 +104,5 @@ _KERNELS = (
     "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable"
 )
 ATTENTION: Table = family(
-    {
-        _KERNELS: Rule(attention, _attend, skip_empty=True),
-        backward(_KERNELS): Rule(attention, _attend, skip_empty=True, linear="grad_out grad_out_"),
-    }
+    {f"{_KERNELS} {backward(_KERNELS)}": Rule(attention, _attend, skip_empty=True, linear="grad_out grad_out_")}
 )

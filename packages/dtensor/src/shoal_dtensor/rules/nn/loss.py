@@ -159,6 +159,7 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
 
 
 _LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss, sizes=())
+_SAMPLE_LOSS = Rule(sample_loss, _loss, skip_empty=True, linear="grad_output")
 
 LOSS: Table = family(
     {
@@ -172,9 +173,7 @@ LOSS: Table = family(
     unordered=True,
 ) | family(
     {
-        "multi_margin_loss multilabel_margin_loss_forward": Rule(sample_loss, _loss, skip_empty=True),
-        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(
-            sample_loss, _loss, skip_empty=True, linear="grad_output"
-        ),
+        "multi_margin_loss multilabel_margin_loss_forward": _SAMPLE_LOSS,
+        "multi_margin_loss_backward multilabel_margin_loss_backward": _SAMPLE_LOSS,
     }
 )

@@ -311,7 +311,7 @@ _SUMS = (
     "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
 )
-
+_SAMPLED = "fractional_max_pool2d fractional_max_pool3d"
 _PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
 
 WINDOWED: Table = family(
@@ -328,13 +328,10 @@ WINDOWED: Table = family(
         _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
         backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed_backward, skip_empty=True, linear="grad_output"),
         _PADS: Rule(planes, skip_empty=True, moves="self"),
-        backward(_PADS): Rule(planes, skip_empty=True, linear="grad_output"),
+        backward(f"{_PADS} {_SAMPLED}"): Rule(planes, skip_empty=True, linear="grad_output"),
         "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
-        "fractional_max_pool2d fractional_max_pool3d": Rule(fractional_max_pool, skip_empty=True),
-        "fractional_max_pool2d_backward fractional_max_pool3d_backward": Rule(
-            planes, skip_empty=True, linear="grad_output"
-        ),
+        _SAMPLED: Rule(fractional_max_pool, skip_empty=True),
         # at the places in `t`: batch, channels of the image, rows and columns of the grid
         "grid_sampler_2d": _images("n c h w, n p q t -> n c p q", "h w t"),
         "grid_sampler_3d": _images("n c d h w, n o p q t -> n c o p q", "d h w t"),
