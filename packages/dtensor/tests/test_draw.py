@@ -199,10 +199,10 @@ def test_stretches_cover_a_box_once(shape: tuple[int, ...]) -> None:
         target = torch.full([b - a for a, b in box], -1)
         cuts = sorted({0, len(values), *(dice.randint(0, len(values)) for _ in range(3))})
         for start, stop in pairwise(cuts):
-            found = list(stretches(shape, box, start, stop))  # type: ignore[arg-type]  # sorted() forgets the length
+            found = list(stretches(shape, box, start, stop, values[start:stop], target))  # type: ignore[arg-type]  # sorted() forgets the length
             assert len(found) <= 2 * max(len(shape), 1) - 1
-            for piece in found:
-                piece.copy(values[start:stop], target)
+            for part, own in found:
+                own.copy_(part)
         assert torch.equal(target, values.view(shape)[tuple(slice(*pair) for pair in box)])
 
 

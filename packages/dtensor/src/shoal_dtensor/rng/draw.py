@@ -57,8 +57,7 @@ def draw(
                 return local
             memory, number = _own_part(memory, spec, spec.coordinate, axes)
             low, high, *_ = philox((number, len(axes), 0, 0), key)
-            generator = torch.Generator(local.device)
-            generator.manual_seed((high << 31) ^ low)
+            generator = torch.Generator(local.device).manual_seed((high << 31) ^ low)
         fill_stream(local, memory, fill, generator, operand)
     return local
 

@@ -79,31 +79,18 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return 0 in shape or all(n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True))
 
 
-class Stretch(NamedTuple):
-    """A stretch of the walk that is a box itself, and the part of it that is wanted."""
+def stretches(
+    shape: Sequence[int], box: Box, start: int, stop: int, flat: Tensor, held: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`: views of both tensors.
 
-    start: int  # flat index of the stretch's first element, counted from the start of the range asked for
-    shape: tuple[int, ...]  # extents of the stretch
-    source: tuple[slice, ...]  # the wanted part, as slices of the stretch
-    target: tuple[slice, ...]  # the same part, as slices of the wanted box
-
-    def copy(self, flat: Tensor, target: Tensor, back: bool = False) -> None:
-        """Copy the part from the 1-D tensor that holds the range asked for, or, `back`, into it."""
-        stretch = flat[self.start : self.start + prod(self.shape)].view(self.shape)[self.source]
-        if back:
-            stretch.copy_(target[self.target])
-        else:
-            target[self.target].copy_(stretch)
-
-
-def stretches(shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator[Stretch]:
-    """The parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`.
-
-    A range of a walk over n dims is at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
+    `flat` has the elements of the range, `held` those of the box.  A range of a walk over n dims is at most 2n - 1
+    boxes: partial rows at both ends and whole rows between them.
     """
     for base, block in _blocks(tuple(shape), start, stop):
         if (wanted := intersect(block, box)) is not None:
-            yield Stretch(base, tuple(shape_of(block)), slices_of(wanted, block), slices_of(wanted, box))
+            stretch = flat[base : base + volume(block)].view(shape_of(block))
+            yield stretch[slices_of(wanted, block)], held[slices_of(wanted, box)]
 
 
 def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Box]]:

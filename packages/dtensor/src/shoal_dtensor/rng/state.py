@@ -108,7 +108,6 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
 
 # --- generators -------------------------------------------------------------------------------------------------------
 
-_MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
 _NO_GENERATORS = (
     "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree on a state"
@@ -149,14 +148,12 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     else:  # a law that is not known here: the state as it is, and one number drawn
         state = bytes(generator.get_state().tolist())
         torch.empty(1, device=generator.device).uniform_(generator=generator)
-    number = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
-    return number & _MASK, number >> 32
+    number = _hash(state)
+    return number & 0xFFFFFFFF, number >> 32
 
 
-def fingerprint(generator: torch.Generator) -> int:
-    """A 62-bit hash of a generator's state."""
-    state = bytes(generator.get_state().tolist())
-    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
+def _hash(state: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
 
 
 def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
@@ -180,7 +177,10 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
             if _is_checked(mesh, about) and not always:
                 return  # another thread was faster
-            mine = generator.initial_seed() >> 1 if about == _SHARED else fingerprint(generator)
+            if about == _SHARED:
+                mine = generator.initial_seed() >> 1
+            else:
+                mine = _hash(bytes(generator.get_state().tolist())) >> 2
             with out_of_sight():
                 sent = upload([mine], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
             prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, sent)]

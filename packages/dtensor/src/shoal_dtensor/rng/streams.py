@@ -147,13 +147,12 @@ def fill_cpu(
         if (first < stop and start < last) or not law.words or stop == memory.numel:
             skip_words((start - drawn) * law.words, generator)  # 65536 float32 uniform values: as many words
             drawn, length = stop, stop - start  # up to 65536 + 15 elements in units of 16
-            own = list(stretches(memory.shape, memory.box, start, stop))
             if odds is not None and operand is not None:
-                for stretch in own:
-                    stretch.copy(odds, memory.arranged(operand), back=True)
+                for part, own in stretches(memory.shape, memory.box, start, stop, odds, memory.arranged(operand)):
+                    part.copy_(own)
             fill(scratch[:length], generator, None if odds is None else odds[:length])
-            for stretch in own:
-                stretch.copy(scratch, target)
+            for part, own in stretches(memory.shape, memory.box, start, stop, scratch, target):
+                own.copy_(part)
         start = stop
 
 
@@ -199,8 +198,7 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
 
 def _primed() -> torch.Generator:
     """A seeded generator that also holds the spare value that torch's scalar normal keeps."""
-    generator = torch.Generator()
-    generator.manual_seed(20)
+    generator = torch.Generator().manual_seed(20)
     torch.empty(1, dtype=torch.float64).normal_(generator=generator)
     return generator
 
@@ -238,12 +236,12 @@ def fill_cuda(
     # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
     for k in range(first // rounds.size, -(-last // rounds.size)):
         begin = k * rounds.size  # k = 2: 2000, from offset start + 2 * step
-        mine = list(stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel)))
+        mine = [*stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel), flat, target)]
         if mine:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
-            for stretch in mine:
-                stretch.copy(flat, target)
+            for part, own in mine:
+                own.copy_(part)
     generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)  # 5200: 6 rounds
 
 
@@ -283,6 +281,4 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int
 
 
 def _private_generator(device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.manual_seed(20)
-    return generator
+    return torch.Generator(device).manual_seed(20)
