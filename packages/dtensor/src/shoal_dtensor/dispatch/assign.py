@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
 
+from ..layout.boxes import spans
 from ..layout.dim_sharding import AnyDimSharding, DimSharding, StridedDimSharding, fold_levels, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
@@ -92,7 +93,7 @@ def _assignments(
     for combination in islice(product(*choices), MAX_COMBINATIONS):
         communicating = tuple([axis for axis, row in enumerate(combination) if row.traffic is not None])
         for inputs, outputs in _resolve(combination, problem, mesh):
-            if _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
+            if _is_valid(problem, inputs, outputs):
                 yield combination, Sharding(inputs, outputs, communicating)
 
 
@@ -157,10 +158,18 @@ def _resolve(
     for chosen in product(*(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())):
         pairs = zip(axes_of.values(), chosen, strict=True)
         shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
-        inputs = [_operand(i, spec, combination, shardings) for i, spec in enumerate(problem.specs)]
-        outputs = [_output(i, meta, combination, shardings, mesh) for i, meta in enumerate(problem.outputs)]
+        inputs = [
+            _spec_by([row.inputs[i] for row in combination], spec.tensor_meta, shardings, mesh)
+            for i, spec in enumerate(problem.specs)
+        ]
+        outputs = [
+            _spec_by([row.outputs[i] for row in combination], meta, shardings, mesh)
+            for i, meta in enumerate(problem.outputs)
+        ]
         if all(inputs) and all(outputs):
-            yield tuple(filter(None, inputs)), tuple(filter(None, outputs))
+            pairs_of_inputs = zip(problem.specs, filter(None, inputs), strict=True)
+            kept = tuple([spec if spec.same_layout(to) else to for spec, to in pairs_of_inputs])
+            yield kept, tuple(filter(None, outputs))
 
 
 def _factor_shardings(
@@ -202,26 +211,7 @@ def _factor_sharding(
 DimShardings = dict[int, tuple[Row, AnyDimSharding]]
 
 
-def _operand(index: int, spec: Spec, combination: Sequence[Row], shardings: DimShardings) -> Spec | None:
-    entries = [row.inputs[index] for row in combination]
-    by_dim = placed(entries, shardings, spec.shape)
-    if by_dim is None:
-        return None
-    if all(
-        by_dim.get(dim) == (sharding if sharding.axes else None) for dim, sharding in enumerate(spec.dim_shardings)
-    ) and all(
-        a is b or not (isinstance(a, Partial) or isinstance(b, Partial))
-        for a, b in zip(entries, spec.placements, strict=True)
-    ):
-        return spec
-    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
-    return spec.with_(placements=placements_of(entries, by_dim), shard_order=order)
-
-
-def _output(
-    index: int, meta: TensorMeta, combination: Sequence[Row], shardings: DimShardings, mesh: DeviceMesh
-) -> Spec | None:
-    entries = [row.outputs[index] for row in combination]
+def _spec_by(entries: Sequence[Entry], meta: TensorMeta, shardings: DimShardings, mesh: DeviceMesh) -> Spec | None:
     by_dim = placed(entries, shardings, meta.shape)
     return None if by_dim is None else Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
 
@@ -243,7 +233,14 @@ def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[in
         seen = rows.setdefault(entry.dim, [])
         if any(row is other for other in seen):
             continue
-        sharding = sharding_behind(entry, factor, shape[entry.dim])
+        sharding: AnyDimSharding | None  # of the dim, when the factor behind its entry is sharded so
+        if isinstance(factor, StridedDimSharding):
+            sharding = factor  # only plain entries get one
+        elif entry.map is not None:
+            sharding = entry.map(factor)
+        else:
+            sharding = factor.scaled(entry.unit)
+            sharding = sharding if entry.runs == 1 else fold_levels({entry.runs: sharding}, shape[entry.dim])
         if seen and sharding is not None:
             join = _shared if getattr(entry.map, "intersects", False) else _joined
             exclusive = getattr(entry.map, "exclusive", False)
@@ -253,16 +250,6 @@ def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[in
         seen.append(row)
         by_dim[entry.dim] = sharding
     return by_dim
-
-
-def sharding_behind(entry: S, factor: AnyDimSharding, length: int) -> AnyDimSharding | None:
-    """How a dim of `length` elements is sharded when the factor behind its entry is sharded so."""
-    if isinstance(factor, StridedDimSharding):
-        return factor  # only plain entries get one
-    if entry.map is not None:
-        return entry.map(factor)
-    sharding = factor.scaled(entry.unit)
-    return sharding if entry.runs == 1 else fold_levels({entry.runs: sharding}, length)
 
 
 def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSharding | None:
@@ -281,23 +268,23 @@ def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSha
     if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
         return None
     # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
-    ends = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in (outer, inner)]
-    sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in product(*ends))
+    parts = product(spans(outer.sizes), spans(inner.sizes))
+    sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in parts)
     assert sum(sizes) == length, "shards of one dim by rows and by columns"
     return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
 
 
-def _keeps(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
-    """Whether written tensors keep their layouts."""
+def _is_valid(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+    """Whether written tensors keep their layouts, and no spec has reductions whose order would matter.
+
+    The rows of two axes may each be right, but not together.
+    """
+    kinds = [{op for _, op in spec.partials} for spec in (*inputs, *outputs)]
+    if any(len(ops) > 1 and ops != {"sum", "avg"} for ops in kinds):
+        return False
     for index, output in problem.fixed:
         if not inputs[index].same_layout(problem.specs[index]):
             return False
         if output is not None and not outputs[output].same_layout(problem.specs[index]):
             return False
     return all(out.same_layout(got) for out, got in zip(problem.outs, outputs, strict=False))
-
-
-def _mixes(spec: Spec) -> bool:
-    """Whether a spec has reductions whose order would matter: rows of two axes may each be right, but not together."""
-    kinds = {op for _, op in spec.partials} if len(spec.partials) > 1 else ()
-    return len(kinds) > 1 and not {"sum", "avg"}.issuperset(kinds)

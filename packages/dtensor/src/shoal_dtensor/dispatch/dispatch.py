@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from warnings import warn
 
 import torch
@@ -27,14 +27,14 @@ from .._torch.operators import OpOverload, is_collective
 from .._torch.tensors import around
 from ..errors import OperatorArgumentError
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, has_symbols
+from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
-from .global_call import run_on_few, specs_of
+from .global_call import mesh_of, replicated_spec, run_on_few, specs_of
 from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
 from .propagate import decide, rule_of
-from .results import Decision, ResultKind, as_seen, count_writes, follow, within, wrap_dynamic
+from .results import Decision, ResultKind, as_seen, count_writes, follow, within
 
 _LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
@@ -65,15 +65,8 @@ class _OpCache:
         self.decisions[key] = decision
 
 
-class _Call(NamedTuple):
-    """One call that is not run on the fast path: its arguments, and what the local call gets for them."""
-
-    cls: Any
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    local: Sequence[Any]
-    named: Mapping[str, Any]
+# A call that is not run on the fast path: class, operator, its arguments, and what the local call gets for them.
+_Call = tuple[Any, OpOverload, tuple[Any, ...], Mapping[str, Any], Sequence[Any], Mapping[str, Any]]
 
 
 # `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each once.
@@ -122,9 +115,9 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     except (KeyError, TypeError):  # symbols among the arguments have no hash
         decision = None
     if decision is None:
-        return _on_cache_miss(_Call(cls, op, args, kwargs, local, named), cache, key)
+        return _on_cache_miss((cls, op, args, kwargs, local, named), cache, key)
     if decision.slow_path:
-        return _run(_Call(cls, op, args, kwargs, local, named), decision)
+        return _run((cls, op, args, kwargs, local, named), decision)
     result = decision.call(*local, **named) if kwargs else decision.call(*local)
     kind = decision.result_kind
     if kind is _ONE:
@@ -238,9 +231,14 @@ def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwa
         return result
     if decision.result_kind is _ONE:
         return around(cls, result, decision.outputs[0], False)
+    if decision.result_kind is ResultKind.DYNAMIC:  # every rank has computed the same results; sparse ones stay plain
+        mesh = mesh_of(cls, args, kwargs)
+
+        def replicated(local: Tensor) -> Any:
+            return around(cls, local, replicated_spec(mesh, local), False) if local.layout is torch.strided else local
+
+        return mapped(result, Tensor, replicated)
     originals = [*flatten([*args, *kwargs.values()])]
-    if decision.result_kind is ResultKind.DYNAMIC:
-        return wrap_dynamic(cls, result, next(item._spec for item in originals if isinstance(item, cls)))
 
     def wrapped(local: Tensor, spec: Spec, index: int | None) -> Any:  # one that is a written input is that itself
         return around(cls, local, spec, False) if index is None else originals[index]

@@ -44,14 +44,17 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
     return mesh
 
 
+def replicated_spec(mesh: DeviceMesh, tensor: torch.Tensor) -> Spec:
+    """The spec of a tensor that every rank of a mesh holds."""
+    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
     mesh = mesh_of(cls, args, kwargs)
 
     def spec(tensor: Any) -> Spec:
-        if isinstance(tensor, cls):
-            return tensor._spec  # type: ignore[no-any-return]  # of a DTensor
-        return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+        return tensor._spec if isinstance(tensor, cls) else replicated_spec(mesh, tensor)
 
     return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
 
@@ -190,24 +193,16 @@ class NeedsConstantsError(Exception):
     """A call cannot be decided for symbols; never seen by users."""
 
 
-def constants_of(value: Any) -> Any:
-    """Arguments of a call with constants in place of symbols."""
-    return _replaced(value, int, constant)
-
-
-def example_of(value: Any) -> Any:
-    """Anything of a call, with the sizes that the compiler traces with in place of symbols."""
-    return _replaced(value, lambda n: traced_with((n,))[0], lambda spec: spec.example)
-
-
-def _replaced(value: Any, size: Callable[[Any], int], spec: Callable[[Any], Any]) -> Any:
-    """A structure with its symbols and specs of symbols replaced."""
+def without_symbols(value: Any, *, as_traced: bool) -> Any:
+    """Anything of a call with constants in place of symbols: the sizes that are traced with, or guarded ones."""
 
     def replaced(item: Any) -> Any:
         if isinstance(item, Spec):
-            return item if item.example is None else spec(item)
+            return item if item.example is None else item.example if as_traced else constant(item)
         if isinstance(item, TensorMeta):
-            return TensorMeta(*(_replaced(part, size, spec) for part in item))
-        return torch.Size([_replaced(n, size, spec) for n in item]) if isinstance(item, torch.Size) else size(item)
+            return TensorMeta(*without_symbols([*item], as_traced=as_traced))
+        if isinstance(item, torch.Size):
+            return torch.Size(without_symbols([*item], as_traced=as_traced))
+        return traced_with((item,))[0] if as_traced else int(item)
 
     return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replaced)

@@ -28,14 +28,7 @@ from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, loc
 from ..scopes import Scope, notice_of
 from .assign import Sharding, ShardingProblem, assign, unmoved
 from .composites import collective_on_shards
-from .global_call import (
-    NeedsConstantsError,
-    by_few_elements,
-    by_meta_kernel,
-    constants_of,
-    example_of,
-    specs_in,
-)
+from .global_call import NeedsConstantsError, by_few_elements, by_meta_kernel, specs_in, without_symbols
 from .plain_tensors import instead
 from .results import (
     Decision,
@@ -64,11 +57,7 @@ def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
 
 
 def decide(
-    op: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    scope: Scope,
-    copies: frozenset[int] = frozenset(),
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope, copies: frozenset[int] = frozenset()
 ) -> Decision:
     """How to run `op`, given its arguments with a `Spec` in place of each tensor, keyword arguments in schema order.
 
@@ -81,7 +70,7 @@ def decide(
     except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
-        return _decide(op, constants_of(args), constants_of(kwargs), scope, copies)
+        return _decide(op, *without_symbols((args, kwargs), as_traced=False), scope, copies)
 
 
 def _decide(
@@ -153,8 +142,8 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
     """
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
-    example = OpCall(call.op, *example_of((call.args, call.kwargs, call.tensors, call.outputs)))
-    chosen = _sharding(rule, example, ShardingProblem(*example_of(problem)))
+    traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
+    chosen = _sharding(rule, OpCall(call.op, *traced), ShardingProblem(*without_symbols(problem, as_traced=True)))
     there = [
         spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import OpOverload, change_shape, has_views, view_of
-from .._torch.tensors import around, count_write
+from .._torch.tensors import count_write
 from ..errors import InPlaceError
-from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memory_order
 from ..redistribute.execution.execute import in_memory_order
@@ -99,18 +98,6 @@ def result_kind(call: OpCall) -> ResultKind:
     is_new = all(index is None for index in aliased)
     is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
     return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
-
-
-def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
-    """Wrap results whose shapes depend on data: every rank has computed the same ones.  Sparse ones stay plain."""
-    everywhere = like.with_(placements=(Replicate(),) * like.mesh.ndim)
-
-    def wrapped(local: torch.Tensor) -> Any:
-        if local.layout is not torch.strided:
-            return local
-        return around(cls, local, everywhere.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype), False)
-
-    return mapped(result, Tensor, wrapped)
 
 
 def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
@@ -231,18 +218,15 @@ def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mappi
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         count_write(written)
-        if torch.is_grad_enabled() and isinstance(written, list | tuple) and _overlap(written):
+        if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
+            continue
+        ids = {*map(id, written)}
+        twice = len(ids) < len(written) or any(id(tensor._base) in ids for tensor in written)
+        if twice and any(tensor.requires_grad for tensor in written):
             raise InPlaceError(
                 "an in-place operator on a list wrote to a tensor twice, as itself and as a view of it, and autograd "
                 "records it: the gradients would be wrong. Write to them one after the other, or under torch.no_grad()"
             )
-
-
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is among several twice, or beside a view of it, and one of them has a gradient."""
-    ids = {*map(id, tensors)}
-    twice = len(ids) < len(tensors) or any(id(tensor._base) in ids for tensor in tensors)
-    return twice and any(tensor.requires_grad for tensor in tensors)
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
@@ -290,17 +274,12 @@ def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views
 
 def following_base(slot: Any) -> property:
     """The attribute of such views that is read in place of the slot that holds their local tensor."""
-    return property(
-        lambda view: _current_values(view, slot.__get__(view)), lambda view, local: slot.__set__(view, local)
-    )
 
+    def current_values(view: Any) -> Any:
+        base, version, take = view.__dict__.get("_source", (None, None, None))
+        if base is not None and base._version != version:
+            view._local_tensor = take()._local_tensor
+            view._source = base, base._version, take
+        return slot.__get__(view)
 
-def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
-    """The local tensor of such a view, whose values were `local` when it was last read."""
-    source = view.__dict__.get("_source")
-    if source is None or source[0]._version == source[1]:
-        return local
-    base, _, take = source
-    view._local_tensor = values = take()._local_tensor
-    view._source = base, base._version, take
-    return values  # type: ignore[no-any-return]  # a tensor
+    return property(current_values, slot.__set__)
