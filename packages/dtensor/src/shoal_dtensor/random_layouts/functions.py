@@ -36,11 +36,6 @@ _CALLED = _FILLS | {"rrelu", "rrelu_"}
 _LAYERS = __name__.partition("dtensor.")[0]  # shoal_, or where it is vendored: what stands in for a forward is there
 
 
-def name_of(function: Any) -> str:
-    """The name of a torch function, without its overload: `bernoulli` of `aten.bernoulli.default`."""
-    return str(getattr(function, "__name__", "")).partition(".")[0]
-
-
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a torch function draws random numbers: a `dropout` that is not training does not."""
     if name not in _NAMES:

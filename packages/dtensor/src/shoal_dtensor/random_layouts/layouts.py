@@ -251,7 +251,6 @@ _RESIZING = frozenset(("view", "reshape", "unflatten"))
 
 
 def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> tuple[Any, ...]:
-    """Arguments of `reshape` on the global tensor, for sizes of a shard."""
     spec = args[0]
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):

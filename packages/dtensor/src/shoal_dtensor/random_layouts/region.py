@@ -7,7 +7,6 @@ like the first forward.  Where nothing draws (eval mode, a probability of 0) it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
@@ -139,8 +138,17 @@ class DrawRegion(ModuleForward):
         elif self.batch is not None:
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
-        with _replaced(lowered, watch), watch:
-            return self.under(watch, args, kwargs)
+        token = _watch.set(watch)
+        direct = {module: forward for module, forward in lowered.items() if forward_of(module) is forward}
+        for module, forward in direct.items():
+            module.__dict__["forward"] = partial(watch.call, forward)
+        try:
+            with watch:
+                return self.under(watch, args, kwargs)
+        finally:
+            for module, forward in direct.items():
+                set_forward(module, forward)
+            _watch.reset(token)
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch."""
@@ -169,7 +177,6 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[A
 
 
 def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
-    """The modules of a tree that have styles, and their forwards."""
     forwards = ((module, forward_of(module)) for module in root.modules())
     inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
     return {module: lowered for module, lowered in inner if lowered is not None}
@@ -193,18 +200,3 @@ def _axes_of(batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward
 
 def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.axis_names]
-
-
-@contextmanager
-def _replaced(lowered: Mapping[nn.Module, ModuleForward], watch: Watch) -> Iterator[None]:
-    """Inside the block, calls of lowered modules go through the watch."""
-    token = _watch.set(watch)
-    direct = {m: f for m, f in lowered.items() if forward_of(m) is f}
-    for module, forward in direct.items():
-        module.__dict__["forward"] = partial(watch.call, forward)
-    try:
-        yield
-    finally:
-        for module, forward in direct.items():
-            set_forward(module, forward)
-        _watch.reset(token)

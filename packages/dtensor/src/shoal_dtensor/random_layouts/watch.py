@@ -28,7 +28,7 @@ from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor
-from .functions import active, drawers_of, draws, name_of
+from .functions import active, drawers_of, draws
 from .layouts import (
     PLAIN,
     UNSEEN,
@@ -68,7 +68,7 @@ class Watch(FunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        name = name_of(func)
+        name = str(getattr(func, "__name__", "")).partition(".")[0]  # `bernoulli` of `aten.bernoulli.default`
         if draws(name, args, kwargs):
             return self.draw(name, func, args, kwargs)
         out = super().__torch_function__(func, types, args, kwargs)
@@ -152,7 +152,7 @@ class Watch(FunctionMode):
                 if isinstance(result, DTensor):
                     self.note_spec(result, result.spec, source)
                 elif isinstance(result, Tensor):
-                    self._place(forward, result, index, layout, source)
+                    note_layout(result, self._output(forward, result, index, layout, source))
         return out
 
     def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
@@ -186,15 +186,25 @@ class Watch(FunctionMode):
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):  # a DTensor on its own mesh draws by itself
             note_layout(local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source))
 
-    def _place(
+    def _output(
         self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
-    ) -> None:
-        """Note the layout of a module's plain output."""
-        axis, noted, blocks = self.axes[forward.mesh], spec_of(result), forward.output_blocks()
-        shard: AnyShard | None = None
+    ) -> LocalLayout:
+        axis, blocks = self.axes[forward.mesh], forward.output_blocks()
         if blocks is not None:
-            note_layout(result, self._fused(forward, blocks, result, source))
-            return
+            if not blocks:
+                return LocalLayout(unknown="several ranks hold the same heads")
+            specs = []
+            for sizes in blocks:  # behind each other
+                local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
+                placed = self.placed(local, axis, Shard(result.ndim - 1, sizes=sizes), source)
+                if placed.spec is None:
+                    return placed
+                specs.append(placed.spec)
+            if len(specs) == 1:
+                return LocalLayout(specs[0])
+            return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
+        noted = spec_of(result)
+        shard: AnyShard | None = None
         if noted is not None:  # the boundary knew the sizes of all shards
             shard = shard_of(noted, axis)
         elif isinstance(layout, Shard):
@@ -205,24 +215,7 @@ class Watch(FunctionMode):
                 sizes = extents(spec, axis)  # of the module's first input, if they may be its output's
                 sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
             shard = Shard(dim, sizes=sizes)
-        note_layout(result, self.placed(result, axis, shard, source))
-
-    def _fused(
-        self, forward: ModuleForward, blocks: Sequence[Sequence[int]], result: Tensor, source: Tensor | None
-    ) -> LocalLayout:
-        """The layout of shards of several blocks behind each other."""
-        if not blocks:
-            return LocalLayout(unknown="several ranks hold the same heads")
-        axis, specs = self.axes[forward.mesh], []
-        for sizes in blocks:
-            local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
-            layout = self.placed(local, axis, Shard(result.ndim - 1, sizes=sizes), source)
-            if layout.spec is None:
-                return layout
-            specs.append(layout.spec)
-        if len(specs) == 1:
-            return LocalLayout(specs[0])
-        return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
+        return self.placed(result, axis, shard, source)
 
     def placed(self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None) -> LocalLayout:
         """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
@@ -265,7 +258,17 @@ class Watch(FunctionMode):
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
-            self._check_known(name, tensor, layout)
+            why, passed_by = layout.unknown, layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
+            if isinstance(tensor, DTensor):
+                replicates = layout.spec is not None and layout.spec.replicated
+                passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and not replicates
+            if passed_by:
+                why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
+            if why:
+                raise LayoutError(
+                    f"{name} between styles draws what one device draws, but how its argument of local shape "
+                    f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
+                )
         if self._entered[-1] != saving_state():
             raise LayoutError(
                 f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
@@ -298,19 +301,6 @@ class Watch(FunctionMode):
             target.copy_(out)
         note_layout(target, first)
         return target
-
-    def _check_known(self, name: str, tensor: Tensor, layout: LocalLayout) -> None:
-        why, passed_by = layout.unknown, layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
-        if isinstance(tensor, DTensor):
-            spec = spec_of(tensor)
-            passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
-        if passed_by:
-            why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
-        if why:
-            raise LayoutError(
-                f"{name} between styles draws what one device draws, but how its argument of local shape "
-                f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
-            )
 
     def _as_dtensor(self, value: Tensor) -> Tensor:
         if type(value) is not Tensor:
