@@ -67,7 +67,6 @@ def fill_counter(
 
 
 def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]) -> Tensor:
-    """Values of some rows, from one column to another."""
     left, right = columns
     wide = dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
     if fill.name == "random_":

@@ -31,11 +31,6 @@ class MemoryOrder(NamedTuple):
         return prod(self.shape)
 
     @property
-    def whole(self) -> bool:
-        """Whether the box is the global tensor."""
-        return self.box == whole_box(self.shape)
-
-    @property
     def span(self) -> tuple[int, int]:
         """The shortest flat range `[first, last + 1)` of the walk that has the whole box; `(0, 0)` for an empty box."""
         if volume(self.box) == 0:

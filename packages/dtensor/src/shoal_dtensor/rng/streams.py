@@ -11,8 +11,6 @@ CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator'
 many threads as the device runs at once.  A large tensor is therefore filled in rounds: round `k` fills the same number
 of consecutive elements (of the walk, see `memory_order`) from offset + `k * step`, in the same way.  So round `k` alone
 is what torch itself fills when the generator's offset is moved there.  Size and step are measured on the device.
-
-Every random operator is in the end an in-place fill of fresh memory, so a `Fill` is all that the streams need to know.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout.boxes import whole_box
 from .memory_order import MemoryOrder, stretches
 from .state import generator_of
 
@@ -72,7 +71,7 @@ def fill_stream(
 
     The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     """
-    in_order = memory.has(local) and memory.whole and memory.arranged(local).is_contiguous()
+    in_order = memory.has(local) and memory.box == whole_box(memory.shape) and memory.arranged(local).is_contiguous()
     if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
         fill(local, generator, operand)
     elif local.device.type == "cpu":
