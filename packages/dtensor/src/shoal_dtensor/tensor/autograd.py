@@ -18,6 +18,7 @@ from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
 from .._torch.tensors import apply, around, is_transformed, make_wrapper
+from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
@@ -105,10 +106,9 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
     """
     if isinstance(grad, cls) or is_transformed(grad):
         return grad
-    mesh = spec.mesh
-    verify_replicated(mesh, f"the gradient of {spec!r}", [grad], candidates=True)
+    verify_replicated(spec.mesh, f"the gradient of {spec!r}", [grad], candidates=True)
     plain = grad.resolve_conj().resolve_neg()
-    return around(cls, plain, Spec(mesh, (Replicate(),) * mesh.ndim, plain.shape, plain.stride(), plain.dtype), False)
+    return around(cls, plain, replicated_spec(spec.mesh, plain), False)
 
 
 class FromLocal(Function):

@@ -17,6 +17,7 @@ from .._torch.compiling import is_tracing
 from .._torch.operators import out_of_sight
 from .._torch.tensors import TRACED
 from ..argument_types import check_mesh, check_type
+from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import digest_of
 from ..errors import PlacementError, ShoalTensorError
 from ..host_memory import device_of_numbers, upload
@@ -24,7 +25,7 @@ from ..layout.dim_sharding import DimSharding, ShardOrder
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import contiguous_stride, dense_stride, remembered
+from ..layout.tensor_meta import dense_stride, remembered
 from ..rng.memory_order import is_contiguous
 from ..rows_of_ranks import rows_of_ranks
 from ..scopes import own_scope
@@ -64,7 +65,6 @@ def target_spec(
 def _target(
     source: Spec, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shard_order: ShardOrder | None
 ) -> Spec:
-    """The spec on another mesh, or on the source's own."""
     target_mesh = mesh or source.mesh
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and not (mesh is None and source.placements[axis] is placement):
@@ -138,7 +138,9 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
     shape = _global_shape(local_shape, placements, mesh.shape) if shape is None else shape
     normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
-    spec = Spec(mesh, normal, shape, stride or _dense_like(local_shape, local_stride, shape), dtype, order)
+    if not stride and not is_contiguous(local_shape, local_stride):  # dims in memory in the order of the local tensor's
+        stride = dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
+    spec = Spec(mesh, normal, shape, stride or None, dtype, order)
     if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
@@ -159,13 +161,6 @@ def _global_shape(local_shape: Sequence[int], placements: Sequence[Placement], m
     for dim, length in lengths.items():
         shape[dim] = length
     return shape
-
-
-def _dense_like(local_shape: Sequence[int], local_stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """A dense stride for `shape` whose dims lie in memory in the order of a local tensor's."""
-    if is_contiguous(local_shape, local_stride):
-        return contiguous_stride(shape)
-    return dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
 
 
 def layout_of_ranks(
@@ -215,7 +210,6 @@ def _layout_of_shapes(
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """The layout of shards of these shapes, by the coordinates of their ranks in the mesh."""
     first = next(iter(shapes.values()))
     if len({*map(len, shapes.values())}) != 1:
         raise PlacementError(f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims")
@@ -255,8 +249,7 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
         if not whole.numel():  # `[]` means no index, though `torch.tensor([])` has a floating dtype
             whole = whole.long()
-        mesh = tensor._spec.mesh
-        return cls(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
+        return cls(whole, replicated_spec(tensor._spec.mesh, whole))
 
     if type(index) is tuple:
         return tuple([replicated(entry) if type(entry) is list else entry for entry in index])
