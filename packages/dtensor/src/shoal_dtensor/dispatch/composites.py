@@ -170,5 +170,4 @@ def run_in_groups(op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, *
 
 
 def _is_walked(value: Any, count: int) -> bool:
-    """Whether a list has something for every element."""
     return isinstance(value, list | tuple) and len(value) == count

@@ -137,7 +137,6 @@ never_compiled(dispatch)
 
 
 def _new_op_cache(cls: Any, op: Any) -> _OpCache:
-    """An empty cache for an operator in the current scope."""
     if not isinstance(op, OpOverload):
         raise raised_as_it_is(
             OperatorArgumentError(
@@ -226,7 +225,6 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
 
 
 def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """DTensors around the tensors of a result, wherever they are in it."""
     if decision.result_kind is _NONE:
         return result
     if decision.result_kind is _ONE:

@@ -70,7 +70,8 @@ def decide(
     except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
-        return _decide(op, *without_symbols((args, kwargs), as_traced=False), scope, copies)
+        args, kwargs = without_symbols((args, kwargs), as_traced=False)
+        return _decide(op, args, kwargs, scope, copies)
 
 
 def _decide(
@@ -182,7 +183,6 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
-    """Assign every element of a `foreach` call by itself."""
     decided: dict[int, Spec] = {}
     outputs: dict[int, Spec] = {}
     communicating: set[int] = set()

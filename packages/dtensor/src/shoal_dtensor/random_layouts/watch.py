@@ -194,9 +194,9 @@ class Watch(FunctionMode):
             if not blocks:
                 return LocalLayout(unknown="several ranks hold the same heads")
             specs = []
-            for sizes in blocks:  # behind each other
-                local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
-                placed = self.placed(local, axis, Shard(result.ndim - 1, sizes=sizes), source)
+            for of_ranks in blocks:  # behind each other
+                local = result.narrow(-1, 0, of_ranks[forward.mesh.comm(0).rank])
+                placed = self.placed(local, axis, Shard(result.ndim - 1, sizes=of_ranks), source)
                 if placed.spec is None:
                     return placed
                 specs.append(placed.spec)
