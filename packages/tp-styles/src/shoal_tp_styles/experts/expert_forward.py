@@ -29,7 +29,7 @@ from shoal_mesh import Comm, all_gather
 
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered, nbytes
-from ..lowering.parameters import local_parameters, while_replaced
+from ..lowering.parameters import local_parameters, own_forward
 from ..lowering.ports import local_input
 from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
@@ -61,22 +61,13 @@ def local_shards(
     return local
 
 
-def own_forward(module: Any, local: Mapping[str, Any], count: int, own: range | None, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with local shards (by path) for its parameters, and this rank's experts for all `count`.
-
-    `own` are the children of a list that stay; with None the numbers in which the module counts its experts stay too.
-    """
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for prefix, owner in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        changes.append((owner._parameters, {n: local[dot + n] for n in owner._parameters if dot + n in local}))
-    if own is not None:
-        numbers = [n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count]
-        changes.append((vars(module), dict.fromkeys(numbers, len(own))))
-        if isinstance(module, nn.ModuleList):
-            children = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
-            changes.append((vars(module), {"_modules": children}))
-    return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)
+def forward_of_own(module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any) -> Any:
+    """The module's forward, with local shards (by path) for its parameters, and this rank's experts for all `count`."""
+    numbers = [n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count]
+    values = {**local, **dict.fromkeys(numbers, len(own))}
+    if isinstance(module, nn.ModuleList):
+        values["_modules"] = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
+    return own_forward(module, values, *args)
 
 
 class SlicedExperts(Lowered):
@@ -93,7 +84,7 @@ class SlicedExperts(Lowered):
         module: Any = self.module
         args = tuple(map(self.entering, args))
         kwargs = {name: self.entering(value) for name, value in kwargs.items()}
-        out = own_forward(module, local_shards(module, self.sharding, None, self.comm), 0, None, *args, **kwargs)
+        out = own_forward(module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs)
         if type(out) is not Tensor:
             raise UnsupportedModuleError(
                 f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; expected one tensor, "
@@ -254,7 +245,7 @@ class RoutedExperts(Lowered):
         # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part, so of expert 0.
         ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
         ids = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True) % len(self.own)
-        forward = partial(own_forward, module, local, self.experts.count, self.own)
+        forward = partial(forward_of_own, module, local, self.experts.count, self.own)
         if not self.experts.grouped:
             ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
             out: Tensor = forward(rows, ids.unsqueeze(-1), ones)

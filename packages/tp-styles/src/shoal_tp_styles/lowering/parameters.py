@@ -199,7 +199,10 @@ def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapp
 
 
 def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """What a module's own forward returns with other values of those parameters, buffers and attributes that it has."""
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-    changes = [(table, {name: values[name] for name in values if name in table}) for table in tables if table]
+    """What a module's own forward returns with other values, by path, of parameters, buffers and attributes it has."""
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for path, value in values.items():
+        prefix, _, name = path.rpartition(".")
+        owner = module.get_submodule(prefix) if prefix else module
+        changes += [(each, {name: value}) for each in (owner._parameters, owner._buffers, vars(owner)) if name in each]
     return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)

@@ -29,7 +29,7 @@ from shoal_mesh import Comm
 
 from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
-from ..lowering.lowered import Lowered, declare_input, declare_output
+from ..lowering.lowered import Lowered, declare_input, declare_output, nbytes
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import from_local
 from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleCall
@@ -135,16 +135,6 @@ class FusedLowering(Lowered):
             matrix = torch.cat(shards) if is_compiling() else apply(_Concatenate, *shards)
         return matrix.t() if kind == self.columns else matrix
 
-    @staticmethod
-    def replicated_heads(call: ModuleCall) -> Iterator[Collective]:
-        """The all-reduces of gradients of heads that several ranks hold: one per block and parameter."""
-        fused = call.sharding.options_of(FusedBlocks)
-        for param in call.trained(f"{fused.prefix}weight", f"{fused.prefix}bias"):
-            for heads in fused.blocks.values():
-                if heads.replicated(call.ranks):
-                    nbytes = param.numel() * param.element_size() // fused.features * heads.size  # of one head
-                    yield Collective("all_reduce", nbytes, backward=True, ranks=call.ranks // heads.count)
-
 
 class FusedColumn(FusedLowering):
     """A fused Linear, or one whose heads are held by several ranks."""
@@ -154,7 +144,12 @@ class FusedColumn(FusedLowering):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from super().collectives(call)
-        yield from cls.replicated_heads(call)
+        fused = call.sharding.options_of(FusedBlocks)
+        for param in call.trained(*fused.names):
+            for heads in fused.blocks.values():
+                if heads.replicated(call.ranks):  # the gradients of one head
+                    size = nbytes(param) // fused.features * heads.size
+                    yield Collective("all_reduce", size, backward=True, ranks=call.ranks // heads.count)
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
         fused, ranks = self.sharding.options_of(FusedBlocks), self.comm.size
@@ -185,7 +180,7 @@ class AttentionHeads(FusedLowering):
         yield from declare_output(call, "out_proj.bias")
         weights = call.outputs[1]
         if weights is not None:
-            yield Collective("all_reduce", weights.numel() * weights.element_size())
+            yield Collective("all_reduce", nbytes(weights))
 
     def __call__(  # noqa: PLR0913  # the signature of nn.MultiheadAttention
         self,
@@ -267,10 +262,8 @@ def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, 
             "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"
         )
     total: Tensor | None = None
-    for given in (
-        mask,
-        None if padding is None else padding.view(-1, 1, 1, k.shape[-2]),
-    ):  # padding (2, 5): (2, 1, 1, 5)
+    of_keys = None if padding is None else padding.view(-1, 1, 1, k.shape[-2])  # (2, 5): (2, 1, 1, 5)
+    for given in (mask, of_keys):
         if given is not None:
             if given.dtype == torch.bool:
                 given = torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, -torch.inf)

@@ -30,6 +30,7 @@ from shoal_mesh import all_gather, all_gather_v
 from ..lowering import ports
 from ..lowering.collective_functions import gather_partial
 from ..lowering.lowered import Lowered, declare_input, declare_output, moves, nbytes
+from ..lowering.parameters import own_forward
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
@@ -200,19 +201,8 @@ class ColumnEmbeddingBag(ColumnEmbedding):
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        module: Any = self.module
         tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
-        weight: Any = self.local("weight")["weight"]
-        out = functional.embedding_bag(
-            tokens,
-            weight,
-            starts,
-            scale_grad_by_freq=module.scale_grad_by_freq,
-            mode=module.mode,
-            per_sample_weights=weights,
-            include_last_offset=module.include_last_offset,
-            padding_idx=module.padding_idx,
-        )
+        out = own_forward(self.module, self.local("weight"), tokens, starts, weights)
         return ports.sharded_output(self, out, port=leaving)
 
 
