@@ -1,27 +1,17 @@
-"""Differentiable collectives on plain activations of one mesh axis.
+"""Differentiable collectives on plain activations of one mesh axis; each function's backward is the reverse move.
 
-Between modules a plain tensor has a layout that only its modules know, and so has its gradient: the gradient of a
-replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Dims stay in memory
-as they lie: what is drawn later fills elements in that order, as on one device.  Each function's backward is the
-reverse move.
+Between modules a plain tensor has a layout that only its modules know, and so has its gradient: that of a replicated
+tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Dims stay in memory as they
+lie: what is drawn later fills elements in that order, as on one device.
 
-Several readers of an activation (q, k and v; gate and up) share one reduction.
-
-Modules that read the same replicated tensor `x` each contribute a partial gradient, and the sum of the
-partials over the readers can be reduced at once.  The first reader (the leader) gives, beside its
-output, a *token*: an alias of `x` whose gradient edge is the leader's own autograd node.  Later readers
-run on the token, so autograd delivers their partial gradients to the leader, which adds its own and
-reduces the sum.  It costs the leader one alias and no extra node.
-
-The token is an attribute of the tensor object `x`.  So its lifetime does not depend on other references
-(all ranks take the same decision), it dies with `x`, and no cycle arises: the leader saves aliases, never
-`x` itself.  A leaf is never shared, because its gradient edge leads back to it.  A write to `x` (its version
-or storage changes), another communicator, layout or dtype, or a change of grad mode ends the sharing.
-Readers in separate backward passes, recomputation under checkpointing and `torch.autograd.grad` are
-ordinary uses of ordinary nodes.
-
-In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and the tensors on which autograd
-traces it carry the tokens.  What merely finds out shapes leaves none.
+Readers of the same replicated tensor `x` (q, k and v; gate and up) share one reduction of their partial gradients.  The
+first one, the leader, gives beside its output a *token*: an alias of `x` whose gradient edge is the leader's own node.
+Later readers run on the token, so autograd delivers their partials to the leader, which adds its own and reduces the
+sum.  The token is an attribute of the tensor object `x`: its lifetime does not depend on other references (all ranks
+take the same decision), it dies with `x`, and no cycle arises, as the leader saves aliases, never `x` itself.  A leaf
+is never shared, because its gradient edge leads back to it.  A write to `x` (its version or storage changes), another
+communicator, layout or dtype, or a change of grad mode ends the sharing.  In compiled code the readers are single nodes
+of the graph (`whole_when_compiled`), and the tensors on which autograd traces it carry the tokens.
 """
 
 from __future__ import annotations
@@ -65,10 +55,9 @@ class _Token(TensorNote):
 
 
 def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
-    """The token that an earlier reader with the same key left on the tensor, if it still holds.
+    """The token, with or without gradient, that an earlier reader with the same key left, if it still holds.
 
-    `grad` says whether the token must carry a gradient, `in_tree` whether readers add their partials up block by block,
-    as those inside `sums_in_tree` have to.
+    `in_tree`: readers add their partials up block by block, as those inside `sums_in_tree` have to.
     """
     if sums_are_in_tree() and not in_tree:
         return None
@@ -80,7 +69,8 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
 
 def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
     """Leave the token of a reading on the tensor."""
-    if not isinstance(tensor, FakeTensor) and not tensor.is_inference():  # whose writes are not counted
+    # What merely finds out shapes leaves none; writes to tensors of inference mode are not counted.
+    if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
         setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _memory(tensor), token))
 
 
@@ -125,9 +115,7 @@ def reduce_scatter_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **opt
 
 
 def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-    if sizes is None:
-        size = tensor.shape[dim] // comm.size
-        return tensor.narrow(dim, comm.rank * size, size).contiguous()
+    sizes = sizes or (tensor.shape[dim] // comm.size,) * comm.size
     start = sum(sizes[: comm.rank])  # of sizes (3, 1, 2), rank 2 has 4 and 5
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
@@ -214,20 +202,13 @@ def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: An
 
 
 def sum_over_ranks(tensors: list[Tensor | None], comm: Comm | None) -> list[Tensor | None]:
-    """`P -> R` for each tensor, in as few collectives as there are dtypes; None stays None.
-
-    The tensors themselves are not written to: in a backward, others may refer to them.
-    """
+    """`P -> R` for each tensor (not in place: others may refer to it), in one collective per dtype; None stays None."""
     if comm is None or comm.size == 1:
         return tensors
     summed = list(tensors)
     present = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None]
     for dtype in dict.fromkeys(tensor.dtype for _, tensor in present):
         same = [(i, tensor) for i, tensor in present if tensor.dtype is dtype]
-        if len(same) == 1:
-            i, tensor = same[0]
-            summed[i] = all_reduce(tensor, comm)
-            continue
         flat = all_reduce_(torch.cat([tensor.reshape(-1) for _, tensor in same]), comm)
         sums = torch.split_with_sizes(flat, [tensor.numel() for _, tensor in same])
         for (i, tensor), total in zip(same, sums, strict=True):

@@ -2,15 +2,11 @@
 
 With `local_parameters` any function of plain tensors is a lowering: autograd differentiates what it computes.
 
-On autograd's own way the gradient of a DTensor leaf becomes a DTensor, passes the hook that gives it the leaf's
-placements, and is detached through dispatch: 10 us per parameter, as long as a small product itself takes.  None of
-that changes a gradient of lowered computation.  So where autograd would do no more than accumulate, a backward adds to
-the local shard of `.grad` itself and returns None.  The leaf's accumulation node runs all the same, so hooks of that
-node (DDP's reducer has one) are called, and `.grad` is complete when they are.
-
-A gradient is returned to autograd wherever it could be seen or is wanted for something else: hooks of the parameter,
-`torch.autograd.grad`, parameters that are no leaves, compilation, a `.grad` with another spec.  And one that is not
-asked for (`backward(inputs=...)`) is not computed.
+Where autograd would do no more than accumulate, a backward adds to the local shard of `.grad` itself and returns None:
+autograd's own way (a DTensor, a hook, a detach through dispatch) takes 10 us per parameter, as long as a small product.
+The leaf's accumulation node runs all the same, with its hooks (of DDP's reducer); `.grad` is complete then.  A gradient
+is returned wherever it could be seen or is wanted for something else: hooks of the parameter, `torch.autograd.grad`,
+parameters that are no leaves, compilation, a `.grad` with another spec.
 """
 
 from __future__ import annotations
@@ -132,11 +128,7 @@ class _DeliveredShards(Function):
 
 @whole_when_compiled
 def _delivered_shards(comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
-    """The local shards of parameters; their gradients, summed over `comm` if it is given, go to the parameters.
-
-    Compiled code has one node for all of them: behind it the graph holds plain tensors, and gradients leave it as
-    DTensors, as in eager code.
-    """
+    """The local shards of parameters, behind one node of compiled code: gradients leave it as DTensors, as in eager."""
     shards: tuple[Tensor, ...] = apply(_DeliveredShards, comm, *params)
     return shards
 

@@ -1,7 +1,7 @@
 """Tensors that enter and leave a module.
 
-By way of DTensor any layout becomes any layout: the general path, on which `Boundary` runs a module's own forward, and
-which lowerings take for DTensor inputs and unusual layouts.  The usual ones of plain tensors are direct collectives:
+By way of DTensor any layout becomes any layout: for `Boundary`, which runs a module's own forward, DTensor inputs and
+unusual layouts.  The usual ones of plain tensors are direct collectives:
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
@@ -46,10 +46,7 @@ from .parameters import local_parameters
 
 
 def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
-    """The DTensor in the port's desired layout; a plain tensor has the port's `layout`.
-
-    One of another mesh, and what is no tensor, is a LayoutError.
-    """
+    """The DTensor in the port's desired layout; a plain tensor has the port's `layout`."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
@@ -73,8 +70,7 @@ def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -
 def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None) -> Tensor:
     """An output in the port's desired layout: a DTensor, or its local shard where plain tensors leave.
 
-    A plain tensor has the layout of the computation, the port's `layout`. `shape` is its global shape where ranks may
-    hold shards of different sizes.
+    `shape` is the global shape of a plain tensor where ranks may hold shards of different sizes.
     """
     if not isinstance(tensor, DTensor):
         tensor = from_local(tensor, port.layout, lowered.mesh, shape)
@@ -83,13 +79,9 @@ def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] |
 
 
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
-    """The local shard of an output; `source` is the plain tensor that it was, if its layout on other axes is the same.
-
-    Raises:
-        LayoutError: if ranks hold shards of different sizes of a dim that is not the last: the next module could not
-            know them. Those of features it knows from its weight.
-    """
+    """The local shard of an output; `source` the plain tensor it was, if its layout on other axes is the same."""
     (placement,) = tensor.placements
+    # The next module knows the sizes of shards of features, the last dim, from its weight; others it could not know.
     if (
         isinstance(placement, Shard)
         and placement.sizes is None
@@ -113,11 +105,7 @@ def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Se
 
 
 class Boundary(Lowered):
-    """Brings inputs to their ports' layouts, runs what was the forward before, and brings outputs to theirs.
-
-    What runs inside is the module's own forward on DTensors (dispatch decides every operator), or a lowering that
-    this one wraps.
-    """
+    """Brings inputs to their ports' layouts, runs the module's forward, or a lowering inside, and then outputs."""
 
     __slots__ = ()
     sampling: ClassVar[Literal["watched"]] = "watched"
