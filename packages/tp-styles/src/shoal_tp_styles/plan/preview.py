@@ -1,8 +1,7 @@
 """What a plan will cost, before anything is changed: bytes per rank, collectives of a step, expected time.
 
 The model runs once on the meta device to record the shapes that enter and leave its modules.  Each module's lowering
-declares the collectives of its calls; the preview adds them up.  Neither data nor process groups are needed, and the
-mesh may be an `abstract_mesh`.
+declares the collectives of its calls; the preview adds them up.
 """
 
 from __future__ import annotations
@@ -125,22 +124,18 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
     listed: set[int] = set()
     for use in resolved.uses:
         axis = axis_mesh(mesh, use.style)
-        row = PreviewRow(use.path, repr(use.style), 0)
+        row = PreviewRow(use.path, repr(use.style), 0, by_dispatch=use.sharding is None)
         rows.append(row)
         if use.sharding is None:
-            row.by_dispatch = True
             continue
         lowering = use.sharding.lowering or Boundary
         if arithmetic is not None:
             lowering = arithmetic.form_of(lowering, use.sharding, use.module)
         if use.sharding.distributes:
             row.by_dispatch = lowering is Boundary
-            row.parameter_bytes = sum(
-                _local_bytes(use, name, param, axis)
-                for name, param in use.module.named_parameters()
-                if id(param) not in listed
-            )
-            listed.update(id(param) for param in use.module.parameters())
+            params = {name: each for name, each in use.module.named_parameters() if id(each) not in listed}
+            row.parameter_bytes = sum(_local_bytes(use, name, param, axis) for name, param in params.items())
+            listed.update(map(id, params.values()))
         for recorded in calls.get(use.path, []):
             call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
             for collective in lowering.collectives(call):
@@ -174,9 +169,8 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
         if path in paths:
 
             def record(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-                calls.setdefault(path, []).append(
-                    (args, kwargs, tuple(out) if isinstance(out, tuple | list) else (out,))
-                )
+                outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
+                calls.setdefault(path, []).append((args, kwargs, outputs))
 
             handles.append(module.register_forward_hook(record, with_kwargs=True))
     state = to_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})

@@ -80,28 +80,26 @@ class Resolved(NamedTuple):
     uses: tuple[Use, ...]  # styles on modules, in the plan's order
     unmatched: tuple[str, ...]  # one message per entry that matches no module
 
-    def ambiguous(self) -> list[str]:
+    def ambiguous(self) -> Iterable[str]:
         """Parameters that two entries would shard, and modules that one kind of boundary style would wrap twice."""
         owners: dict[tuple[int, str], Use] = {}
-        clashes: dict[tuple[str, str], str] = {}  # one message for each pair of uses
+        clashes: dict[tuple[int, int], str] = {}  # one message for each pair of uses
         for use in self.uses:
             for key in _wrapped(use):
                 first = owners.setdefault(key, use)
                 if first is not use:
-                    clashes[first.key + first.path, use.key + use.path] = (
-                        f"module {use.path!r} is sharded by two entries: {first.key!r} ({first.style}) and "
-                        f"{use.key!r} ({use.style})"
-                    )
-        return list(clashes.values())
+                    entries = f"{first.key!r} ({first.style}) and {use.key!r} ({use.style})"
+                    clashes[id(first), id(use)] = f"module {use.path!r} is sharded by two entries: {entries}"
+        return clashes.values()
 
-    def repeated(self) -> list[str]:
+    def repeated(self) -> Iterator[str]:
         """Modules that already have the style of an earlier call."""
-        problems = []
         for use in self.uses:
             style = use.sharding.style if use.sharding is not None else type(use.style).__name__
             distributes = use.sharding is not None and use.sharding.distributes
-            problems.append(conflicting_style(use.module, style, use.path, distributes=distributes))
-        return [problem for problem in problems if problem is not None]
+            problem = conflicting_style(use.module, style, use.path, distributes=distributes)
+            if problem is not None:
+                yield problem
 
     def tied_conflicts(self) -> Iterator[str]:
         """Shared parameters with two layouts, or of which one owner has no style."""
@@ -129,14 +127,13 @@ class Resolved(NamedTuple):
         self.check()
         tied = [[*names.values()] for names, _ in _tied(self.root, self.uses)]
         shared = [{path: self.root.get_parameter(path) for path in paths} for paths in tied]
-        axes = [axis_mesh(mesh, use.style) for use in self.uses]
+        styled = [(use, axis_mesh(mesh, use.style)) for use in self.uses]
         owners = [
             check_styled(use.module, axis) if use.sharding is None or use.sharding.distributes else []
-            for use, axis in zip(self.uses, axes, strict=True)
+            for use, axis in styled
         ]
         # New parameters, of adapters or of a style without a declaration, are drawn in the plan's order.
         in_order = any(use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses)
-        styled = zip(self.uses, axes, strict=True)
         turns = in_turns(zip(styled, owners, strict=True), in_order=in_order)
         with scattering(src_data_rank) as together:
             for uses, needed in progress(turns, "making modules parallel"):
@@ -156,14 +153,13 @@ class Resolved(NamedTuple):
 
 def _apply(use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool) -> None:
     """Make one module parallel; a style that does so by itself finds all values that are under way."""
-    style = use.style
-    if use.sharding is not None and type(style)._apply is DeclaredStyle._apply:
+    if use.sharding is not None and type(use.style)._apply is DeclaredStyle._apply:
         apply_sharding(use.module, use.sharding, axis, src_data_rank=src_data_rank, lower=lower, scatter=scatter)
         return
     scatter.send()
-    style._with(src_data_rank=src_data_rank, lower=lower)._apply(use.module, axis)
+    use.style._with(src_data_rank=src_data_rank, lower=lower)._apply(use.module, axis)
     if use.sharding is None:
-        note_undeclared(use.module, type(style).__name__)
+        note_undeclared(use.module, type(use.style).__name__)
 
 
 def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -173,6 +169,7 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 _Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
+_Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]  # along one axis, a second one; and their names
 
 
 def _owned_parameters(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
@@ -191,9 +188,6 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
     yield id(use.module), ""
     owners = use.module.named_modules() if use.sharding is None else use.sharding.owners(use.module)
     yield from (key for key, _, _ in _owned_parameters(owners))
-
-
-_Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]  # along one axis, a second one; and their names
 
 
 def _tied(
@@ -247,10 +241,8 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
         style = None if unused else _style(key, value)
         if match.token is not None:
             where = f"{match.reached!r} ({type(modules[match.reached]).__name__})" if match.reached else "the root"
-            unmatched.append(
-                f"plan entry {key!r} matches no module of {type(root).__name__}: "
-                f"no child of {where} matches {match.token!r}"
-            )
+            missing = f"no child of {where} matches {match.token!r}"
+            unmatched.append(f"plan entry {key!r} matches no module of {type(root).__name__}: {missing}")
         for path in match.paths:
             # A module with several names in the tree is made parallel once.
             if style is not None and (number, id(modules[path])) not in resolved:
@@ -310,15 +302,12 @@ def named_styles(plan: Mapping[str, ParallelStyle | str], root: nn.Module) -> di
     """The styles of a plan by name: entries that match nothing, or that have no style here, are left out."""
     tree = Tree.of(modules := dict(root.named_modules(remove_duplicate=False)))
     styles: dict[str, ParallelStyle] = {}
-    try:
-        plan = _by_module(plan, modules, tree, root)
-    except PlanError:
-        return {}
-    for key, value in plan.items():
-        with suppress(PlanError):
-            style = _style(key, value) if tree.match(key).token is None else None
-            if style is not None:
-                styles[key] = style
+    with suppress(PlanError):
+        for key, value in _by_module(plan, modules, tree, root).items():
+            with suppress(PlanError):
+                style = _style(key, value) if tree.match(key).token is None else None
+                if style is not None:
+                    styles[key] = style
     return styles
 
 

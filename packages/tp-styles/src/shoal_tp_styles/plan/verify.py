@@ -1,9 +1,8 @@
 """What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists.
 
 `try_plan` runs one forward and backward of a parallel model on simulated ranks, against the plain model.  Inputs are
-replicated; what leaves the model may be sharded.  In float64 and eval mode, so that only the plan makes a difference; a
-model that draws random numbers runs in training mode too.  Nothing is changed, no process group is used, and nothing is
-raised.
+replicated; what leaves may be sharded.  In float64 and eval mode only the plan makes a difference; a model that draws
+random numbers runs in training mode too.
 """
 
 from __future__ import annotations
@@ -119,44 +118,35 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         resolved = resolve(model, plan)
     except (StyleError, TypeError) as error:
         return Verification(errors=(str(error),), unproven=("the plan was not run: it has errors",))
-    errors = [*map(str, resolved.errors())]
-    uneven: list[str] = []
-    empty: list[str] = []
+    found: dict[str, list[str]] = {"errors": [*map(str, resolved.errors())], "uneven": [], "empty": []}
     for use in resolved.uses:
         try:
-            lines = list(_unequal_shards(use, axis_mesh(mesh, use.style)))
+            for line, kind in [*_unequal_shards(use, axis_mesh(mesh, use.style))]:
+                found[kind].append(line)
         except StyleError as error:
-            errors.append(f"{use.key!r}: {error}")
-            continue
-        for line, is_empty in lines:
-            (empty if is_empty else uneven).append(line)
+            found["errors"].append(f"{use.key!r}: {error}")
     # The caller shards their inputs along the sequence.
     local = [use for use in resolved.uses if use.sharding and isinstance(use.sharding.options, ContextOptions)]
-    if errors:
+    if found["errors"]:
         trial = Verification(unproven=("the plan was not run: it has errors",))
     elif local:
         path = local[0].path or "the root"
         trial = Verification(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
     else:
         trial = try_plan(model, plan, mesh, args, kwargs)
-    return trial._replace(
-        errors=tuple(errors),
-        unmatched=resolved.unmatched,
-        uneven=tuple(uneven),
-        empty=tuple(empty),
-        unsharded=tuple(_unsharded(resolved)),
-    )
+    findings = {kind: tuple(lines) for kind, lines in found.items()}
+    return trial._replace(**findings, unmatched=resolved.unmatched, unsharded=tuple(_unsharded(resolved)))
 
 
-def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
-    """Parameters whose shards differ in size, and whether some shard is empty."""
+def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
+    """Parameters whose shards differ in size, each as `uneven`, or `empty` where some shard is."""
     if use.sharding is None or not use.sharding.distributes:
         return
     for name, _ in use.module.named_parameters():
         for axis, what, _, sizes in use.shard_sizes(name, mesh) if use.sharding.shards(name) else ():
             if len(set(sizes)) > 1:
                 path = f"{use.path}.{name}" if use.path else name
-                yield f"{path}: {what} in shards of {sizes} along {axis}", 0 in sizes
+                yield f"{path}: {what} in shards of {sizes} along {axis}", "empty" if 0 in sizes else "uneven"
 
 
 def _unsharded(resolved: Resolved) -> Iterator[str]:
@@ -184,11 +174,7 @@ class _Results(NamedTuple):
 def try_plan(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Verification:
-    """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
-
-    The model is copied for each rank, on whose view of the mesh (also an `abstract_mesh`) the plan is applied.  The
-    example inputs are of global shape; small ones will do.
-    """
+    """Whether a plan, on a copy for each rank, gives the plain model's outputs, and gradients of parameters, inputs."""
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
         return Verification(unproven=(refusal,))
@@ -303,9 +289,8 @@ def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
         if len(shards) < len(results) or not _is_output(shards, output):
             yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
     for name, grad in expected.grads.items():
-        ranks = [
-            rank for rank, each in enumerate(results) if name not in each.grads or not _same(each.grads[name], grad)
-        ]
+        equal = [name in each.grads and _same(each.grads[name], grad) for each in results]
+        ranks = [rank for rank, is_equal in enumerate(equal) if not is_equal]
         if ranks:
             yield f"the gradient of {name} differs from the plain model's on ranks {ranks}"
     for index, grad in enumerate(expected.input_grads):
@@ -317,14 +302,11 @@ def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
     """Whether the ranks' outputs are replicas of the expected one, or its shards along one dim."""
     if all(shard.shape == expected.shape for shard in shards):
         return all(_same(shard, expected) for shard in shards)
-    if any(shard.ndim != expected.ndim for shard in shards):
-        return False
     for dim in range(expected.ndim):
-        others = [shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards]
-        if set(others) == {expected.shape[:dim] + expected.shape[dim + 1 :]}:
-            full = torch.cat(shards, dim)
-            if full.shape == expected.shape:
-                return _same(full, expected)
+        sizes = [shard.shape[dim] for shard in shards if shard.ndim == expected.ndim]
+        shapes = [torch.Size((*expected.shape[:dim], size, *expected.shape[dim + 1 :])) for size in sizes]
+        if shapes == [shard.shape for shard in shards] and sum(sizes) == expected.shape[dim]:
+            return _same(torch.cat(shards, dim), expected)
     return False
 
 
