@@ -1,10 +1,9 @@
 """The forward of a module of experts on the experts, or the hidden features of experts, that this rank holds.
 
-hidden features        x: R, choices: R, weights: R, W: S(hidden) -> y: P -> R     one reduction of y, and one of each
-                                              input's gradient
-tokens replicated      x: R -> y: P -> R      each rank computes its experts for all tokens; one reduction
-tokens sharded         x: S(0) -> y: S(0)     rows go to the ranks of their experts by an all-to-all of exact sizes, and
-                                              back by another; one gather of the counts before them
+hidden features     x, choices, weights: R, W: S(hidden) -> y: P -> R    one reduction of y, and of each gradient
+tokens replicated   x: R -> y: P -> R      each rank computes its experts for all tokens; one reduction
+tokens sharded      x: S(0) -> y: S(0)     rows to the ranks of their experts by an all-to-all of exact sizes, and back
+                                           by another; one gather of the counts before them
 
 On two axes the second one shards hidden features: y is partial there too, and is reduced with the rest.  The weights of
 the choices are applied where the token is, so that their gradient, which the router gets, needs no rows of other ranks.
@@ -47,17 +46,16 @@ def local_shards(
     along = (sharding.parameters, sharding.second_axis or {}) if experts is not None else ({}, sharding.parameters)
     groups: dict[Comm | None, dict[str, Tensor | None]] = {}
     for name, param in module.named_parameters():
-        parts = hidden if hidden is not None and name not in along[1] else None
+        parts = hidden if name not in along[1] else None
         if experts is not None and name not in along[0]:
             assert parts is None, "every parameter of experts whose hidden features are sharded belongs to experts"
             parts = experts
         groups.setdefault(parts, {})[name] = param
     local: dict[str, Tensor | None] = {}
     for comm, params in groups.items():
-        shards = local_parameters(params, comm)
+        local |= local_parameters(params, comm)
         if comm is hidden and hidden is not None and hidden.rank > 0:
-            shards = {name: None if shard is None else shard * 0 for name, shard in shards.items()}
-        local.update(shards)
+            local |= {name: local[name] * 0 for name in params}  # type: ignore[operator]  # all are there
     return local
 
 
@@ -81,8 +79,7 @@ class SlicedExperts(Lowered):
         yield from _shared_over(call, call.ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        module: Any = self.module
-        args = tuple(map(self.entering, args))
+        module, args = self.module, tuple(map(self.entering, args))
         kwargs = {name: self.entering(value) for name, value in kwargs.items()}
         out = own_forward(module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs)
         if type(out) is not Tensor:
@@ -105,8 +102,7 @@ class DividedInput(Lowered):
     __slots__ = ()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module
-        return type(module).forward(module, input / self.comm.size, *args, **kwargs)
+        return own_forward(self.module, {}, input / self.comm.size, *args, **kwargs)
 
 
 class RoutedExperts(Lowered):
@@ -217,23 +213,18 @@ class RoutedExperts(Lowered):
         return every
 
     def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What the experts make of rows that are sorted by expert; `counts` are (ranks, experts) rows.
+        """What the experts make of rows that are sorted by expert; `counts` are (ranks with own tokens, experts) rows.
 
-        Where tokens are sharded the rows are this rank's for all experts, else all for its own experts, and `counts` is
-        (1, experts).
+        Where tokens are sharded the rows are this rank's for all experts, else all for its own experts.
         """
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
-        beside = self.beside() if self.beside is not None else None
-        self.beside = None
+        beside, self.beside = self.beside() if self.beside is not None else None, None
         return exchange.back(self.computed(exchange.to_experts(rows, beside), exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What this rank's experts make of rows of several senders behind each other, those of each sorted by expert.
-
-        `counts` are (senders, own experts).
-        """
+        """What this rank's experts make of the rows of (senders, own experts) `counts`, in this order."""
         module: Any = self.module
         local = local_shards(module, self.sharding, self.comm, self.tensor)
         if not self.own:

@@ -78,7 +78,6 @@ class _Computed:
         return None if self.in_turn else self.compute
 
     def compute(self) -> None:
-        """Run the shared expert."""
         self.output = self.shared(self.tokens)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -98,10 +97,10 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
     """Whether a tensor has the elements of another, and passes its gradient on to it unchanged."""
     if input is tokens or type(input) is not Tensor or type(tokens) is not Tensor:
         return input is tokens
-    elements = [
+    of_input, of_tokens = (
         (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x.is_contiguous(), x.requires_grad) for x in (input, tokens)
-    ]
-    return elements[0] == elements[1] and (not tokens.requires_grad or _source(input) is _source(tokens))
+    )
+    return of_input == of_tokens and (not tokens.requires_grad or _source(input) is _source(tokens))
 
 
 def _source(tensor: Tensor) -> Any:

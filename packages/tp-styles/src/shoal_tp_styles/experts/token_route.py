@@ -26,10 +26,9 @@ from shoal_mesh.internal import Pending
 
 
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Indices into the flattened choices, those of expert 0 first, and (experts + 1,) bounds: where each one's begin.
+    """Indices into the flattened (tokens, choices), those of expert 0 first, and (experts + 1,) bounds of each one's.
 
-    The host waits for neither.  `chosen` is (tokens, choices); indices that are no expert's count as before the first
-    or behind the last.
+    The host waits for neither.  Indices that are no expert's count as before the first or behind the last.
 
     Example:
         >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
@@ -58,10 +57,7 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
-    """Of the (ranks, experts) rows that each rank has for each expert, those that fit.
-
-    The last tokens of all ranks do not: an expert takes `factor` times the rows that each would get if all got
-    equally many of all `pairs`.
+    """Of (ranks, experts) rows the first of each expert, `factor` times as many as if all got equally many of `pairs`.
 
     Example:
         >>> within_capacity([[3, 0], [2, 1]], 1.25, 6)
@@ -101,8 +97,7 @@ class ExpertExchange(NamedTuple):
         under_way: list[Pending] = []
         token = apply(_Started, rows, self, under_way)
         beside()
-        arrived: Tensor = apply(_Arrived, token, self, under_way)
-        return arrived
+        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]  # of a Function
 
     def back(self, rows: Tensor) -> Tensor:
         """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
@@ -144,8 +139,7 @@ class _Arrived(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
         ctx.exchange, ctx.under_way = exchange, under_way
-        arrived: Tensor = under_way.pop().wait()
-        return arrived
+        return under_way.pop().wait()  # type: ignore[no-any-return]  # a tensor, as it was sent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
