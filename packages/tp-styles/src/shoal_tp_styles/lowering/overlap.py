@@ -3,8 +3,7 @@
     gathered_product   x: S(d) -> x: R, x W^T    while one chunk is multiplied, the next are gathered
     reduced_product    x -> x W^T: R | S(d)      while the product of one chunk is reduced, the next is multiplied
 
-The values are those of one product; there are as many collectives as chunks.  Where dim 0 is the sharded one, a chunk
-holds some rows of every rank's shard.
+The values are those of one product.  Where dim 0 is the sharded one, a chunk holds some rows of every rank's shard.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def chunks_of(sharding: ModuleSharding) -> int:
 def gathered_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: ShardedDim, chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """The gathered tensor, and its product with a weight (out, in).
-
-    `x` (..., in) is this rank's shard, of at least two dims; there are `chunks` collectives, if there are as many rows.
-    """
+    """The gathered `x`, this rank's shard (..., in) of two dims or more, and its product with a weight (out, in)."""
     comm, dim, sizes = where
     along_rows = dim % x.ndim == 0
     count = _count(chunks, x.shape[0], sizes if along_rows else None)
@@ -62,10 +58,8 @@ def gathered_product(
 def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks: int) -> Tensor:
     """The product of `x` (..., in) with a weight (out, in), reduced over the ranks as `where` says."""
     if isinstance(where, tuple):
-        scattered = [
-            reduce_scatter_dim(linear(rows, weight), *target, async_op=True)
-            for rows, target in _chunks(x, where, chunks)
-        ]
+        parts = _chunks(x, where, chunks)
+        scattered = [reduce_scatter_dim(linear(rows, weight), *target, async_op=True) for rows, target in parts]
         return torch.cat([each.wait() for each in scattered])
     product = x.new_empty([*x.shape[:-1], weight.shape[0]])
     pending, count = [], _count(chunks, x.shape[0])
@@ -84,10 +78,9 @@ def in_chunks(
     placement: Placement,
     *chunked: tuple[str, bool],
 ) -> Iterator[Collective]:
-    """The collectives of a Linear as declared for one product; those in chunks say so.
+    """The collectives of a Linear as declared for one product; those of `chunked` (op, backward) in chunks.
 
-    `chunked` are the operations that run in chunks, each with whether it is one of the backward; `full` is the tensor
-    of all ranks that they gather or reduce, `placement` where it is sharded.
+    `full` is the tensor of all ranks that they gather or reduce, `placement` where it is sharded.
     """
     count = 1
     if full is not None and full.ndim > 1:
@@ -100,10 +93,11 @@ def in_chunks(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write x W^T + b to `out`, which is contiguous."""
+    rows, into = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
-        torch.mm(x.flatten(0, -2), weight.t(), out=out.flatten(0, -2))
+        torch.mm(rows, weight.t(), out=into)
     else:
-        torch.addmm(bias, x.flatten(0, -2), weight.t(), out=out.flatten(0, -2))
+        torch.addmm(bias, rows, weight.t(), out=into)
 
 
 def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor, ShardedDim]]:

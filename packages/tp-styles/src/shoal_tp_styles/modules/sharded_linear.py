@@ -5,12 +5,9 @@
     rows      x: S(-1) -> y: R       all-reduce of y; backward: nothing
               x: S(-1) -> y: S(d)    reduce-scatter of y; backward: all-gather of dy
 
-Under a style with `.overlapped(chunks)` the collectives run in chunks of dim 0 beside the products of others: the
-gather of x, the reduction of y, and in the backward the gather of dy.
-
-The weight is a DTensor parameter: one autograd function works on its local shard, and its gradient is added to
-`.grad` or returned to autograd as a DTensor of the same spec.  What is saved is what hand-written code saves: the input
-(an alias) and the local weight.
+Under a style with `.overlapped(chunks)` the gather of x, the reduction of y, and in the backward the gather of dy run
+in chunks of dim 0 beside the products of others.  One autograd function works on the local shard of the weight, whose
+gradient is added to `.grad` or returned as a DTensor of the same spec.  The input (an alias) and that shard are saved.
 """
 
 from __future__ import annotations
@@ -184,11 +181,10 @@ def _input_gradient(ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tenso
     # The token of a gathered x, and so the gradient of its readers, is in the dtype of the product.
     if dx is not None and not isinstance(where, tuple) and dx.dtype is not ctx.input_dtype:
         dx = dx.to(ctx.input_dtype)
-    if others is not None:
-        if dx is not None:
-            dx += others
-        else:
-            dx = others.clone() if type(where) is Comm else others  # it is reduced in place
+    if dx is not None and others is not None:
+        dx += others
+    elif others is not None:
+        dx = others.clone() if type(where) is Comm else others  # it is reduced in place
     if dx is None or where is None:
         return dx
     # On a CPU a small weight gradient is done before the thread that communicates has woken up: waking it costs more.
@@ -205,21 +201,14 @@ def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None
     weight_grad = bias_grad = None
     if not needs_weight and not needs_bias:
         return None, None
-    weight, bias = ctx.params
-    weight_spec, bias_spec = ctx.specs
-    edges = ctx.next_functions
+    (weight, bias), (weight_spec, bias_spec), edges = ctx.params, ctx.specs, ctx.next_functions
     if grad.ndim != 2:
         grad = grad.reshape(prod(grad.shape[:-1]), grad.shape[-1])  # not by -1: the shard may have no features
-    if needs_weight:
-        route = grad_route(edges[1][0], weight)
-        if route != "unused":
-            if x.ndim != 2:
-                x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-            weight_grad = deliver_product(route, weight, weight_spec, grad.t(), x)
-    if needs_bias:
-        route = grad_route(edges[2][0], bias)
-        if route != "unused":
-            bias_grad = deliver_grad(route, bias, bias_spec, grad.sum(0))
+    if needs_weight and (route := grad_route(edges[1][0], weight)) != "unused":
+        x = x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        weight_grad = deliver_product(route, weight, weight_spec, grad.t(), x)
+    if needs_bias and (route := grad_route(edges[2][0], bias)) != "unused":
+        bias_grad = deliver_grad(route, bias, bias_spec, grad.sum(0))
     return weight_grad, bias_grad
 
 
@@ -246,22 +235,15 @@ class ColumnLinear(Lowered):
         if is_compiling():
             local: Any = self.local("weight", "bias")
             return self.finish(linear(ports.replicated_input(self, input), local["weight"], local["bias"]))
-        if type(input) is not Tensor or not self.plain or autocasting():
-            return self.finish(self.general(input))
-        params = self.params
-        if params.get("weight") is None or "bias" not in params:  # one is computed since
+        params, direct = self.params, type(input) is Tensor and self.plain and not autocasting()
+        if not direct or params.get("weight") is None or "bias" not in params:  # one is computed since
             return self.finish(self.general(input))
         weight, bias = params["weight"], params["bias"]
-        out: Tensor
-        if not torch.is_grad_enabled():
-            if type(weight) is not DTensor:
-                check_plain(weight)
-            out = linear(input, local_shard(weight), None if bias is None else local_shard(bias))
-        elif input.is_leaf:  # not shared with other readers
-            out = apply(_LinearProduct, input, weight, bias, self.comm, None, None)
-        else:
-            out = self.product(input, self.comm, weight, bias, None)
-        return out
+        if torch.is_grad_enabled():
+            return self.product(input, self.comm, weight, bias, None)
+        if type(weight) is not DTensor:
+            check_plain(weight)
+        return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
 
     def product(self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any) -> Tensor:
         """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once.
@@ -274,18 +256,16 @@ class ColumnLinear(Lowered):
             key: Hashable = (*where, dtype)  # the token is in the dtype of the product
             alone = input.is_leaf and grad
         else:
-            key = (where, None, None)
-            alone = input.is_leaf or not grad
+            key, alone = (where, None, None), input.is_leaf or not grad
         token = None if alone else find_token(input, key, grad)
+        chunks = self.chunks if input.ndim > 1 else 1
         if token is not None:
             out = apply(_LinearProduct, token, weight, bias, None, None, dtype)
-            return out
-        chunks = self.chunks if input.ndim > 1 else 1
-        if alone:
+        elif alone:
             out = apply(_LinearProduct, input, weight, bias, where, None, dtype, False, chunks)
-            return out
-        out, token = apply(_LinearProduct, input, weight, bias, where, None, dtype, True, chunks)
-        keep_token(input, key, token)
+        else:
+            out, token = apply(_LinearProduct, input, weight, bias, where, None, dtype, True, chunks)
+            keep_token(input, key, token)
         return out
 
     def general(self, input: Tensor) -> Tensor:
@@ -308,7 +288,6 @@ class ColumnLinear(Lowered):
         return out
 
     def finish(self, out: Tensor) -> Tensor:
-        """The output in the layout that leaves the module."""
         return out if self.finished else ports.sharded_output(self, out)
 
 
@@ -337,10 +316,8 @@ class RowLinear(Lowered):
         if is_compiling():
             weight: Any = self.local("weight")["weight"]
             return ports.partial_output(self, linear(ports.sharded_input(self, input), weight), "bias")
-        if type(input) is not Tensor or not self.fast or autocasting():
-            return self.general(input)
-        params = self.params
-        if params.get("weight") is None or "bias" not in params:  # one is computed since
+        params, direct = self.params, type(input) is Tensor and self.fast and not autocasting()
+        if not direct or params.get("weight") is None or "bias" not in params:  # one is computed since
             return self.general(input)
         weight, bias = params["weight"], params["bias"]
         try:
@@ -358,7 +335,6 @@ class RowLinear(Lowered):
         return out
 
     def general(self, input: Tensor) -> Tensor:
-        """DTensor inputs, other layouts and autocast."""
         weight, bias = self.parameter("weight"), self.parameter("bias")
         spec_of(weight, "weight")
         dtype = autocast_dtype(input)
