@@ -5,9 +5,9 @@ rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after th
 groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
 Transposed convolutions are convolutions whose weight is (in, out, ...).  By columns there are also Bilinear and Linears
-with a weight of (in, out), by rows the latter.  Norms, PReLU and convolutions of several groups treat every channel, or
-every group of channels, alone: a rank holds complete groups, depthwise ones among them, reads their input channels and
-computes their output channels.  Ranks may hold unequally many, also none.
+with a weight of (in, out), by rows the latter.  Norms, PReLU and convolutions of several groups treat every group of
+channels alone: a rank holds complete groups, reads their input channels and computes their output channels.  Ranks may
+hold unequally many, also none.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _convolved(
 ) -> Tensor:
     """The convolution of a module, with other channels and as many groups, of which there may be none.
 
-    Shapes are x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) of a
-    transposed one, whose spatial output sizes may be given.  What kernels refuse, an empty shard, goes by way of a
-    channel of zeros, so a rank without channels takes part in every collective, forward and backward.
+    x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), of a transposed one (in, out / groups, *kernel).
+    What kernels refuse, an empty shard, goes by way of a channel of zeros, so that a rank without channels takes part
+    in every collective, forward and backward.
     """
     (x,), spatial = inputs, weight.ndim - 2
     into, out_of = (0, 1) if module.transposed else (1, 0)  # dims of the weight
@@ -84,10 +84,8 @@ class _Channels(Lowered):
 
     __slots__ = ("compute",)
 
-    compute: Compute
-
     def resolve(self) -> None:
-        self.compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
+        self.compute: Compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
 
 
 class ColumnChannels(_Channels):
@@ -140,12 +138,10 @@ class ChannelsOfGroups(NamedTuple):
 
     @property
     def input(self) -> Shard:
-        """The layout of the input."""
         return Shard(self.dim, multiple_of=self.unit * self.into)  # 2 groups of 1 input channel: 2
 
     @property
     def output(self) -> Shard:
-        """The layout of the output."""
         return Shard(self.dim, multiple_of=self.unit * self.out_of)  # 2 groups of 2 output channels: 4
 
     @property
@@ -198,13 +194,13 @@ class GroupedChannels(Lowered):
             p = self.local("weight", "bias")
             return _convolved(module, [x], p["weight"], p["bias"], *args, groups=self.groups, **kwargs)
         values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
-        if self.groups:
-            return own_forward(module, {**values, "num_groups": self.groups}, x)  # type: ignore[no-any-return]  # of any
-        for name, tensor in values.items():
-            if tensor is not None and tensor.ndim:  # of a batch norm one is a number
-                values[name] = with_zeros(tensor, 0, options.out_of)
-        out: Tensor = own_forward(module, {**values, "num_groups": 1}, with_zeros(x, options.dim, options.into))
-        return out.narrow(options.dim, 0, 0)
+        if not self.groups:
+            for name, tensor in values.items():
+                if tensor is not None and tensor.ndim:  # of a batch norm one is a number
+                    values[name] = with_zeros(tensor, 0, options.out_of)
+            x = with_zeros(x, options.dim, options.into)
+        out: Tensor = own_forward(module, {**values, "num_groups": max(self.groups, 1)}, x)
+        return out if self.groups else out.narrow(options.dim, 0, 0)
 
     def on_dtensors(self, x: Tensor) -> Tensor:
         """What a forward of the module's own makes of the channels of all ranks."""

@@ -8,8 +8,7 @@ fused     x: R | S(d) -> y: S(-1)          block by block
 heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked for, by another
 
 The local shards of fused blocks are read as one matrix where they are adjacent in memory, and concatenated by a copy
-where something (a dtype change, a fresh load) has moved them apart.  Where ranks hold the same head, the gradient of
-its block is summed over them.
+where something (a dtype change, a load) has moved them apart.  The gradient of a head that ranks share is summed.
 """
 
 from __future__ import annotations
@@ -71,10 +70,9 @@ class LatentLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        out = call.output
-        if out.requires_grad:
-            read = out.numel() // out.shape[-1] * call.sharding.options_of(LatentFeatures).rotary
-            yield Collective("all_reduce", read * out.element_size(), backward=True)
+        if call.output.requires_grad:
+            read = nbytes(call.output) // call.output.shape[-1] * call.sharding.options_of(LatentFeatures).rotary
+            yield Collective("all_reduce", read, backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
@@ -113,12 +111,11 @@ class FusedLowering(Lowered):
 
     def resolve(self) -> None:
         fused = self.sharding.options_of(FusedBlocks)
+        splits = fused.splits(self.comm.size)
         # Name of each block that is a parameter of its own -> the ranks that hold the same heads as this one.
-        self.blocks: dict[str, Comm | None] = {"": None}  # all blocks in one parameter
-        if fused.splits(self.comm.size):
-            meshes = {name: heads.mesh(self.mesh) for name, heads in fused.blocks.items()}
-            self.blocks = {name: mesh.comm(1) if mesh.ndim > 1 else None for name, mesh in meshes.items()}
-        self.columns: str = fused.names[0] if fused.transposed and not fused.splits(self.comm.size) else ""
+        meshes = {name: heads.mesh(self.mesh) for name, heads in fused.blocks.items()} if splits else {"": self.mesh}
+        self.blocks: dict[str, Comm | None] = {n: mesh.comm(1) if mesh.ndim > 1 else None for n, mesh in meshes.items()}
+        self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
         """The local matrix (or bias) of all blocks, as rows."""
@@ -195,9 +192,8 @@ class AttentionHeads(FusedLowering):
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
         if need_weights and not average_attn_weights:
-            raise UnsupportedModuleError(
-                "HeadParallel: the weights of single heads are on different ranks; average them"
-            )
+            what = "the weights of single heads are on different ranks; average them"
+            raise UnsupportedModuleError(f"HeadParallel: {what}")
         batched = query.ndim == 3
         inputs = [x if batched else x.unsqueeze(0) for x in (query, key, value)]
         if batched and not module.batch_first:
@@ -228,29 +224,23 @@ class AttentionHeads(FusedLowering):
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
         bias = self.concatenate("in_proj_bias")
         weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
-        weights: Any = [*separate.values()]  # one each where keys or values have dims of their own
-        width = len(weights[0] if weight is None else weight) // (1 if weight is None else 3)
         if same and weight is not None:  # 4 heads of 8: 96 rows, 32 each of queries, keys and values
-            packed = functional.linear(copy(inputs[0], self.comm), weight, bias)
-            projected = list(torch.split_with_sizes(packed, [width] * 3, -1))  # (batch, length, 96): 32 each
+            projected = functional.linear(copy(inputs[0], self.comm), weight, bias).chunk(3, -1)  # (batch, length, 32)
         else:
-            weights = weights if weight is None else torch.split_with_sizes(weight, [width] * 3)
-            biases: Any = [None] * 3 if bias is None else torch.split_with_sizes(bias, [width] * 3)
-            projected = [
-                functional.linear(copy(x, self.comm), w, b) for x, w, b in zip(inputs, weights, biases, strict=True)
-            ]
+            # One weight each where keys or values have dims of their own.
+            weights: Any = separate.values() if weight is None else weight.chunk(3)
+            operands = zip(inputs, weights, [None] * 3 if bias is None else bias.chunk(3), strict=True)
+            projected = tuple(functional.linear(copy(x, self.comm), w, b) for x, w, b in operands)
         head: Any = self.module.head_dim
-        return [x.view(*x.shape[:-1], width // head, head).transpose(1, 2) for x in projected]  # to (2, 4, 5, 8)
+        return [x.view(*x.shape[:-1], x.shape[-1] // head, head).transpose(1, 2) for x in projected]  # to (2, 4, 5, 8)
 
     def dropped(self, attention: Tensor) -> Tensor:
         """Attention weights after dropout, which draws the values that one device with all heads would draw."""
         module: Any = self.module
-        batch, _, queries, keys = attention.shape
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
-        every = from_local(attention, placement, self.mesh, (batch, module.num_heads, queries, keys))
-        out: Any = functional.dropout(every, module.dropout)
-        local: Tensor = out.to_local(grad_placements=(placement,))
-        return local
+        shape = attention.shape[0], module.num_heads, *attention.shape[2:]
+        out: Any = functional.dropout(from_local(attention, placement, self.mesh, shape), module.dropout)
+        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]  # a DTensor's
 
 
 def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool) -> Tensor | None:

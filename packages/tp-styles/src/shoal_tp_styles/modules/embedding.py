@@ -49,13 +49,11 @@ class _Table(Lowered):
     __slots__ = ()
 
     def resolve(self) -> None:
-        style, module = self.sharding.style, self.module
+        what, module = f"{self.sharding.style}: {self.module}", self.module
         if getattr(module, "max_norm", None) is not None:
-            raise UnsupportedModuleError(
-                f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
-            )
+            raise UnsupportedModuleError(f"{what} renormalises rows in place (max_norm); that is not sharded")
         if getattr(module, "sparse", False):
-            raise UnsupportedModuleError(f"{style}: {module} has sparse gradients, which DTensors do not hold")
+            raise UnsupportedModuleError(f"{what} has sparse gradients, which DTensors do not hold")
 
 
 class ColumnEmbedding(_Table):
@@ -158,11 +156,8 @@ def _bags_of_ranks(lowered: Lowered, input: Tensor, offsets: Tensor, weights: Te
     # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
     described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
     rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
-    outside = [
-        rank
-        for rank, (tokens, bags, first, end) in enumerate(rows)
-        if first or (end != tokens if last or not bags else end > tokens)
-    ]
+    fits = [not first and (end == tokens if last or not bags else end <= tokens) for tokens, bags, first, end in rows]
+    outside = [rank for rank, fit in enumerate(fits) if not fit]
     if outside:
         raise LayoutError(
             f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own tokens (at their end "
@@ -229,9 +224,7 @@ class RowEmbeddingBag(_Table):
         check_ids(tokens, self.spec("weight").shape[0])
         weight: Any = self.local("weight")["weight"]
         rows, own = weight.shape[0], tokens - self.spec("weight").offset(0)
-        counted = torch.ones_like(own, dtype=torch.bool)
-        if module.padding_idx is not None:
-            counted = tokens != module.padding_idx
+        counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)  # no id is -1
         # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at all.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         own = torch.where(counted & (own >= 0) & (own < rows), own, rows)

@@ -110,11 +110,9 @@ class SequenceDropout(Boundary):
     one_axis = True
 
     def __call__(self, input: Tensor) -> Any:
-        module: Any = self.module
-        idle = not module.training or module.p == 0
-        if idle and self.sharding.local_outputs and not isinstance(input, DTensor):
-            return input
-        return super().__call__(input)
+        draws = self.module.training and self.module.p
+        plain = self.sharding.local_outputs and not isinstance(input, DTensor)
+        return super().__call__(input) if draws or not plain else input
 
 
 class LocalCounts(NamedTuple):
@@ -162,31 +160,27 @@ class ContextAttention(Boundary):
         found = _attentions(call) if ranks > 1 else []
         if found:  # whether the arguments of all ranks fit
             yield Collective("all_gather", 4 * ranks)
-        for q, k, v in found:
-            yield from _declared(method, q, k, v, ranks)
+        for each in found:
+            yield from _declared(method, *each, ranks)
 
 
 def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Iterator[Collective]:
     """The collectives of one attention; in a step of the ring each rank sends a block, `1 / ranks` of the whole."""
-    trained = any(x.requires_grad for x in (q, k, v))
     block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
     # Sums of low precision travel in float32.
-    sums = block * max(4 // k.element_size(), 1)
-    step = 1 if ranks == 1 else ranks - 1
-    if method == "ring":
-        yield from [Collective("all_to_all", block // step)] * (ranks - 1)
-        if trained:
-            yield from [Collective("all_to_all", block // step, backward=True)] * (ranks - 1)
-            yield from [Collective("all_to_all", sums // step, backward=True)] * ranks
-    elif method == "allgather":
-        yield Collective("all_gather", block)
-        if trained:
-            yield Collective("all_gather", block, backward=True)
-            yield Collective("reduce_scatter", sums, backward=True)
-    else:
-        for backward in (False, True) if trained else (False,):
-            yield Collective("all_to_all", nbytes(q) + block, backward=backward)
-            yield Collective("all_to_all", out, backward=backward)
+    sums, steps = block * max(4 // k.element_size(), 1), ranks - 1
+    for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):
+        if method == "ring":
+            yield from [Collective("all_to_all", block // steps, backward)] * steps
+            if backward:
+                yield from [Collective("all_to_all", sums // steps, backward)] * ranks
+        elif method == "allgather":
+            yield Collective("all_gather", block, backward)
+            if backward:
+                yield Collective("reduce_scatter", sums, backward)
+        else:
+            yield Collective("all_to_all", nbytes(q) + block, backward)
+            yield Collective("all_to_all", out, backward)
 
 
 def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
