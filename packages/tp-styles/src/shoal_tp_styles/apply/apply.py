@@ -89,7 +89,7 @@ def apply_sharding(
     if sharding.distributes:
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
-            _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)
+            _distribute(module, sharding, mesh, together, blocks, buffers)
     if fused is not None:
         load_fused(module, fused, mesh)
     set_forward(module, lowering(module, sharding, mesh, inner))
@@ -139,24 +139,17 @@ def _lowering(
 
 
 def _distribute(
-    module: nn.Module,
-    sharding: ModuleSharding,
-    mesh: DeviceMesh,
-    scatter: Scatter,
-    *,
-    blocks: set[str],
-    buffers: bool,
+    module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, scatter: Scatter, blocks: set[str], buffers: bool
 ) -> None:
     for prefix, owner in sharding.owners(module):
+        dot = f"{prefix}." if prefix else ""
         for name, param in owner._parameters.items():
-            path = f"{prefix}.{name}" if prefix else name
-            if param is not None and path not in blocks:
-                placements = sharding.placements(path, mesh.shape)
-                owner._parameters[name] = _distributed(path, param, placements, mesh, scatter)
-        for name, buffer in owner._buffers.items():
-            if buffers and buffer is not None and not isinstance(buffer, DTensor):
-                path = f"{prefix}.{name}" if prefix else name
-                placements = sharding.placements(path, mesh.shape)
+            if param is not None and dot + name not in blocks:
+                placements = sharding.placements(dot + name, mesh.shape)
+                owner._parameters[name] = _distributed(dot + name, param, placements, mesh, scatter)
+        for name, buffer in owner._buffers.items() if buffers else ():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                placements = sharding.placements(dot + name, mesh.shape)
                 owner._buffers[name] = distributed_by(scatter, buffer, mesh, placements)
 
 
@@ -181,9 +174,8 @@ def _distributed(
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distributed_by(scatter, param.detach(), mesh, placements)
     successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    grad = param.grad
-    placed = None if grad is None else distributed_by(scatter, grad, mesh, placements)
-    carry_gradient(param, successor, placed)
+    grad = None if param.grad is None else distributed_by(scatter, param.grad, mesh, placements)
+    carry_gradient(param, successor, grad)
     carry_over(param, successor)
     setattr(param, _SUCCESSOR, successor)
     return successor
@@ -197,10 +189,8 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
             earlier.append(sharding.style)
     if not earlier:
         return None
-    return (
-        f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier[0]}; a second one "
-        "would shard shards. Call unparallelize_module first"
-    )
+    what = f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier[0]}"
+    return f"{what}; a second one would shard shards. Call unparallelize_module first"
 
 
 def note_undeclared(module: nn.Module, style: str) -> None:
@@ -210,13 +200,12 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """The records applied to a module, first applied first."""
-    forwards, forward = [], forward_of(module)
+    found, forward = [], forward_of(module)
     while forward is not None:
-        forwards.append(forward)
+        if isinstance(forward, Lowered):
+            found.append((forward.sharding, forward.mesh))
         forward = forward.inner
-    for applied in reversed(forwards):
-        if isinstance(applied, Lowered):
-            yield applied.sharding, applied.mesh
+    return reversed(found)
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """Fused parameters whose blocks differ, as one DTensor per block, and fused again.
 
-`weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one buffer.  Blocks are
-rows: a fused weight of shape (in, out) is transposed when it is split, and back when it is fused.  Where all blocks are
-equal, the fused parameter is one DTensor and keeps its name (see `FusedBlocks.splits`).
+`weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one buffer.  Blocks are rows:
+a fused weight of shape (in, out) is transposed when it is split, and back when it is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal_dtensor.errors import LayoutError, TiedWeightError
 from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
 from shoal_mesh import DeviceMesh
 
-from ..sharding.module_sharding import FusedBlocks, Heads
+from ..sharding.module_sharding import FusedBlocks
 
 
 def _block_name(kind: str, block: str) -> str:
@@ -30,12 +29,13 @@ def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
     return tensor.t() if fused.transposed and tensor.ndim == 2 else tensor
 
 
-def _rows(tensor: Tensor, fused: FusedBlocks) -> Iterator[tuple[str, Heads, Tensor]]:
-    """Name, heads and rows of each block of a fused tensor."""
-    sizes = [heads.features for heads in fused.blocks.values()]
-    rows = torch.split_with_sizes(_rows_first(tensor, fused), sizes)
-    for (name, heads), of_block in zip(fused.blocks.items(), rows, strict=True):
-        yield name, heads, of_block
+def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
+    """Each block of a fused tensor."""
+    rows = torch.split_with_sizes(_rows_first(tensor, fused), [heads.features for heads in fused.blocks.values()])
+    return [
+        distribute_tensor(of_block.contiguous(), heads.mesh(mesh), heads.placements(mesh), src_data_rank=None)
+        for heads, of_block in zip(fused.blocks.values(), rows, strict=True)
+    ]
 
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:
@@ -82,9 +82,9 @@ def split_blocks(
         if src_data_rank is not None:
             # One broadcast of the fused parameter; then every rank takes its shards, also of heads that ranks share.
             full = distribute_tensor(full, mesh, (Replicate(),), src_data_rank=src_data_rank).to_local()
-        shards = [_shard(rows, heads, mesh) for _, heads, rows in _rows(full, fused)]
+        shards = _adjacent(_shards(full, fused, mesh))
         module._parameters[kind] = None
-        for block, shard in zip(fused.blocks, _adjacent(shards), strict=True):
+        for block, shard in zip(fused.blocks, shards, strict=True):
             replacement = nn.Parameter(shard, requires_grad=param.requires_grad)
             carry_gradient(param, replacement, None)
             carry_over(param, replacement)
@@ -105,22 +105,17 @@ def _as_blocks(
     for kind in fused.names:
         full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-            spec, full = param.spec, full.detach()
+            spec, order, full = param.spec, param.spec.shard_order, full.detach()
             if isinstance(full, DTensor):  # as a checkpoint of another plan has it
-                full = full.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+                full = full.redistribute(spec.mesh, spec.placements, shard_order=order)
             else:
-                order = spec.shard_order
                 full = distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None, shard_order=order)
             state_dict[prefix + kind] = full
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
                 plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
-            for block, heads, rows in _rows(plain, fused):
-                state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, mesh)
-
-
-def _shard(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
-    return distribute_tensor(rows.contiguous(), heads.mesh(mesh), heads.placements(mesh), src_data_rank=None)
+            for block, shard in zip(fused.blocks, _shards(plain, fused, mesh), strict=True):
+                state_dict[prefix + _block_name(kind, block)] = shard
 
 
 def _adjacent(tensors: list[DTensor]) -> list[DTensor]:

@@ -55,9 +55,8 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
         super().__init__(self.pack, _unpack)
         self.mesh, self.dim = mesh, dim
-        self.replicated = {
-            (x.data_ptr(), x.shape, x.stride()) for x in inputs if not isinstance(x, DTensor) and x.numel()
-        }
+        plain = (x for x in inputs if not isinstance(x, DTensor) and x.numel())
+        self.replicated = {(x.data_ptr(), x.shape, x.stride()) for x in plain}
         self.shards: dict[int, tuple[DTensor]] = {}
 
     def __exit__(self, *exception: object) -> None:
