@@ -5,9 +5,8 @@ batch         x: S(batch), state: S(batch) -> output and states: S(batch); param
 hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) | R
 
 A step reads all of the hidden state before it.  Where the units are sharded, the state is gathered in every step of
-every layer and direction: over a sequence of n steps, n collectives of (batch, hidden), and n reduce-scatters of its
-gradient.  That saves memory and products of the weights, so it pays for wide layers and short sequences.  Samples of
-the batch are independent: sharding it takes no communication of activations at all.
+every layer and direction, and its gradient reduce-scattered, (batch, hidden) each: it pays for wide layers and short
+sequences.  Sharding the batch takes no communication of activations at all.
 """
 
 from __future__ import annotations
@@ -76,28 +75,20 @@ class Recurrent(Lowered):
         out, state = own_forward(module, values, ports.sharded_input(self, input), hx)
         if self.sharding.local_outputs:
             return out, state
-        rows = input.shape[self.batch] if isinstance(input, DTensor) else None
-        wrapped = tuple(from_local(each, Shard(1), self.mesh, _with_rows(each, 1, rows)) for each in _tensors(state))
-        full = from_local(out, self.port_out.desired, self.mesh, _with_rows(out, self.batch, rows))
-        return full, wrapped if type(state) is tuple else wrapped[0]
+        rows = input.shape[self.batch] if isinstance(input, DTensor) else None  # else every rank has equally many
 
+        def wrapped(local: Tensor, batch: int) -> DTensor:
+            shape = None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
+            return from_local(local, Shard(batch), self.mesh, shape)
 
-def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] | None:
-    """The global shape of a tensor that holds some of so many rows; None where every rank has equally many."""
-    return None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
+        states = tuple(wrapped(each, 1) for each in _tensors(state))
+        return wrapped(out, self.batch), states if type(state) is tuple else states[0]
 
 
 def sharded_hidden_units(
-    style: str, module: Any, arriving: Placement, leaving: Placement | None, *, local_outputs: bool
+    style: str, module: Any, arriving: Placement, leaving: Placement | None, local_outputs: bool
 ) -> ModuleSharding:
-    """The sharding of a recurrent module along its hidden units.
-
-    `leaving` is the layout of output and states; None: as not given.
-
-    Raises:
-        UnsupportedModuleError: if it has projections, or a forward of its own.
-        LayoutError: if the output would be neither whole nor the units of a rank.
-    """
+    """The sharding of a recurrent module along its hidden units; `leaving` is the layout of output and states."""
     kind = next(kind for kind in _GATES if isinstance(module, kind))
     if module.proj_size or not keeps_forward(module, kind):
         what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
@@ -188,8 +179,7 @@ class HiddenUnits(Lowered):
     def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs of each direction of the last layer, and the last states; all of this rank's units.
 
-        `x` is (steps, batch, features); `initial` has of each kind of state (layers and directions, batch, units), or
-        nothing: zeros.
+        `x` is (steps, batch, features), each of `initial` (layers and directions, batch, units); none: zeros.
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)

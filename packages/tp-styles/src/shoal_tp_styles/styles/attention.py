@@ -14,7 +14,7 @@ from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLin
 from ..modules.own_forward import LocalCounts, LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleSharding, Port
-from .style import DeclaredStyle, unsupported
+from .style import DeclaredStyle, check_forward, unsupported
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -43,10 +43,7 @@ class HeadParallel(DeclaredStyle):
                 "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the module with "
                 "shoal_dtensor.distribute_module"
             )
-        if not keeps_forward(module, nn.MultiheadAttention):
-            raise UnsupportedModuleError(
-                f"HeadParallel: {type(module).__name__} has a forward of its own, which would not be called"
-            )
+        check_forward("HeadParallel", module, nn.MultiheadAttention)
         heads = Heads(module.num_heads, module.head_dim)
         # One weight each where keys or values have dims of their own.
         projections = () if module._qkv_same_embed_dim else OWN_PROJECTIONS

@@ -3,12 +3,10 @@
 One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
 sharded features, and the lowering that computes it.
 
-A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each block.  Equal blocks
-are equal runs of the fused rows, so the weight stays one parameter, a DTensor with a `StridedShard`; checkpoints have
-the names and the values of one device.  Blocks of different sizes, and heads that several ranks hold, are no sharding
-of the fused rows: there the style makes one DTensor parameter per block (`weight_q`, `weight_k`, ...), whose local
-shards are adjacent in one buffer, so the product stays fused and nothing is copied.  A fused `weight` in a state dict
-is split on loading.
+A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each.  Equal blocks stay
+one parameter, with a `StridedShard`.  Blocks of different sizes, and heads that several ranks hold, are no sharding of
+the fused rows: they become one parameter each (`weight_q`, `weight_k`, ...), whose local shards are adjacent in one
+buffer, so the product stays fused and nothing is copied.  A fused `weight` in a state dict is split on loading.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from ..modules.sharded_linear import ColumnLinear, RowLinear
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of, out_features
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, ModuleSharding, Overlap, Port
 from .activation import sharded_groups
-from .style import DeclaredStyle, LayoutField, unsupported
+from .style import DeclaredStyle, LayoutField, check_forward, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None
 
@@ -70,9 +68,7 @@ ROWWISE: dict[type[nn.Module], Features] = {
     **{conv: Features({"weight": 0}, -1 - n, None, RowChannels) for n, conv in _TRANSPOSED},
 }
 
-_OF_HEADS: dict[type[nn.Module], Features] = {
-    kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)
-}
+_OF_HEADS = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
 
 
 def _features(
@@ -189,14 +185,11 @@ class ColwiseParallel(_FeatureStyle):
         if is_grouped(module):
             return self._of_groups(module, Replicate(), None)
         if isinstance(module, RECURRENT):
-            # Its gates each have some units on every rank.
-            if self.multiple_of > 1:
-                got = self.multiple_of
+            if (got := self.multiple_of) > 1:  # its gates each have some units on every rank
                 raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}")
             self._overlap(module, None)
             arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
-            local = self.use_local_output
-            return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, local_outputs=local)
+            return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, self.use_local_output)
         features, lowering = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
@@ -230,10 +223,8 @@ class ColwiseParallel(_FeatureStyle):
         if self.chunks > 1:
             raise UnsupportedModuleError("ColwiseParallel: heads() and overlapped() do not go together; leave out one")
         fused = isinstance(module, nn.Linear)
-        if fused and lowering is None:
-            raise UnsupportedModuleError(
-                f"ColwiseParallel.heads: {type(module).__name__} has a forward of its own, which would not be called"
-            )
+        if fused:
+            check_forward("ColwiseParallel.heads", module, nn.Linear)
         return ModuleSharding(
             "ColwiseParallel",
             {name: HeadShard(dim, heads) for name, dim in features.parameters.items()},
@@ -307,19 +298,12 @@ def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
         >>> style_of_tied(nn.Linear(4, 8), Shard(0))
         TiedStyle(of=ColwiseParallel(output_layouts=Replicate()))
     """
-    if (
-        not isinstance(placement, Shard)
-        or placement.sizes is not None
-        or class_of(module) not in (nn.Linear, nn.Embedding)
-    ):
+    known = class_of(module) in (nn.Linear, nn.Embedding)
+    if not known or not isinstance(placement, Shard) or placement.sizes is not None:
         return None
-    columns = (placement.dim == 0) == isinstance(module, nn.Linear)
-    whole = Replicate()
-    style: DeclaredStyle
-    if columns:
-        style = ColwiseParallel(output_layouts=whole)
-    else:
-        style = RowwiseParallel(input_layouts=whole, output_layouts=whole)
+    style: DeclaredStyle = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    if (placement.dim == 0) == isinstance(module, nn.Linear):  # by columns
+        style = ColwiseParallel(output_layouts=Replicate())
     return TiedStyle(of=style.aligned(placement.multiple_of))
 
 
@@ -352,23 +336,19 @@ class PackedColwiseParallel(DeclaredStyle):
         blocks = self.blocks if isinstance(self.blocks, int) else tuple(self.blocks.items())
         return hash((type(self), blocks, self.input_layouts, self.axis))
 
-    def _heads(self, block: int | Heads) -> Heads:
-        unit = self.multiple_of
-        return block if isinstance(block, Heads) else Heads(block // unit, unit, chunked=True)
-
     def sharding(self, module: nn.Module) -> ModuleSharding:
         features = out_features(module)
         if features is None:
             raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
         kind = next(kind for kind in kinds_of(module) if kind in (TransposedLinear, nn.Linear))
-        if not keeps_forward(module, kind):
-            raise UnsupportedModuleError(
-                f"PackedColwiseParallel: {type(module).__name__} has a forward of its own, which would not be called"
-            )
-        given = self.blocks
+        check_forward("PackedColwiseParallel", module, kind)
+        given, unit = self.blocks, self.multiple_of
         if isinstance(given, int):
             given = {str(number): features // given for number in range(given)}
-        blocks = {name: self._heads(block) for name, block in given.items()}
+        blocks = {
+            name: block if isinstance(block, Heads) else Heads(block // unit, unit, chunked=True)
+            for name, block in given.items()
+        }
         total = sum(block.features for block in blocks.values())
         if total != features:
             raise LayoutError(f"PackedColwiseParallel: the blocks {given} have {total} features, the module {features}")

@@ -27,16 +27,14 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
         return None
     if desired is None:
         raise LayoutCountError(f"{what}: layouts {layouts} are given without desired layouts")
-    now = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
-    then = (desired,) if isinstance(desired, Placement) else tuple(desired)
+    now, then = ((each,) if isinstance(each, Placement) else tuple(each) for each in (layouts, desired))
     if len(now) != len(then):
         raise LayoutCountError(
             f"{what}: layouts and desired layouts must have the same length, "
             f"got {len(now)} {now} and {len(then)} {then}"
         )
-    return tuple(
-        None if layout is None else Port(layout, want or layout) for layout, want in zip(now, then, strict=True)
-    )
+    pairs = zip(now, then, strict=True)
+    return tuple(None if layout is None else Port(layout, want or layout) for layout, want in pairs)
 
 
 def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None) -> dict[str, Port]:
@@ -46,10 +44,9 @@ def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str
             "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, "
             f"got {sorted(now)} and {sorted(then)}"
         )
-    names = set(now) | set(then)
     return {
         name: Port(now.get(name) or then[name], then.get(name) or now[name])
-        for name in sorted(names)
+        for name in sorted({*now, *then})
         if now.get(name) is not None or then.get(name) is not None
     }
 

@@ -19,6 +19,7 @@ from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError, Unsup
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import apply_sharding
+from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleSharding
 
 # What torch's styles call on themselves, and their subclasses override.
@@ -133,12 +134,11 @@ class DeclaredStyle(ParallelStyle):
             entries = tuple(value) if isinstance(value, list | tuple) else (value,)
         for entry in entries:
             if entry is not None and not isinstance(entry, Placement):
-                of_torch = (
-                    " (of torch: use those of shoal_dtensor)" if type(entry).__module__.startswith("torch") else ""
-                )
+                of_torch = type(entry).__module__.startswith("torch")
                 raise LayoutTypeError(
                     f"{type(self).__name__}: {name} takes a placement such as Replicate() or Shard(-1), a tuple of "
-                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} {entry!r:.60}{of_torch}"
+                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} {entry!r:.60}"
+                    f"{' (of torch: use those of shoal_dtensor)' * of_torch}"
                 )
         super().__setattr__(name, value)
 
@@ -174,6 +174,13 @@ class DeclaredStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sharding = self.sharding(module)
         return apply_sharding(module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower)
+
+
+def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Refuse a module of a kind that has a forward of its own, where a style computes what the kind does."""
+    if not keeps_forward(module, kind):
+        name = type(module).__name__
+        raise UnsupportedModuleError(f"{style}: {name} has a forward of its own, which would not be called")
 
 
 def unsupported(
