@@ -1,14 +1,10 @@
 """Losses on logits whose vocabulary (class dim) is sharded over ranks.  No rank ever holds full logits.
 
-Everything rests on one differentiable step, `_RowStatistics`: per row, the log-sum-exp over the full
-vocabulary and weighted sums of the logits, in two collectives of one number per row and sum.  What a loss
-computes from those few numbers per row (weights, smoothing, ignored rows, means) is plain arithmetic, so its
-gradient is right by construction.  Saved for backward: the logits themselves and the log-sum-exp.
-
-Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in size), or plain local shards
-together with `vocab=Vocab(...)`.  Other axes may shard the rows (a batch over data-parallel ranks).  Targets and
-weights are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on all ranks, and one
-entry for each of this rank's rows where nothing is reduced.  `load_balance` is of a router.
+Everything rests on one differentiable step, `_RowStatistics`, in two collectives of one number per row and sum; what a
+loss computes from these (weights, smoothing, ignored rows, means) is plain arithmetic.  Logits are DTensors sharded
+along the class dim on one mesh axis (shards may differ in size), or plain local shards together with `vocab`.  Other
+axes may shard the rows.  Targets and weights are DTensors, or plain and equal on all ranks; results are plain: sums and
+means equal on all ranks, and one entry for each of this rank's rows where nothing is reduced.
 """
 
 from __future__ import annotations
@@ -141,7 +137,13 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     x, classes, rows = local_logits(input, vocab, class_dim)
     weights, q = plain(weight), None
     if target.is_floating_point():
-        q = _own_probabilities(target, input, classes, class_dim)
+        if target.requires_grad:
+            what = "returns no gradient of probability targets; detach them"
+            raise LayoutError(f"cross_entropy on a sharded vocabulary {what}")
+        if isinstance(target, DTensor) and isinstance(input, DTensor):
+            q = _placed_as(input, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
+        else:
+            q = classes.shard(rows.shard(target.movedim(class_dim, -1)))
         if label_smoothing > 0:  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
             q = q * (1 - label_smoothing) + label_smoothing / classes.total
         if weights is not None:
@@ -167,10 +169,9 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
     z_loss: float,
     classes: Vocab,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and what the rows weigh together in a mean.
+    """The loss of each row, and what the rows weigh together in a mean; those with `ignore_index` have neither.
 
-    `statistics` are per row the log-sum-exp, the logit of the label, and the sum of all logits, weighted where there
-    are weights.  Rows with the label `ignore_index` have no loss and no weight.
+    `statistics` are per row the log-sum-exp, the label's logit, and the sum of all logits, weighted as the classes are.
     """
     lse, picked, total = statistics
     ignored = labels == ignore_index
@@ -183,17 +184,6 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
     if z_loss:
         loss = loss + z_loss * lse.square() * of_target
     return loss.masked_fill(ignored, 0), of_target.sum()
-
-
-def _own_probabilities(target: Tensor, logits: Tensor, classes: Vocab, class_dim: int) -> Tensor:
-    """The probabilities of this rank's logits, classes last."""
-    if target.requires_grad:
-        raise LayoutError(
-            "cross_entropy on a sharded vocabulary returns no gradient of probability targets; detach them"
-        )
-    if isinstance(target, DTensor) and isinstance(logits, DTensor):
-        return _placed_as(logits, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
-    return classes.shard(LogitRows.of(logits, class_dim).shard(target.movedim(class_dim, -1)))
 
 
 def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:

@@ -1,8 +1,7 @@
 """`linear_cross_entropy`: the last product and the loss as one function; logits exist for some rows at a time.
 
 Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes are 4 GB in float32, and as much again
-for their gradient.  Here each block of rows has its logits only while its statistics, or its gradients, are computed.
-Kept for backward are the operands and one number per row; backward computes the blocks again.
+for their gradient.  Kept for backward are the operands and one number per row; backward computes the blocks again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class _LogitBlocks:
     block: int  # rows whose logits exist at a time
 
     def blocks(self, rows: int) -> list[slice]:
-        """The rows of each block."""
         return [slice(start, start + self.block) for start in range(0, rows, self.block)]
 
     def logits(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -80,10 +78,8 @@ class _LinearStatistics(Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = torch.zeros_like(x) if needs_x else None
         # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last ones.
-        dw, db = (
-            torch.zeros_like(t, dtype=lse.dtype) if needed and t is not None else None
-            for needed, t in ((needs_w, w), (needs_b, b))
-        )
+        dw = torch.zeros_like(w, dtype=lse.dtype) if needs_w else None
+        db = torch.zeros_like(b, dtype=lse.dtype) if needs_b else None
         for rows in ctx.task.blocks(x.shape[0]):
             z = ctx.task.logits(x[rows], w, b)
             slope = None if ctx.task.cap is None else 1 - (z / ctx.task.cap).square_()
@@ -182,12 +178,9 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
 def _operands(
     input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
-    """The local operands, without padding, in the dtype of the product; and the layout of the rows.
-
-    The ranks that shard the classes all need the same rows, with all features.
-    """
+    """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
     rows = LogitRows.of(input, -1)
-    if isinstance(input, DTensor):
+    if isinstance(input, DTensor):  # the ranks that shard the classes all need the same rows, with all features
         mesh = input.device_mesh
         placements = [
             Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
@@ -196,14 +189,14 @@ def _operands(
         input = input.redistribute(placements=placements)
         rows, input = LogitRows.of(input, -1), input.to_local()
     sharded = {axis for _, axes in rows.order for axis in axes}
-    params = [weight, bias]
-    for i, param in enumerate(params):
+
+    def own(param: Tensor) -> Tensor:
         if isinstance(param, DTensor):  # other rows give other summands of a replicated weight's gradient
             grads = [Partial() if axis in sharded else p for axis, p in enumerate(param.placements)]
             param = param.to_local(grad_placements=grads)
-        params[i] = None if param is None else param.narrow(0, 0, vocab.own)
-    w, b = params
-    assert w is not None, "there is a weight"
+        return param.narrow(0, 0, vocab.own)
+
+    w, b = own(weight), None if bias is None else own(bias)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, w, b = input.to(dtype), w.to(dtype), None if b is None else b.to(dtype)

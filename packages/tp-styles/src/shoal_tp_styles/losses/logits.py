@@ -118,13 +118,13 @@ class LogitRows:
     def of(cls, logits: Tensor, class_dim: int) -> LogitRows:
         """The rows of logits whose class dim is `class_dim`."""
         if not isinstance(logits, DTensor):
-            return _ALL_ROWS
+            return cls()
         class_dim %= logits.ndim
         spec = logits.spec
         placements = tuple(_without(p, class_dim) for p in spec.placements)
         order = tuple((d - (d > class_dim), axes) for d, axes in spec.shard_order if d != class_dim)
         shape = tuple(n for d, n in enumerate(logits.shape) if d != class_dim)
-        return cls(spec.mesh, placements, order, shape) if order else _ALL_ROWS
+        return cls(spec.mesh, placements, order, shape) if order else cls()
 
     @property
     def comm(self) -> Comm | None:
@@ -133,10 +133,7 @@ class LogitRows:
         return self.mesh.comm(axes) if self.mesh is not None and axes else None
 
     def shard(self, target: Tensor) -> Tensor:
-        """The entries of this rank's rows, of a tensor with one entry per row.
-
-        A plain one is the same on all ranks and has all rows; a DTensor is redistributed to the rows' layout.
-        """
+        """The entries of this rank's rows, of a tensor with one per row; a plain one is the same on all ranks."""
         if self.mesh is None:
             return target.full_tensor() if isinstance(target, DTensor) else target
         if not isinstance(target, DTensor):
@@ -151,9 +148,6 @@ class LogitRows:
         """`P -> R`: the sum of the losses of all rows, in the tree inside `invariant_arithmetic`; gradients pass."""
         own = loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
         return own if self.comm is None else differentiable.all_reduce_replicated(own, self.comm)
-
-
-_ALL_ROWS = LogitRows()
 
 
 def _without(placement: Placement, class_dim: int) -> Placement:

@@ -1,8 +1,7 @@
 """`loss_parallel`: losses on DTensor logits whose classes are sharded, without gathering them.
 
-Inside the block `torch.nn.functional.cross_entropy`, `nll_loss` and what calls them (`nn.CrossEntropyLoss`)
-are computed by `functional.py` when the classes of the logits are sharded over a mesh axis.  It is a mode of the
-thread that enters it: blocks nest, nothing global changes, and the backward may run outside.
+Inside the block `functional.py` computes `torch.nn.functional.cross_entropy` and `nll_loss`, also for what calls them.
+It is a mode of the thread that enters it: blocks nest, and the backward may run outside.
 """
 
 from __future__ import annotations
