@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import Boundary
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
-from .fused_parameters import full_of, fuse_blocks, load_fused, split_blocks
+from .fused_parameters import as_blocks, full_of, fuse_blocks, split_blocks
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -90,8 +91,9 @@ def apply_sharding(
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
             _distribute(module, sharding, mesh, together, blocks, buffers)
-    if fused is not None:
-        load_fused(module, fused, mesh)
+    if fused is not None:  # `load_state_dict` takes fused parameters, plain or DTensors of any layout
+        hook = partial(as_blocks, fused, mesh)
+        module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
     set_forward(module, lowering(module, sharding, mesh, inner))
     return module
 
@@ -211,8 +213,7 @@ def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh
 @torch.no_grad()
 def plain_module(module: nn.Module) -> nn.Module:
     """The module with plain, unsharded parameters and its own forward again; shared parameters stay shared."""
-    plain: dict[int, nn.Parameter] = {}
-    alive: list[Tensor] = []  # an id is unique among tensors that live
+    plain: dict[int, tuple[DTensor, nn.Parameter]] = {}  # by id, which is unique among tensors that live
     for owner in module.modules():
         for sharding, mesh in shardings_of(owner):
             if sharding.fused is not None and sharding.fused.splits(mesh.size()):
@@ -224,12 +225,12 @@ def plain_module(module: nn.Module) -> nn.Module:
             current: Tensor | None = param
             if isinstance(current, DTensor):
                 if id(current) not in plain:
-                    alive.append(current)
-                    plain[id(current)] = successor = nn.Parameter(full_of(current).clone(), current.requires_grad)
+                    successor = nn.Parameter(full_of(current).clone(), current.requires_grad)
+                    plain[id(current)] = current, successor
                     grad = current.grad
                     carry_gradient(current, successor, None if grad is None else full_of(grad).clone())
                     carry_over(current, successor)
-                owner._parameters[name] = plain[id(current)]
+                owner._parameters[name] = plain[id(current)][1]
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, DTensor):
                 owner._buffers[name] = full_of(buffer).clone()

@@ -7,7 +7,6 @@ a fused weight of shape (in, out) is transposed when it is split, and back when 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,13 +91,7 @@ def split_blocks(
     return {name for name, _ in block_rows(fused)}
 
 
-def load_fused(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh) -> None:
-    """Have `load_state_dict` take fused parameters, plain or DTensors of any layout."""
-    hook = partial(_as_blocks, fused, mesh)
-    module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
-
-
-def _as_blocks(
+def as_blocks(
     fused: FusedBlocks, mesh: DeviceMesh, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
     """Before loading: a fused entry of the state dict becomes what the module has in its place."""
