@@ -1,4 +1,4 @@
-"""Covers: progress.py."""
+"""Covers: plan/resolve.py: its bar."""
 
 from __future__ import annotations
 

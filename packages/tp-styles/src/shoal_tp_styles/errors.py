@@ -1,7 +1,5 @@
 """The errors of the tp-styles layer alone; those that it shares with its siblings are in `shoal_dtensor`."""
 
-from __future__ import annotations
-
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError
 
 

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, apply, lowering, modules, plan, progress, sharding, styles.
+May import: _torch, apply, lowering, modules, plan, sharding, styles.
 """
 
 from ._torch import StorageReference as StorageReference, autocast_dtype as autocast_dtype
@@ -37,11 +37,11 @@ from .plan.resolve import (
     Plan as Plan,
     apply_plan as apply_plan,
     named_styles as named_styles,
+    progress as progress,
     resolve as resolve,
     sharded_parameters as sharded_parameters,
 )
 from .plan.verify import map_tensors as map_tensors, try_plan as try_plan
-from .progress import progress as progress
 from .sharding.module_kinds import (
     class_of as class_of,
     experts_of as experts_of,

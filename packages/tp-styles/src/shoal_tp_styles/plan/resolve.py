@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
@@ -24,12 +26,12 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import apply_sharding, check_parameters, conflicting_style, note_undeclared
-from ..progress import progress
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.linear import style_of_tied
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
 
+T = TypeVar("T")
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
 
@@ -151,6 +153,24 @@ class Resolved(NamedTuple):
                 )
 
 
+def progress(items: Iterable[T], title: str) -> Iterable[T]:
+    """The items, with a bar on standard error that says how far they are.
+
+    It appears after two seconds, on the first rank, where standard error is a terminal, and is removed at the end. Logs
+    get nothing.
+
+    Example:
+        >>> sum(progress([1, 2, 3], "adding"))
+        6
+    """
+    if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank() != 0):
+        return items
+    from tqdm import tqdm
+
+    bar: Iterable[T] = tqdm(items, title, delay=2, leave=False)
+    return bar
+
+
 def _apply(use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool) -> None:
     """Make one module parallel; a style that does so by itself finds all values that are under way."""
     if use.sharding is not None and type(use.style)._apply is DeclaredStyle._apply:
@@ -193,13 +213,10 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
 def _tied(
     root: nn.Module, uses: Iterable[Use]
 ) -> Iterator[tuple[dict[_Owned, str], dict[_Owned, tuple[Use, _Layout]]]]:
-    """Of every plain parameter that several modules hold: its path in each, and what styles ask of it there.
-
-    Those that an earlier call has sharded are compared with their layout when the styles are applied.
-    """
+    """Of every plain parameter that several modules hold: its path in each, and what styles ask of it there."""
     shared: dict[int, dict[_Owned, str]] = {}
     for key, path, param in _owned_parameters(root.named_modules()):
-        if not isinstance(param, DTensor):
+        if not isinstance(param, DTensor):  # what an earlier call has sharded is compared when styles are applied
             shared.setdefault(id(param), {})[key] = path
     shared = {param: names for param, names in shared.items() if len(names) > 1}
     asked: dict[_Owned, tuple[Use, _Layout]] = {}
@@ -268,10 +285,7 @@ def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
 def _by_module(
     plan: Mapping[str, ParallelStyle | str], modules: Mapping[str, nn.Module], tree: Tree, root: nn.Module
 ) -> Mapping[str, ParallelStyle | str]:
-    """The plan without names for single parameters, which say how the module that holds them is sharded.
-
-    Hugging Face's plans have such entries: `"experts": "moe_tp_experts", "experts.down_proj": "rowwise"`.
-    """
+    """The plan without names for single parameters (`"experts.down_proj": "rowwise"`), which become their modules'."""
     if not any(isinstance(value, str) for value in plan.values()):
         return plan
     from .style_names import WITH_CONTEXT, style_in_context  # with all styles that have names
@@ -333,10 +347,7 @@ def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
 
 
 def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """The mesh on which a style acts: one axis, or those that it names.
-
-    It is a LayoutError if the mesh has several axes and the style names none, or one that it lacks, or it is torch's.
-    """
+    """The mesh on which a style acts: one axis, or those that it names; a LayoutError where it cannot be known."""
     check_device_mesh(type(style).__name__, mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if style.axis is None:

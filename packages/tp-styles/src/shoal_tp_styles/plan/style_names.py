@@ -52,13 +52,9 @@ _WHOLE = {"replicate", "replicated"}
 
 
 def style_in_context(name: str | None, parameters: Mapping[str, str], config: Any) -> ParallelStyle:
-    """The style of a module whose entries in a plan name it and its parameters.
+    """The style of a module whose own entry in a plan has this name, one of `WITH_CONTEXT`, and those of `parameters`.
 
-    `name` is that of the module's own entry, one of `WITH_CONTEXT`, `parameters` has those of its parameters; None
-    without an entry, or without a configuration.
-
-    Raises:
-        PlanError: if the names do not go together, or the configuration lacks what one needs.
+    Names that do not go together, and a configuration that lacks what one needs, are a PlanError.
     """
     if name == "mla_kv_a_proj":
         text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -23,7 +23,7 @@ from shoal_mesh import DeviceMesh
 
 from ..apply.apply import plain_module
 from ..apply.fused_parameters import full_of
-from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
+from .resolve import Plan, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 
 
 class Verification(NamedTuple):
@@ -134,8 +134,14 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         trial = Verification(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
     else:
         trial = try_plan(model, plan, mesh, args, kwargs)
-    findings = {kind: tuple(lines) for kind, lines in found.items()}
-    return trial._replace(**findings, unmatched=resolved.unmatched, unsharded=tuple(_unsharded(resolved)))
+    sharded = {id(param) for param in sharded_parameters(resolved)}
+    total = sum(param.numel() for param in model.parameters()) or 1
+    found["unsharded"] = [
+        f"{name} {tuple(param.shape)} is replicated on every rank ({param.numel() / total:.0%} of all parameters)"
+        for name, param in model.named_parameters()
+        if param.ndim > 1 and id(param) not in sharded
+    ]
+    return trial._replace(**{kind: tuple(lines) for kind, lines in found.items()}, unmatched=resolved.unmatched)
 
 
 def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
@@ -147,15 +153,6 @@ def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
             if len(set(sizes)) > 1:
                 path = f"{use.path}.{name}" if use.path else name
                 yield f"{path}: {what} in shards of {sizes} along {axis}", "empty" if 0 in sizes else "uneven"
-
-
-def _unsharded(resolved: Resolved) -> Iterator[str]:
-    sharded = {id(param) for param in sharded_parameters(resolved)}
-    total = sum(param.numel() for param in resolved.root.parameters()) or 1
-    for name, param in resolved.root.named_parameters():
-        if param.ndim > 1 and id(param) not in sharded:
-            fraction = f"{param.numel() / total:.0%} of all parameters"
-            yield f"{name} {tuple(param.shape)} is replicated on every rank ({fraction})"
 
 
 MOST_RANKS = 16

@@ -77,9 +77,8 @@ class LoRA(DeclaredStyle):
 
 def initialize_adapter(module: nn.Module) -> None:
     """`A` as a Linear's weight, `B` zero."""
-    lora_a, lora_b = module.get_parameter("lora_A"), module.get_parameter("lora_B")
-    nn.init.kaiming_uniform_(lora_a, a=math.sqrt(5))
-    nn.init.zeros_(lora_b)
+    nn.init.kaiming_uniform_(module.get_parameter("lora_A"), a=math.sqrt(5))
+    nn.init.zeros_(module.get_parameter("lora_B"))
 
 
 @takes(model=nn.Module)
@@ -125,11 +124,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """
     with torch.no_grad():
         for module in model.modules():
-            options = [sharding.options for sharding, _ in shardings_of(module)]
-            adapter = next((each for each in options if isinstance(each, Adapter)), None)
-            if adapter is None:
-                continue
-            weight, a, b = (getattr(module, name) for name in ("weight", "lora_A", "lora_B"))
-            weight.addmm_(b, a, alpha=adapter.scale)
-            b.zero_()
+            for sharding, _ in shardings_of(module):
+                if isinstance(sharding.options, Adapter):
+                    weight, a, b = (getattr(module, name) for name in ("weight", "lora_A", "lora_B"))
+                    weight.addmm_(b, a, alpha=sharding.options.scale)
+                    b.zero_()
     return model
