@@ -26,19 +26,11 @@ def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which autocast runs matrix products of `tensor`; None where it leaves them alone.
-
-    As autocast itself: only floating tensors on the autocast device, and never float64.
-    """
+    """The dtype in which autocast runs matrix products of `tensor`; None where it leaves them alone, as float64."""
     device = tensor.device.type
-    if (
-        device == "meta"
-        or not torch.is_autocast_enabled(device)
-        or not tensor.is_floating_point()
-        or tensor.dtype == torch.float64
-    ):
-        return None
-    return torch.get_autocast_dtype(device)
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    casts = enabled and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else None
 
 
 def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | None) -> None:

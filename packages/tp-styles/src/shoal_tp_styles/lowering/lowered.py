@@ -186,10 +186,7 @@ _MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
 def moves(
     x: Any, source: Placement, target: Placement, grad: Placement | None = None, once: Hashable = None
 ) -> Iterator[Collective]:
-    """The collectives of a tensor that moves between layouts, and of its gradient, which comes back as `grad`.
-
-    That is `target` where it is left out; the gradient of a partial tensor is replicated.
-    """
+    """The collectives of a tensor that moves, and of its gradient, which comes back as `grad`, else as `target`."""
     if not isinstance(x, Tensor):
         return
     ways = [(False, source, target)]
@@ -206,10 +203,7 @@ def _of_gradient(placement: Placement) -> Placement:
 
 
 def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
-    """What an input runs; readers of a replicated one share the gather, and the reduction of its gradient.
-
-    That gradient is partial unless the output is replicated.
-    """
+    """What an input runs; readers of a replicated one share the gather, and the reduction of its partial gradient."""
     x, port = call.input(index), call.sharding.input_port(index)
     if x is None or not port.desired.is_replicate() or call.sharding.output_port().layout.is_replicate():
         yield from moves(x, port.layout, port.desired)
@@ -229,10 +223,9 @@ def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Coll
     if dim != features and port.desired.sizes is None and out.shape[dim] % call.ranks:
         yield from moves(out, port.layout, Replicate())  # plain tensors do not carry the sizes of shards
         yield from moves(out, Replicate(), port.desired)
-        return
-    yield from moves(out, port.layout, port.desired)
-    if bias is not None:
-        yield from declare_summed_gradients(call.trained(bias))
+    else:
+        yield from moves(out, port.layout, port.desired)
+        yield from declare_summed_gradients(call.trained(bias) if bias is not None else ())
 
 
 def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:

@@ -202,10 +202,7 @@ class HiddenUnits(Lowered):
     def steps(
         self, x: Tensor, weights: list[Tensor], state: tuple[Tensor, ...], inner: bool
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """One layer in one direction: the outputs of this rank's units, (steps, batch, units), and the last state.
-
-        Between them come the outputs of all units, where a layer follows (`inner`) that reads them.
-        """
+        """One layer in one direction: outputs of own units, (steps, batch, units), of all if `inner`, and states."""
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
         units = self.sizes[self.comm.rank]
         drive = linear(x, of_inputs, bias_of_inputs)  # (steps, batch, gates * units), of all steps at once

@@ -173,10 +173,7 @@ def _reduce(out: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim) -> Tens
 
 
 def _input_gradient(ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tensor) -> Tensor | Pending | None:
-    """The gradient of x, reduced as `enters` says, or its reduction that is under way.
-
-    `dx` is this product's, `others` are the partial gradients of the other readers together.
-    """
+    """The gradient of x, this product's `dx` plus that of `others`, reduced as `enters` says, or while it is."""
     where = ctx.enters
     # The token of a gathered x, and so the gradient of its readers, is in the dtype of the product.
     if dx is not None and not isinstance(where, tuple) and dx.dtype is not ctx.input_dtype:
@@ -246,10 +243,7 @@ class ColumnLinear(Lowered):
         return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
 
     def product(self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any) -> Tensor:
-        """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once.
-
-        `dtype` is that of the product where autocast has one.
-        """
+        """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once."""
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
         if isinstance(where, tuple):

@@ -96,10 +96,7 @@ _WEIGHTS = ("weight", "score", "prob")
 
 
 def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> Experts:
-    """What a module of experts is called with, and how many experts it has.
-
-    Another forward, or a number that is not to be seen, is an UnsupportedModuleError.
-    """
+    """What a module of experts is called with, and how many experts it has; else an UnsupportedModuleError."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
     grouped = len(names) > 1 and "num_tokens" in names[1]
     routed = len(names) > 2 and names[1].endswith(_CHOICES) and any(word in names[2] for word in _WEIGHTS)
@@ -166,8 +163,7 @@ _WEIGHT_NAMES = {
 def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement]:
     """The placement of packed weights and biases along an axis that shards the hidden features of each expert.
 
-    A bias that is added to the sum over the hidden features stays replicated.  A parameter that is not known by its
-    name is an UnsupportedModuleError, as are shapes that do not fit each other.
+    A bias that is added to the sum over the hidden features stays replicated.
     """
     if isinstance(module, nn.ModuleList):
         return _hidden_of_linears(style, module)
@@ -178,10 +174,9 @@ def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement
     if down is None or first is None or any(name.removesuffix("_bias") not in weights for name in params):
         raise _unknown_features(style, module)
     blocks, up = _WEIGHT_NAMES[first][0], params[first]
-    if up.shape[1] == blocks * down.shape[2] and up.shape[2] == down.shape[1]:
-        into, out = 2, 1  # as nn.Linear: (experts, out, in)
-    elif up.shape[2] == blocks * down.shape[1] and up.shape[1] == down.shape[2]:
-        into, out = 1, 2
+    for into, out in ((2, 1), (1, 2)):  # (experts, out, in), as nn.Linear, or (experts, in, out)
+        if up.shape[out] == blocks * down.shape[into] and up.shape[into] == down.shape[out]:
+            break
     else:
         raise UnsupportedModuleError(
             f"{style}: {first} {tuple(up.shape)} and the weight behind it {tuple(down.shape)} of "

@@ -142,11 +142,7 @@ class ChannelParallel(DeclaredStyle):
 def sharded_groups(
     style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
 ) -> ModuleSharding:
-    """The sharding of a module by groups of channels, by channels outside where no other layout is given.
-
-    The style's name, multiple of output channels and choice of local outputs count.  A convolution with a forward of
-    its own is an UnsupportedModuleError.
-    """
+    """The sharding of a module by groups of channels, by channels outside where no other layout is given."""
     name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
     if isinstance(module, CONVOLUTIONS) and not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
         raise unsupported(name, module, CONVOLUTIONS)

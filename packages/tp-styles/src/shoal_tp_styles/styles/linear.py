@@ -68,7 +68,9 @@ ROWWISE: dict[type[nn.Module], Features] = {
     **{conv: Features({"weight": 0}, -1 - n, None, RowChannels) for n, conv in _TRANSPOSED},
 }
 
-_OF_HEADS = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
+_OF_HEADS: dict[type[nn.Module], Features] = {
+    kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)
+}
 
 
 def _features(
@@ -280,10 +282,7 @@ class RowwiseParallel(_FeatureStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class TiedStyle(DeclaredStyle):
-    """The style `of`, until a later call gives the module one of its own.
-
-    Replicated inputs and outputs: to the rest of the model the module does what it did.
-    """
+    """The style `of`, with replicated inputs and outputs, until a later call gives the module one of its own."""
 
     of: DeclaredStyle
 
