@@ -8,19 +8,18 @@ q, k, v: S(sequence) -> S(sequence)                         that of the attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shoal_context_parallel.internal import ContextOptions, RoutedAttention
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import eager_only
+from shoal_dtensor.internal import ReplacedAttention, eager_only
 
 from .._torch import watching_functions
 from ..lowering.lowered import Lowered, declare_summed_gradients, nbytes
@@ -100,13 +99,8 @@ class Tokenwise(Lowered):
 
 
 class SequenceDropout(Boundary):
-    """A Dropout under `SequenceParallel`, on this rank's shard of the sequence.
+    """A Dropout under `SequenceParallel`; an active one draws, as a DTensor, what one device with all tokens would."""
 
-    While it is active it draws as a DTensor: the values that one device with the full sequence would draw.  Otherwise
-    it returns its input.
-    """
-
-    __slots__ = ()
     one_axis = True
 
     def __call__(self, input: Tensor) -> Any:
@@ -147,8 +141,6 @@ class LocalForward(Boundary):
 class ContextAttention(Boundary):
     """What was the forward before, with attention of the sharded sequence."""
 
-    __slots__ = ()
-
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with watching_functions(), RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions)):
@@ -156,50 +148,38 @@ class ContextAttention(Boundary):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        method, ranks = call.sharding.options_of(ContextOptions).method, call.ranks
+        method, ranks, steps = call.sharding.options_of(ContextOptions).method, call.ranks, call.ranks - 1
         found = _attentions(call) if ranks > 1 else []
         if found:  # whether the arguments of all ranks fit
             yield Collective("all_gather", 4 * ranks)
-        for each in found:
-            yield from _declared(method, *each, ranks)
-
-
-def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Iterator[Collective]:
-    """The collectives of one attention; in a step of the ring each rank sends a block, `1 / ranks` of the whole."""
-    block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
-    # Sums of low precision travel in float32.
-    sums, steps = block * max(4 // k.element_size(), 1), ranks - 1
-    for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):
-        if method == "ring":
-            yield from [Collective("all_to_all", block // steps, backward)] * steps
-            if backward:
-                yield from [Collective("all_to_all", sums // steps, backward)] * ranks
-        elif method == "allgather":
-            yield Collective("all_gather", block, backward)
-            if backward:
-                yield Collective("reduce_scatter", sums, backward)
-        else:
-            yield Collective("all_to_all", nbytes(q) + block, backward)
-            yield Collective("all_to_all", out, backward)
+        for q, k, v in found:
+            block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
+            sums = block * max(4 // k.element_size(), 1)  # those of low precision travel in float32
+            for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):
+                if method == "ring":  # in a step each rank sends a block, `1 / ranks` of the whole
+                    yield from [Collective("all_to_all", block // steps, backward)] * steps
+                    if backward:
+                        yield from [Collective("all_to_all", sums // steps, backward)] * ranks
+                elif method == "allgather":
+                    yield Collective("all_gather", block, backward)
+                    if backward:
+                        yield Collective("reduce_scatter", sums, backward)
+                else:
+                    yield Collective("all_to_all", nbytes(q) + block, backward)
+                    yield Collective("all_to_all", out, backward)
 
 
 def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Queries, keys and values of the attentions in a call, from a run on meta tensors of global shape."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    class _AttentionRecorder(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if func is functional.scaled_dot_product_attention:
-                named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs or {})
-                found.append((named["query"], named["key"], named["value"]))
-            return func(*args, **(kwargs or {}))
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append((query, key, value))
+        return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
-    module: nn.Module = call.module
-    state = {name: value.to("meta") for name, value in module.named_buffers()}
-    for name, value in module.named_parameters():
+    state = {name: value.to("meta") for name, value in call.module.named_buffers()}
+    for name, value in call.module.named_parameters():
         state[name] = value.detach().to("meta").requires_grad_(value.requires_grad)
-    with torch.enable_grad(), _AttentionRecorder():
-        torch.func.functional_call(module, state, call.args, dict(call.kwargs))
+    with torch.enable_grad(), ReplacedAttention(attend):
+        torch.func.functional_call(call.module, state, call.args, dict(call.kwargs))
     return found
