@@ -55,7 +55,7 @@ def local_shards(
     for comm, params in groups.items():
         local |= local_parameters(params, comm)
         if comm is hidden and hidden is not None and hidden.rank > 0:
-            local |= {name: local[name] * 0 for name in params}  # type: ignore[operator]  # all are there
+            local |= {name: None if (shard := local[name]) is None else shard * 0 for name in params}
     return local
 
 
@@ -71,7 +71,6 @@ def forward_of_own(module: nn.Module, local: Mapping[str, Any], count: int, own:
 class SlicedExperts(Lowered):
     """A module of experts, of whose hidden features each rank holds some: its own forward gives a partial sum."""
 
-    __slots__ = ()
     sampling: ClassVar[Literal["refused"]] = "refused"
 
     @classmethod
@@ -98,8 +97,6 @@ class SlicedExperts(Lowered):
 
 class DividedInput(Lowered):
     """A module without parameters, among experts whose outputs are summed over the ranks: its share of that sum."""
-
-    __slots__ = ()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own_forward(self.module, {}, input / self.comm.size, *args, **kwargs)
@@ -213,10 +210,7 @@ class RoutedExperts(Lowered):
         return every
 
     def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What the experts make of rows that are sorted by expert; `counts` are (ranks with own tokens, experts) rows.
-
-        Where tokens are sharded the rows are this rank's for all experts, else all for its own experts.
-        """
+        """What the experts make of rows sorted by expert: this rank's for all experts, or all for its own experts."""
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)

@@ -34,8 +34,6 @@ class BlockMembers(NamedTuple):
 class OverlappedBlock(Boundary):
     """The forward of a block, in which the shared expert runs beside the dispatch of tokens."""
 
-    __slots__ = ()
-
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         members, block = self.sharding.options_of(BlockMembers), self.module
@@ -59,9 +57,8 @@ class OverlappedBlock(Boundary):
 class _Computed:
     """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch.
 
-    Where the block recomputes its experts in backward, what runs inside of them belongs to their recomputation: then
-    the shared expert is computed where the block calls it. So it is in the recomputation of the shared expert itself,
-    which still calls this object when the block is done.
+    It is computed where the block calls it in a recomputation: of the experts, to which what runs inside of them would
+    belong, or of the shared expert itself, which still calls this object when the block is done.
     """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:

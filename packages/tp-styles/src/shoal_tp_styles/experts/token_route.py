@@ -88,10 +88,7 @@ class ExpertExchange(NamedTuple):
         return cls(comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own)
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
-        """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert.
-
-        What is `beside` is computed while the rows, and in backward their gradients, are under way.
-        """
+        """`S -> S`: rows sorted by expert, as received, by rank and expert; `beside` runs while they travel."""
         if beside is None:
             return self._sent(rows, back=False)
         under_way: list[Pending] = []
@@ -139,7 +136,7 @@ class _Arrived(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
         ctx.exchange, ctx.under_way = exchange, under_way
-        return under_way.pop().wait()  # type: ignore[no-any-return]  # a tensor, as it was sent
+        return under_way.pop().wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

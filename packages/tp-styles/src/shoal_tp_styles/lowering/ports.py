@@ -107,7 +107,6 @@ def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Se
 class Boundary(Lowered):
     """Brings inputs to their ports' layouts, runs the module's forward, or a lowering inside, and then outputs."""
 
-    __slots__ = ()
     sampling: ClassVar[Literal["watched"]] = "watched"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,10 +189,7 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
 
 
 def sharded_input(lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> S(features)`: the input sharded as the weight is, or into `sizes`.
-
-    A plain input that arrives as the module needs it stays as it is; so may one that is replicated inside.
-    """
+    """`R | S(d) -> S(features)`: the input sharded as the weight is, or into `sizes`; or as it is, if it arrives so."""
     port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
@@ -227,8 +223,7 @@ def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
 def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
-    The bias, a replicated parameter or the name of one of the module's, is added after the reduction, along the dim of
-    the input's features.  Plain outputs with shards of different sizes are a LayoutError.
+    The bias, a replicated parameter or its name, is added after the reduction, along the dim of the input's features.
     """
     port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}

@@ -91,8 +91,6 @@ class _Channels(Lowered):
 class ColumnChannels(_Channels):
     """A Conv, ConvTranspose, Bilinear or transposed Linear whose output channels are sharded."""
 
-    __slots__ = ()
-
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         declared = self.sharding.inputs or ()
         arrived = [ports.replicated_input(self, x, port) for x, port in zip(inputs, declared, strict=False)]
@@ -103,8 +101,6 @@ class ColumnChannels(_Channels):
 
 class RowChannels(_Channels):
     """A Conv, ConvTranspose or transposed Linear whose input channels are sharded."""
-
-    __slots__ = ()
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         input = ports.sharded_input(self, input)

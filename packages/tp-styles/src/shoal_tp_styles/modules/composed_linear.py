@@ -66,8 +66,6 @@ class AdapterLinear(Lowered):
 class LatentLinear(Lowered):
     """A Linear of multi-head latent attention: the latent, then features that each head reads (of rotary positions)."""
 
-    __slots__ = ()
-
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         if call.output.requires_grad:
@@ -83,10 +81,7 @@ class LatentLinear(Lowered):
 
 
 class _Concatenate(Function):
-    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy.
-
-    Backward: the rows of each.
-    """
+    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy."""
 
     @staticmethod
     def forward(ctx: Any, *shards: Tensor) -> Tensor:
@@ -136,8 +131,6 @@ class FusedLowering(Lowered):
 class FusedColumn(FusedLowering):
     """A fused Linear, or one whose heads are held by several ranks."""
 
-    __slots__ = ()
-
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from super().collectives(call)
@@ -167,7 +160,6 @@ OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 class AttentionHeads(FusedLowering):
     """nn.MultiheadAttention on this rank's heads."""
 
-    __slots__ = ()
     one_axis = True
 
     @classmethod

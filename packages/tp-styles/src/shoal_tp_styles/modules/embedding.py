@@ -46,8 +46,6 @@ def check_ids(tokens: Tensor, rows: int) -> None:
 class _Table(Lowered):
     """Base of what looks rows of a table up; it refuses what a sharded one cannot do."""
 
-    __slots__ = ()
-
     def resolve(self) -> None:
         what, module = f"{self.sharding.style}: {self.module}", self.module
         if getattr(module, "max_norm", None) is not None:
@@ -58,8 +56,6 @@ class _Table(Lowered):
 
 class ColumnEmbedding(_Table):
     """An embedding whose features are sharded."""
-
-    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         return ports.sharded_output(self, self.look_up(ports.replicated_input(self, input)))
@@ -111,8 +107,6 @@ def _own_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None, sc
 
 class RowEmbedding(_Table):
     """An embedding whose vocabulary is sharded."""
-
-    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         tokens = ports.replicated_input(self, input)
@@ -190,7 +184,6 @@ def _declare_bags(call: ModuleCall) -> Iterator[Collective]:
 class ColumnEmbeddingBag(ColumnEmbedding):
     """An embedding bag whose features are sharded; every mode works, since bags are local."""
 
-    __slots__ = ()
     collectives = staticmethod(_declare_bags)
 
     def __call__(
@@ -204,7 +197,6 @@ class ColumnEmbeddingBag(ColumnEmbedding):
 class RowEmbeddingBag(_Table):
     """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
 
-    __slots__ = ()
     collectives = staticmethod(_declare_bags)
 
     def resolve(self) -> None:
