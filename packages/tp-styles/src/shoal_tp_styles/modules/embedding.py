@@ -47,11 +47,13 @@ class _Table(Lowered):
     """Base of what looks rows of a table up; it refuses what a sharded one cannot do."""
 
     def resolve(self) -> None:
-        what, module = f"{self.sharding.style}: {self.module}", self.module
+        style, module = self.sharding.style, self.module
         if getattr(module, "max_norm", None) is not None:
-            raise UnsupportedModuleError(f"{what} renormalises rows in place (max_norm); that is not sharded")
+            raise UnsupportedModuleError(
+                f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
+            )
         if getattr(module, "sparse", False):
-            raise UnsupportedModuleError(f"{what} has sparse gradients, which DTensors do not hold")
+            raise UnsupportedModuleError(f"{style}: {module} has sparse gradients, which DTensors do not hold")
 
 
 class ColumnEmbedding(_Table):
