@@ -1,7 +1,6 @@
 """A module's parameters become DTensors and its forward a lowering, and back.
 
-A parameter that several modules hold stays one: the plain parameter refers to the DTensor parameter that replaced it,
-so whichever module is reached later, in this call or another, takes the same one.
+A parameter that several modules hold stays one: the plain one refers to the DTensor that replaced it, for later calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A shared expert that is computed while tokens are under way to the routed experts, by a block as it is written.
 
-The block calls its experts first. While their rows travel, the shared expert runs on the block's input; where the block
-then calls it, it gets what was computed. In backward, gradients of the rows travel beside the shared expert's backward.
+The block calls its experts first. While their rows travel, the shared expert runs on the block's input, and in backward
+its own backward while their gradients do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The layout of logits: `Vocab`, the classes of each rank, and `LogitRows`, all dims but the classes.
 
-Other mesh axes may shard the rows (data or sequence parallelism). Every rank computes the loss of its own rows; sums
-over rows are then summed over those axes.
+Other mesh axes may shard the rows: every rank computes the loss of its own rows, and sums are summed over those axes.
 """
 
 from __future__ import annotations

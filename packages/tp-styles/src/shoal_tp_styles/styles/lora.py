@@ -1,9 +1,7 @@
 """`LoRA`: low-rank adapters on parallel Linear layers, a style that composes with the base layer's.
 
-    columns   A: R, B: S(0)    the adapter reads what the base reads; one reduction of dx for both
-    rows      A: S(1), B: R    the adapter's partial sums are added to the base's before the one reduction
-
-The base weight is frozen and sharded by its own style.
+columns   A: R, B: S(0)    the adapter reads what the base reads; one reduction of dx for both
+rows      A: S(1), B: R    the adapter's partial sums are added to the base's before the one reduction
 """
 
 from __future__ import annotations

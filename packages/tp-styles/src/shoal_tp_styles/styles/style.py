@@ -1,7 +1,6 @@
 """`ParallelStyle`, what every style is, and `DeclaredStyle`, a style that declares a `ModuleSharding`.
 
-Applying a style changes the module, never the style, so one style can serve any number of modules, meshes and threads.
-What is assigned to a style's attributes counts for the modules that it is applied to afterwards.
+Applying a style changes the module, never the style, so one can serve any number of modules, meshes and threads.
 """
 
 from __future__ import annotations
