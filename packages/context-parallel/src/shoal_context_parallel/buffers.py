@@ -133,10 +133,7 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
 
 @torch.no_grad()
 def context_parallel_unshard(
-    mesh: DeviceMesh,
-    buffers: Sequence[Tensor],
-    seq_dims: Sequence[int],
-    load_balancer: SequenceLayout | None = None,
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: SequenceLayout | None = None
 ) -> list[Tensor]:
     """The global tensors of which the ranks hold shards, with positions in order.
 

@@ -16,12 +16,7 @@ from .errors import ArgumentTypeError
 
 
 def expect(
-    call: str,
-    name: str,
-    value: object,
-    *types: Any,
-    optional: bool = False,
-    error: type[Exception] = ArgumentTypeError,
+    call: str, name: str, value: object, *types: Any, optional: bool = False, error: type[Exception] = ArgumentTypeError
 ) -> None:
     """Raise ``error`` unless an argument of a call has one of the types, of which bool is no int; or is None."""
     if optional and value is None:

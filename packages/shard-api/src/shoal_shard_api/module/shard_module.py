@@ -120,8 +120,7 @@ def shard_parameter(
     """
     group, where = resolve(process_group), f"{type(module).__name__}.{param_name}"
     agree_on(
-        group,
-        lambda: _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group),
+        group, lambda: _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
     )
     tensor = sharding_spec.shard(getattr(module, param_name), src_rank=src_rank, process_group=group)
     if param_name in module._parameters:
@@ -133,10 +132,7 @@ def shard_parameter(
 
 
 def _shard_tensor(
-    tensor: torch.Tensor,
-    sharding_spec: ShardingSpec,
-    src_rank: int = 0,
-    process_group: dist.ProcessGroup | None = None,
+    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> ShardedTensor:
     """Plain on ``src_rank`` -> sharded: the ShardedTensor of a contiguous tensor; otherwise as ``shard_parameter``."""
     group = resolve(process_group)

@@ -106,12 +106,7 @@ def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[to
 
 
 def gather(
-    tensors: Sequence[torch.Tensor],
-    layout: Layout,
-    shape: torch.Size,
-    dst: int,
-    comm: Comm,
-    out: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, dst: int, comm: Comm, out: torch.Tensor | None
 ) -> None:
     """Layout -> plain on ``dst``, an index in the group: the global tensor is written into ``out``, None elsewhere."""
     target = ((comm.ranks[dst], whole_box(shape)),)
