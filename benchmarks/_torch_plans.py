@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal_dtensor import Partial, Placement, Shard
 from shoal_dtensor.layout.spec import Spec
-from shoal_dtensor.redistribute.search.space import Links, mask_of
+from shoal_dtensor.redistribute.search.links import Links, mask_of
 
 __all__ = ["price", "to_torch", "torch_meshes", "torch_steps"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal_dtensor.redistribute.search.edges import sent_among
-from shoal_dtensor.redistribute.search.space import COPY_SPEEDUP, Links, axes_of, mask_of
+from shoal_dtensor.redistribute.search.links import COPY_SPEEDUP, Links, axes_of, mask_of
 
 LINKS = Links((8, 4), (1e-6, 1e-5), (400e9, 50e9))  # a fast axis of 8 ranks, a slow one of 4
 

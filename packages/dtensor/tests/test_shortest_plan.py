@@ -18,8 +18,9 @@ from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
 from shoal_dtensor.redistribute.search.edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
+from shoal_dtensor.redistribute.search.links import axes_of, mask_of
 from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Bound, cheapest_plans
-from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State, axes_of, mask_of
+from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State
 from shoal_dtensor.redistribute.steps import Plan
 from shoal_mesh import Link, abstract_mesh
 from shoal_mesh.internal import Topology

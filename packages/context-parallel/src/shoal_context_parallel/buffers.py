@@ -51,8 +51,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         no_restore_buffers: those of `buffers` that stay sharded.
         layout: which positions each rank holds. By default early and late ones, so that a causal mask leaves all ranks
             equal work.
-        method: as of `context_parallel_attention`, like `window` and `documents`; if left out, what
-            `set_rotate_method` said.
+        method: as of `context_parallel_attention`; if left out, what `set_rotate_method` said.
+        window, documents: as of that.
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None where there are no
@@ -83,15 +83,20 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in sequences] if known else []
-    originals = [(x, x.data) for x, _ in sequences]
-    for (buffer, _), shard in zip(sequences, shards, strict=True):
+    with _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
+        yield known
+
+
+@contextmanager
+def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
+    originals = [buffer.data for buffer in buffers]
+    for buffer, shard in zip(buffers, shards, strict=True):
         _replace(buffer, shard)
     try:
-        with RoutedAttention(mesh, options):
-            yield known
+        yield
     finally:
-        for buffer, original in originals:
-            if not any(buffer is other for other in no_restore_buffers or ()):
+        for buffer, original in zip(buffers, originals, strict=True):
+            if not any(buffer is other for other in unrestored):
                 _replace(buffer, original)
 
 

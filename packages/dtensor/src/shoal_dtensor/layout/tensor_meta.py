@@ -93,7 +93,11 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped.
+
+    Args:
+        value: an argument or result of an operator.
+    """
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):

@@ -24,8 +24,8 @@ from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, constant, has_symbols
 from .blocks import boxes_of_rank, flows
+from .search.links import Links, mask_of
 from .search.shortest_plan import cheapest_plans
-from .search.space import Links, mask_of
 from .steps import Plan, Step
 
 CACHE_SIZE = 4096  # plans; one takes about 2 kB

@@ -194,13 +194,7 @@ def shard_module(
         found, of_entries = _check_paths(module, plan, group)
         specs.update(found)
         check_rank("shard", "src_rank", src_rank, group)
-        return {
-            "src_rank": src_rank,
-            "plan entries": sorted(plan.plan),
-            "output_plan": dict(plan.output_plan or {}),
-            "return_local_tensor": list(plan.return_local_tensor or ()),
-            **of_entries,
-        }
+        return {"src_rank": src_rank, **of_entries}
 
     agree_on(group, facts)
     replacements = _run_sharders(module, plan, group)
@@ -252,7 +246,11 @@ def _check_paths(
                 raise PlanConflictError(f"{other!r} is in the sub-tree of the Sharder of {path!r}")
     first: dict[int, str] = {}
     specs: dict[str, ShardingSpec] = {}
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {
+        "plan entries": sorted(plan.plan),
+        "output_plan": dict(plan.output_plan or {}),
+        "return_local_tensor": list(plan.return_local_tensor or ()),
+    }
     for path, spec in plan.plan.items():
         if isinstance(spec, Sharder):
             facts[f"Sharder of {path}"] = f"{type(spec).__module__}.{type(spec).__qualname__}"

@@ -60,7 +60,7 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         module: The module whose attributes, and those of its sub-modules, are set.
         state_dict: The state dict.
         prefix: Prefix of all keys.
-        local_metadata: Ignored, as ``unexpected_keys`` are.
+        local_metadata, unexpected_keys: Ignored.
         strict: Whether missing keys are reported.
         missing_keys: Keys of present ShardedTensors that the state dict lacks are appended.
         error_msgs: Messages about sizes that differ are appended.

@@ -111,7 +111,11 @@ _MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_
 class TensorProperties:
     """dtype, layout, requires_grad, memory format and pinning of all shards of a tensor.
 
-    A ShardedTensor always has torch.strided and torch.contiguous_format.
+    Attributes:
+        dtype: Element type; the default dtype unless given.
+        layout, memory_format: Always torch.strided and torch.contiguous_format for a ShardedTensor.
+        requires_grad: Whether the shards require gradients.
+        pin_memory: Whether the shards are in pinned host memory.
 
     Example:
         >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.float64)).dtype

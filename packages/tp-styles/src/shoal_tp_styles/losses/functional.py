@@ -124,6 +124,9 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     Returns:
         The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for half-precision logits.
 
+    Raises:
+        LayoutError: if probabilities need a gradient.
+
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh
@@ -138,8 +141,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     weights, q = plain(weight), None
     if target.is_floating_point():
         if target.requires_grad:
-            what = "returns no gradient of probability targets; detach them"
-            raise LayoutError(f"cross_entropy on a sharded vocabulary {what}")
+            raise LayoutError("cross_entropy on a sharded vocabulary: no gradient of probability targets; detach them")
         if isinstance(target, DTensor) and isinstance(input, DTensor):
             q = _placed_as(input, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
         else:
@@ -156,8 +158,8 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
     statistics = traced_apply(_RowStatistics, x, labels, q, classes)
-    found = of_labels(statistics, labels, weights, ignore_index, label_smoothing, 0.0, classes)
-    return reduced(*found, reduction, rows)
+    losses = of_labels(statistics, labels, weights, ignore_index, label_smoothing, 0.0, classes)
+    return reduced(*losses, reduction, rows)
 
 
 def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on

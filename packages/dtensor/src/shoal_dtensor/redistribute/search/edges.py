@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .space import Dims, Space, State, axes_of, mask_of
+from .links import axes_of, mask_of
+
+if TYPE_CHECKING:
+    from .space import Dims, Space, State
 
 
 class Edge(NamedTuple):

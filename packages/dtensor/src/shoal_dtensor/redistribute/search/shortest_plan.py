@@ -22,7 +22,8 @@ from ...errors import RedistributeError
 from ...layout.placements import Partial, Placement, Replicate
 from ..steps import Plan, Step
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .space import Candidates, Links, Space, State, axes_of, mask_of
+from .links import Links, axes_of, mask_of
+from .space import Candidates, Space, State
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec

@@ -15,15 +15,16 @@ each.  Axes of size 1 are left out: nothing ever happens on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import permutations, product
-from math import comb, inf, perm
+from math import comb, perm
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Replicate, norm_order
 from ..reductions import wire_itemsize
+from .links import Links, axes_of, mask_of
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -31,47 +32,6 @@ if TYPE_CHECKING:
 
 MOST_LAYOUTS = 300  # that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
 _LINEAR = frozenset({"sum", "avg"})
-COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
-
-
-class Links:
-    """What the search needs to know about a mesh; a group over several axes is a mask, see `mask_of`."""
-
-    def __init__(self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]) -> None:
-        self.sizes = sizes  # ranks along each axis
-        self.latency = latency  # seconds that one collective over the axis takes at least
-        self.bandwidth = bandwidth  # bytes per second that a rank can receive over the axis
-        self._copy_bandwidth = COPY_SPEEDUP * max(bandwidth, default=1.0)
-        self._negligible = min(latency, default=0.0) / 100
-        # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2.
-        self._groups = [(1, 0.0, inf)]  # mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
-        for size, late, speed in zip(sizes, latency, bandwidth, strict=True):
-            self._groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in self._groups]
-
-    def ranks(self, axes: int) -> int:
-        """Number of ranks of a group over `axes`."""
-        return self._groups[axes][0]
-
-    def seconds(self, axes: int, received: float) -> float:
-        """Time of one collective over `axes` in which the busiest rank receives so many bytes."""
-        _, latency, bandwidth = self._groups[axes]
-        return latency + received / bandwidth
-
-    def copy(self, copied: float) -> float:
-        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start."""
-        seconds = copied / self._copy_bandwidth  # below, of two ways with equal collectives the direct one is taken
-        return seconds if seconds > self._negligible else 0.0
-
-
-def mask_of(axes: Iterable[int]) -> int:
-    """A set of axes as bits: axes 0 and 2 are 0b101."""
-    return sum([1 << axis for axis in axes])
-
-
-@lru_cache(maxsize=1024)
-def axes_of(mask: int) -> tuple[int, ...]:
-    """The axes of a mask, ascending: of 0b101 they are (0, 2)."""
-    return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])
 
 
 class ShardedDim:
