@@ -42,16 +42,13 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Sync = .
 @overload
 def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -> Pending: ...
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
-    """`P -> R`: the reduction of the ranks' tensors, the same on all of them.
+    """`P -> R`: the reduction of the ranks' tensors, the same on all of them: contiguous, and shaped like these.
 
     Args:
         tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
         comm: a communicator, or (mesh, axes).
         op: "sum", "avg", "min", "max", "product", "band", "bor", "bxor".
         async_op: return a `Pending` at once.
-
-    Returns:
-        A contiguous tensor of the shape of `tensor`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -115,16 +112,13 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Sync = 
 @overload
 def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Async) -> Pending: ...
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
-    """`S(dim) -> R`: the ranks' shards joined along `dim` in index order.
+    """`S(dim) -> R`: the ranks' shards joined along `dim` in index order, so n times as long there.
 
     Args:
         tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts as of shape (1,).
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the sharded dim.
         async_op: return a `Pending` at once.
-
-    Returns:
-        A tensor that is n times as long along `dim`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -154,7 +148,7 @@ def reduce_scatter(tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *
 def reduce_scatter(
     tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`P -> S(dim)`: this rank's block along `dim` of the reduction of the ranks' tensors.
+    """`P -> S(dim)`: this rank's block, 1/n along `dim`, of the reduction of the ranks' tensors.
 
     Args:
         tensor: shape and dtype are equal on all ranks; its length along `dim` is a multiple of n.
@@ -162,9 +156,6 @@ def reduce_scatter(
         dim: the dim to shard.
         op: as for `all_reduce`.
         async_op: return a `Pending` at once.
-
-    Returns:
-        A tensor of a 1/n of the length along `dim`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -199,12 +190,9 @@ def all_to_all(
     Args:
         tensor: this rank's shard; shape and dtype are equal on all ranks, `split_dim` divides by n.
         comm: a communicator of n ranks, or (mesh, axes).
-        split_dim: the dim to shard.
-        concat_dim: the dim that was sharded, along which the blocks are joined.
+        split_dim: the dim to shard, of which the result has 1/n.
+        concat_dim: the dim that was sharded, along which the blocks are joined: n times as long.
         async_op: return a `Pending` at once.
-
-    Returns:
-        A tensor of 1/n of the length along `split_dim`, n times as long along `concat_dim`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

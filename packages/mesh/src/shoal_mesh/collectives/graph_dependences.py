@@ -72,15 +72,12 @@ def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor
 
 
 def bound(tensor: Tensor, *to: Tensor) -> Tensor:
-    """A tensor of which a compiler knows that it depends on others.
+    """The tensor; in compiled code a copy, of which a compiler knows that it depends on others.
 
     Args:
         tensor: a rank's result where it uses nothing of what a collective brought, or the operand of a collective to
             which it has nothing to give.
         to: what the collective brought; what the operands of the other ranks are made of.
-
-    Returns:
-        The tensor itself; in compiled code a copy.
 
     Example:
         >>> totals = torch.tensor([6.0, 15.0])  # of two ranks, of which the first has nothing before it to add
@@ -104,9 +101,6 @@ def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
         operand: what all ranks hold.
         held: whether this rank is the one.
         other: what the reduction ignores.
-
-    Returns:
-        A tensor of its own, shaped like the operand.
 
     Example:
         >>> contribution(torch.ones(2), True, 0.0), contribution(torch.ones(2), False, 0.0)

@@ -29,7 +29,7 @@ def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, a
 def all_gather_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S(dim) -> R`: the ranks' shards of different sizes, joined along `dim` in index order.
+    """`S(dim) -> R`: the ranks' shards of different sizes, joined along `dim` in index order to `sum(sizes)`.
 
     Args:
         tensor: this rank's shard, `sizes[comm.rank]` long along `dim`; its other lengths are equal on all ranks.
@@ -38,21 +38,14 @@ def all_gather_v(
         dim: the sharded dim.
         async_op: return a `Pending` at once.
 
-    Returns:
-        A tensor that is `sum(sizes)` long along `dim`.
-
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
         CollectiveError: `sizes` does not fit the ranks or this rank's shard, or the tensor requires grad.
 
     Example:
-        >>> def example() -> list[int]:
-        ...     comm = comm_over((0, 1))
-        ...     shard = torch.tensor([5]) if comm.rank == 0 else torch.tensor([6, 7])
-        ...     return all_gather_v(shard, comm, (1, 2)).tolist()
-        >>> launch(example, 2)
-        [[5, 6, 7], [5, 6, 7]]
+        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1, 2)).tolist(), 2)
+        [[0, 0, 1], [0, 0, 1]]
     """
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
@@ -93,9 +86,6 @@ def reduce_scatter_v(
         op: as for `all_reduce`.
         async_op: return a `Pending` at once.
 
-    Returns:
-        A tensor that is `sizes[comm.rank]` long along `dim`.
-
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
@@ -131,7 +121,7 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S -> S`: 1-D blocks of exact sizes; block j goes to rank j, block i of the result comes from rank i.
+    """`S -> S`: 1-D blocks of exact sizes; block j goes to rank j, blocks arrive joined, that of rank i as block i.
 
     Args:
         flat: (sum(send_sizes),), one dtype on all ranks.
@@ -139,9 +129,6 @@ def all_to_all_v(
         send_sizes: (n,) elements for each rank, 0 allowed.
         recv_sizes: (n,) elements from each rank: what `send_sizes` of that rank says for this one.
         async_op: return a `Pending` at once.
-
-    Returns:
-        A tensor of shape (sum(recv_sizes),).
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

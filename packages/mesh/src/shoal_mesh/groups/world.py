@@ -34,7 +34,7 @@ def world_place() -> tuple[int, int, str] | None:
 
 
 def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None = None) -> ProcessGroup:
-    """Destroy the default group with all others, and begin another in the same processes; called by all ranks of it.
+    """The new default group, begun in the same processes after all groups are destroyed; called by all ranks of it.
 
     Meshes that were made before go on with the new groups, and with them DTensors and modules, as long as the world has
     as many ranks as before and every rank keeps its number. Otherwise make new meshes: what a rank holds is still there
@@ -45,9 +45,6 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
         ranks: the ranks that go on, by their present numbers, in the order of their new ones; all by default. Every one
             of them calls this with the same list, the others do not.
         timeout: seconds after which collectives of the new groups give up; by default as before.
-
-    Returns:
-        The new default group.
 
     Raises:
         NoGroupError: there is no default group, or this rank does not go on.

@@ -100,11 +100,7 @@ def folder() -> str:
 
 
 def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
-    """Write down what this rank did last, beside its error, who is at fault, and what it has seen of others.
-
-    Returns:
-        What to add to the error: the command that reads the files; '' where nothing was written.
-    """
+    """Write down what this rank did and saw last, beside its error; what to add to that: how to read it, or ''."""
     path, now = folder(), time.monotonic()
     if not path:
         return ""
