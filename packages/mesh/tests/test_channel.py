@@ -1,4 +1,4 @@
-"""Covers: channel.py, stream.py: who waits for whom, and what ends a wait that cannot end well."""
+"""Covers: channel.py: who waits for whom, and what ends a wait that cannot end well."""
 
 from __future__ import annotations
 

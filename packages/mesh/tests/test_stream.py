@@ -1,4 +1,4 @@
-"""Covers: stream.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
+"""Covers: channel.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
 
 from __future__ import annotations
 

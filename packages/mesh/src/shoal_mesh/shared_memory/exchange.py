@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ..transport import Handle, Receive, Sizes, Transport, as_bytes
-from .channel import Channel
+from .channel import FREE, Channel, Steps, Stream, Underway
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
-from .stream import FREE, Steps, Stream, Underway
 
 # Of more than this three or more ranks reduce one part each and read the others': less memory moves, in two rounds.
 _ONE_ROUND_SUM_BYTES = 1 << 16
