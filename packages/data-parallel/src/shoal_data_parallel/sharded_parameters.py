@@ -96,10 +96,6 @@ class ShardedParameter:
         shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
         return self.leaf._version, shard._version, memory_of(shard), shard.dtype
 
-    def empty(self) -> Tensor:
-        """A gathered local tensor without values."""
-        return torch.empty(self.gathered.local_shape, dtype=self.gathered.dtype, device=self.gathered.mesh.device_type)
-
     def zeros(self) -> Tensor:
         """A gradient of the leaf that changes nothing."""
         leaf: Any = self.leaf

@@ -45,21 +45,6 @@ class Gathered:
     filled: bool = False  # whether the tensors have memory
     written: Sequence[int] = ()  # how often each tensor had been written to when it was filled
 
-    def fill(self, parameters: Sequence[ShardedParameter], in_flight: ShardsInFlight) -> None:
-        """Put the values back.  Autograd does not count it as a write: they are those that the forward used."""
-
-        def memory() -> list[Tensor]:
-            if not self.tensors:
-                self.tensors = [p.empty() for p in parameters]
-            for tensor in self.tensors:
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            return self.tensors
-
-        # What is gathered under inference_mode is used by later forwards too.
-        with torch.inference_mode(False), torch.no_grad(), preserving_versions(tuple(self.tensors)):
-            in_flight.wait(memory)
-        self.filled, self.written = True, [tensor._version for tensor in self.tensors]
-
 
 @dataclass(slots=True, eq=False)
 class Forward:
@@ -206,14 +191,27 @@ class Unit(Group):
     def gather(self) -> Gathered:
         """The gathered parameters, filled."""
         self.start()
-        if self._coming is not None:
-            (in_flight, versions), self._coming = self._coming, None
-            if self.current.versions != versions:
-                self.current = Gathered(versions)
-            self.current.fill(self.parameters, in_flight)
-        elif self.current.versions != self.versions:  # there are no parameters
-            self.current = Gathered(self.versions)
-        return self.current
+        coming, self._coming = self._coming, None
+        versions = self.versions if coming is None else coming[1]
+        if self.current.versions != versions:  # with nothing on its way: there are no parameters
+            self.current = Gathered(versions)
+        current = self.current
+        if coming is None:
+            return current
+
+        def memory() -> list[Tensor]:
+            specs = [p.gathered for p in self.parameters] if not current.tensors else []
+            current.tensors += [torch.empty(s.local_shape, dtype=s.dtype, device=s.mesh.device_type) for s in specs]
+            for tensor in current.tensors:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            return current.tensors
+
+        # What is gathered under inference_mode is used by later forwards too. Autograd does not count it as a write:
+        # the values are those that the forward used.
+        with torch.inference_mode(False), torch.no_grad(), preserving_versions(tuple(current.tensors)):
+            coming[0].wait(memory)
+        current.filled, current.written = True, [tensor._version for tensor in current.tensors]
+        return current
 
     def free(self) -> None:
         """Give the memory of the gathered parameters back; a StyleError if something was written to them."""
@@ -242,15 +240,6 @@ class Unit(Group):
         """Have the modules see the leaves, and give the memory back."""
         self.show()
         self.free()
-
-    def refill(self, gathered: Gathered) -> None:
-        """Gather the values that a forward used again, for its backward; a StyleError if there are others by now."""
-        if self.current is not gathered or gathered.versions != self.versions:
-            raise StyleError(
-                f"fully_shard: parameters of {self.name!r} were written to between a forward and its backward, so the "
-                "values that the forward used are gone; call the optimizer's step after the backward"
-            )
-        self.show(self.gather().views)
 
 
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import (
     FakeTensor,
     GradRoute,
@@ -117,8 +118,12 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
             node.register_prehook(lambda grads, forward=forward: running_backward().open(forward))
     unit.waiting.discard(module)
     if not unit.waiting and not unit.guards:
-        if forward is not None:
-            _end(forward)
+        if forward is not None:  # units begin their backward in the opposite order, the outermost first
+            ended, recomputes = schedule.ended, in_backward()
+            at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
+            forward.before = ended[max(at - 1, 0) : at]
+            if not recomputes:
+                ended.append(unit)
         _leave(unit)
     if not in_backward() and schedule.units[0] is unit and not unit.guards:
         schedule.running = False
@@ -162,15 +167,6 @@ def _begin(unit: Unit) -> Forward:
     for ahead in follows if unit.next_forward is None else unit.next_forward:
         ahead.start()
     return forward
-
-
-def _end(forward: Forward) -> None:
-    """A unit's forward ends: units begin their backward in the opposite order, the outermost first."""
-    ended, unit, recomputes = forward.unit.schedule.ended, forward.unit, in_backward()
-    at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
-    forward.before = ended[max(at - 1, 0) : at]
-    if not recomputes:
-        ended.append(unit)
 
 
 # --- what modules see -------------------------------------------------------------------------------------------------
@@ -285,7 +281,6 @@ class UnitBackward:
         self._expected: set[Unit] = set()  # those of the gathered units whose gradients have not arrived
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, Routes] = {}
-        self._captures = False  # whether the pass is one of torch.autograd.grad
 
     def open(self, forward: Forward) -> None:
         """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way.
@@ -298,12 +293,17 @@ class UnitBackward:
         if forward in unit.open:
             return
         self._reach(forward)
-        unit.refill(forward.gathered)
+        if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
+            raise StyleError(
+                f"fully_shard: parameters of {unit.name!r} were written to between a forward and its backward, so the "
+                "values that the forward used are gone; call the optimizer's step after the backward"
+            )
+        unit.show(unit.gather().views)
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
         self._expected.add(unit)
-        for before in forward.before[-1:] if unit.next_backward is None else unit.next_backward:
+        for before in forward.before if unit.next_backward is None else unit.next_backward:
             if before.used is not None and before.frees:
                 before.start()
         if self._reductions:
@@ -349,7 +349,6 @@ class UnitBackward:
             unit.open.discard(forward)
             if not unit.open:
                 unit.leave()
-        self._captures |= bool(captured)
         each = zip(forward.trained, grads, strict=True)
         wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
         if stays:
@@ -369,9 +368,10 @@ class UnitBackward:
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
         reduced = {reduction.group for reduction in self._reductions}
+        captures = any(captured for _, captured, _ in self._routes.values())  # it is a pass of torch.autograd.grad
         for unit, lead in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
-            late = unit in self._expected or (unit.kept and not self._captures and lead.backward is self)
+            late = unit in self._expected or (unit.kept and not captures and lead.backward is self)
             if unit.syncs and unit.trained and late and unit not in reduced:
                 self._reductions.append(GroupReduction(unit, {}))
         deliver(self._reductions)
