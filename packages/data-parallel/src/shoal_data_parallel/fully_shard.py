@@ -84,8 +84,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
     modules: list[Any] = module if isinstance(module, list) else [module]  # whose classes change
-    _check(modules, reshard_after_forward)
-    axes = _data_axes(mesh)
+    axes = _checked_axes(modules, reshard_after_forward, mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     policies = mp_policy, offload_policy
     unit = Unit(modules, axes, [*(ignored_params or ())], shard_placement_fn, policies, reshard_after_forward)
@@ -100,7 +99,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     return module
 
 
-def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
+def _checked_axes(modules: Sequence[nn.Module], reshard_after_forward: object, mesh: DeviceMesh | None) -> DataAxes:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise LayoutError(
             f"fully_shard: reshard_after_forward is True, False or None, got {reshard_after_forward!r}; to shard over "
@@ -114,9 +113,6 @@ def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
             raise LayoutError(
                 f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass the modules in it"
             )
-
-
-def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     if mesh is None:
         mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
     axes = DataAxes(mesh)

@@ -2,17 +2,11 @@
 
 Autograd accumulates the gradient of this rank's rows in `.grad`.  A pass first sets aside what is there, takes each
 bucket's gradients away when the last of them has arrived, and puts the means in their place when it is over.
-
 `torch.autograd.grad` accumulates nothing: what it is to return is a tensor that gets the mean when the pass is over.
 
-A rank may update a shard of its replica only, and have the optimizer's state of that (ZeRO-1).  With data axes of 2
-ranks, a Linear's weight of shape (8, 6):
-
-    what its forward sees  (8, 6) on every rank, for good; autograd accumulates its gradient
-    what the module holds  a DTensor [Shard(0)], local (4, 6): a view of these rows, for optimizers and checkpoints
-
-Gradients are reduced to the second layout.  A step of the optimizer writes to the rows of this rank; the next forward
-gathers the rows of the others, in one collective for each group of parameters.
+A rank may update a shard of its replica only, and have the optimizer's state of that (ZeRO-1): with 2 ranks of a weight
+(8, 6), which its forward sees, the module holds a DTensor [Shard(0)], local (4, 6), a view of these rows.  Gradients
+are reduced to that layout; the next forward gathers the rows that other ranks have updated.
 
 May import: _torch, reduction, sharded_parameters.
 """
@@ -267,24 +261,23 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """The pass is over: reduce what is left, also of parameters that this rank has not used, and deliver."""
+        reductions: list[GroupReduction] = []
         if self._given:
             self._fill()
-            self._restore()
         elif self.owner.syncs:
             for at in (*range(len(self._reductions), len(self.buckets)), *sorted(self._late)):
                 self._reduce(at)
             for reduction in self._reductions:
                 reduction.wait()
             reductions, self._reductions = self._reductions, []
-            self._restore()
-            deliver(reductions)
         else:
             for bucket in self.buckets:
                 bucket.spoiled = True  # until all are kept
             for bucket in self.buckets:
                 for i in bucket.trained:
                     bucket.keep(i)
-            self._restore()
+        self._restore()
+        deliver(reductions)
         for bucket in self.buckets:
             bucket.spoiled = False
 

@@ -107,8 +107,10 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
     state.check()
     _agree(module, state.axes)
-    if src_data_rank is not None:
-        _broadcast([*state.held(), *module.buffers()], state.axes, src_data_rank)
+    for tensor in [*state.held(), *module.buffers()] if src_data_rank is not None else ():
+        local = local_of(tensor).detach()
+        if not local.is_meta:
+            local.copy_(broadcast(local.contiguous(), state.axes.comm, src_data_rank))
     state.take()
     complete_forms(state.axes.mesh, module, over_data=(None, reduce_dtype))
     register_owner(state)
@@ -140,27 +142,13 @@ def _agree(module: nn.Module, axes: DataAxes) -> None:
     check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
 
 
-@torch.no_grad()
-def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
-    """Give all ranks the values of one."""
-    for tensor in tensors:
-        local = local_of(tensor).detach()
-        if not local.is_meta:
-            local.copy_(broadcast(local.contiguous(), axes.comm, source))
-
-
 class Replicas(Reducer):
     """What a replicated module knows: its parameters, and the buckets of their gradients."""
 
     owner = "replicate"
 
     def __init__(
-        self,
-        module: Any,
-        axes: DataAxes,
-        bucket_bytes: int,
-        dtype: torch.dtype | None,
-        ignored: Iterable[nn.Parameter],
+        self, module: Any, axes: DataAxes, bucket_bytes: int, dtype: torch.dtype | None, ignored: Iterable[nn.Parameter]
     ) -> None:
         self.module = module
         self.axes = axes
@@ -211,16 +199,15 @@ class Replicas(Reducer):
         """Replicate the parameters that the module holds now; give it shards of them if optimizers update shards."""
         if not self.axes.sharded:
             return
-        own = {id(param): param for param in self.held()}
-        sites: dict[int, list[Site]] = {key: [] for key in own}
+        own: dict[int, tuple[nn.Parameter, list[Site]]] = {id(param): (param, []) for param in self.held()}
         for owner in self.module.modules():
             for name, param in owner._parameters.items():
                 if id(param) in own:
-                    sites[id(param)].append((owner, name))
+                    own[id(param)][1].append((owner, name))
         policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
         self.replicas, self._shows_replicas = [], False
-        for key, param in own.items():  # which modules go on to see in their forward, and its shard otherwise
-            shard = shard_parameter(param, sites[key], self.axes, None, policies, view=True)
+        for param, sites in own.values():  # which modules go on to see in their forward, and its shard otherwise
+            shard = shard_parameter(param, sites, self.axes, None, policies, view=True)
             shard.put(shard.leaf)
             self.replicas.append(Replica(param, shard, shard.version()))
 
