@@ -253,7 +253,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
-        >>> from shoal_data_parallel import fully_shard
         >>> class Encoder(nn.Linear):
         ...     def encode(self, x: torch.Tensor) -> torch.Tensor:
         ...         return x @ self.weight.T
@@ -286,7 +285,6 @@ def reduce_after_last_microbatch(stage: Any) -> None:
         >>> from torch.distributed.pipelining import PipelineStage
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
-        >>> from shoal_data_parallel import fully_shard
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
         ...     half = fully_shard(nn.Linear(8, 8), mesh["data"])

@@ -115,11 +115,7 @@ class ShardedParameter:
             module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
 
     def adopt(self) -> None:
-        """Take the parameter that the first module holds now, should somebody have put another into its place.
-
-        `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype. One that is not
-        sharded as this one, or no leaf, is a LayoutError.
-        """
+        """Take the parameter that the first module holds now: `to`, `to_empty` and `load_state_dict` may replace it."""
         module, name = self.sites[0]
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
@@ -205,7 +201,6 @@ def shard_parameter(
     """The parameter, plain or on other axes, sharded over the data axes too: each rank keeps its shard of what it has.
 
     `placement` says which dim to shard, by default the first. With `view` the shard may share the parameter's memory.
-    A parameter that is on the data axes already, or partial, is a LayoutError.
     """
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None

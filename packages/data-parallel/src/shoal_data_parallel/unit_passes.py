@@ -283,12 +283,7 @@ class UnitBackward:
         self._routes: dict[Forward, Routes] = {}
 
     def open(self, forward: Forward) -> None:
-        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way.
-
-        Raises:
-            StyleError: if a parameter was written to since, or kept gradients are those of half a backward.
-            SecondOrderError: under `create_graph=True`, whose graph would keep parameters that are freed.
-        """
+        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
         unit = forward.unit
         if forward in unit.open:
             return

@@ -144,10 +144,7 @@ class C10dTransport(Transport):
 
 
 class AcrossHosts(C10dTransport):
-    """The transport of a communicator, of whose ranks each host has `per_host` that follow one another.
-
-    The groups that it combines are made at the first large message.
-    """
+    """The transport of a communicator, of whose ranks each host has `per_host` that follow one another."""
 
     __slots__ = ("_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
 
@@ -178,11 +175,7 @@ class AcrossHosts(C10dTransport):
         return own, C10dTransport(between, channel, self._name)
 
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
-        """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat.
-
-        The steps get the transports inside the host and between hosts, and the number of hosts; the recorder the kind,
-        the dtype and size of this rank's tensor, the reduction and the source.
-        """
+        """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat."""
         record(self._name, (kind, tensor.dtype, tensor.numel(), *what))
         try:
             on_plain_kernels(steps, *(self._parts or ()), len(self._ranks) // self._per_host)

@@ -286,7 +286,7 @@ def _renew(comm: Comm) -> None:
                 f"{comm._place}: begin one alike, or make new meshes and move what is sharded"
             )
         for other in list(_COMMS):
-            if other._world is not world and other._group is not None:
+            if other._world is not world:
                 _forget_group(other, world)
     if comm._choice is None:
         raise NoGroupError(f"{comm!r} was made from a group with options of its own: make it and its mesh again")
@@ -300,13 +300,14 @@ def forget_groups() -> None:
     """Let go of the groups of all communicators: what the default group's end does not free would stay connected."""
     world = require_world()
     for comm in list(_COMMS):
-        if comm._group is not None:
-            _forget_group(comm, world)
+        _forget_group(comm, world)
 
 
 def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     """Let go of the group of a destroyed world, and with it of its threads, files and memory."""
-    if comm._choice is None and comm._group is not None:  # the user's own: made again if it had no options of its own
+    if comm._group is None:
+        return
+    if comm._choice is None:  # the user's own: made again if it had no options of its own
         own, others = (list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world))
         comm._choice = BackendChoice() if own == others else None
     comm._group, comm.transport, comm._world = None, None, None

@@ -228,15 +228,14 @@ def _all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rec
     given = tensors if receive else [_flat(tensor) for tensor in tensors]
     own, dtype = Packer(given), given[0].dtype
     totals = [torch.empty(0, dtype=dtype) for _ in given] if receive else list(given)
-    ends = [*accumulate([tensor.numel() for tensor in given])]
     del tensors, given
 
     def unpack(rows: Sequence[Tensor], start: int) -> None:
         for row in rows:
             at = 0  # elements of the row that are unpacked
-            for i, low, high in _pieces(ends, start, start + row.numel()):
+            for i, low, high in _pieces(own.ends, start, start + row.numel()):
                 if receive and low == 0:
-                    totals[i] = torch.empty(ends[i] - (ends[i - 1] if i else 0), dtype=dtype)
+                    totals[i] = torch.empty(own.ends[i] - (own.ends[i - 1] if i else 0), dtype=dtype)
                 totals[i][low:high].copy_(row[at : at + high - low])
                 at += high - low
             start += row.numel()
@@ -293,9 +292,9 @@ class Packer:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self.dtype = list(tensors), tensors[0].dtype
-        self._ends = [*accumulate([tensor.numel() for tensor in tensors])]
-        self.length: int = self._ends[-1]
+        self._tensors = list(tensors)
+        self.ends = [*accumulate([tensor.numel() for tensor in tensors])]
+        self.length: int = self.ends[-1]
 
     def pack(self, slot: Tensor, start: int) -> None:
         """Fill a slot with the message from an element on, as far as it goes; slots come one after the other."""
@@ -310,9 +309,9 @@ class Packer:
                 self._tensors.clear()
                 return
             self._tensors = [row for rows in zip(*self._tensors, strict=True) for row in rows]
-            self._ends = [*accumulate([row.numel() for row in self._tensors])]
+            self.ends = [*accumulate([row.numel() for row in self._tensors])]
         parts = []
-        for i, low, high in _pieces(self._ends, start, stop):
+        for i, low, high in _pieces(self.ends, start, stop):
             tensor = self._tensors[i]
             parts.append(tensor[low:high] if high - low < tensor.numel() else tensor)
             if high == tensor.numel():

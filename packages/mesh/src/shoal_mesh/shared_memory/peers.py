@@ -129,8 +129,6 @@ class Peers:
 
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this one has."""
-        if not self._calls:
-            return
         said = {}  # of those that have come to this call, and still say which it was
         for rank, announced in enumerate(self._announced):
             if 0 <= self.words[announced] - self._calls < ANNOUNCED:
