@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, Replicate, Spec
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import backward_number, first_order_only, grad_hooked, leaf_route, local_of, running_pass
 from shoal_mesh import all_gather
@@ -103,6 +103,13 @@ class Replica:
             value = DTensor(gathered, leaf.spec) if isinstance(leaf, DTensor) else gathered.clone()
             self.leaf = nn.Parameter(value, requires_grad=leaf.requires_grad)
         self.version = self.target.version()
+
+
+def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> Replica:
+    """Of a parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction."""
+    shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
+    spec = Spec(axes.mesh, axes.placements(Replicate()), shape, None, dtype or leaf.grad_dtype or leaf.dtype)
+    return Replica(leaf, ShardedParameter((), leaf, spec, spec, None, spec))
 
 
 class _Seen(Function):

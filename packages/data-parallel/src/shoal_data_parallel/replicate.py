@@ -37,18 +37,10 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
-from .gradient_buckets import Bucket, GradientBuckets, Replica
+from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Reducer, ReducingModule
-from .sharded_parameters import (
-    DataAxes,
-    Site,
-    check_leaf,
-    make_whole,
-    replicated_parameter,
-    shard_parameter,
-    start_to_gather,
-)
+from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, shard_parameter, start_to_gather
 
 _STATE = "_shoal_replicated"
 
@@ -241,7 +233,7 @@ class Replicas(Reducer):
             )
         if not self.axes.sharded:
             self.check()
-            trained = [Replica(param, replicated_parameter(param, self.axes, self.dtype)) for param in trained]
+            trained = [replica_of(param, self.axes, self.dtype) for param in trained]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 

@@ -181,14 +181,6 @@ def check_leaf(held: Tensor, what: str) -> None:
         )
 
 
-def replicated_parameter(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> ShardedParameter:
-    """A parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction, or None."""
-    shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
-    dtype = dtype or leaf.grad_dtype or leaf.dtype
-    spec = Spec(axes.mesh, [Replicate()] * axes.mesh.ndim, shape, None, dtype)
-    return ShardedParameter((), leaf, spec, spec, None, spec)
-
-
 def shard_parameter(
     param: nn.Parameter,
     sites: Sequence[Site],

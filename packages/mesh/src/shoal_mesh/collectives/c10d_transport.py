@@ -21,17 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceOp,
-    ReduceScatterOptions,
-    Work,
-    call_of,
-    on_plain_kernels,
-)
+from .. import _torch
+from .._torch import ReduceOp, Work, call_of, on_plain_kernels
 from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.backend_work import BackendWork, first_failure
@@ -56,10 +47,10 @@ def _with(options: Any, field: str, value: object) -> Any:
     return options
 
 
-_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
-_ALL_REDUCE = {op: _with(AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()}
-_REDUCE_SCATTER = {op: _with(ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()}
-_FROM = cache(lambda root: _with(BroadcastOptions(), "rootRank", root))
+_ALL_GATHER, _ALL_TO_ALL = _torch.AllgatherOptions(), _torch.AllToAllOptions()
+_ALL_REDUCE = {op: _with(_torch.AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()}
+_REDUCE_SCATTER = {op: _with(_torch.ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()}
+_FROM = cache(lambda root: _with(_torch.BroadcastOptions(), "rootRank", root))
 _EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
 
 

@@ -19,18 +19,7 @@ from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
-from .calls import (
-    Along,
-    Async,
-    Sync,
-    are_equal,
-    check_root,
-    checked,
-    collective,
-    materialized,
-    normal_dim,
-    refuse_uneven,
-)
+from .calls import Along, Async, Sync, checked, collective, normal_dim
 from .reductions import WireReduction, in_tree, reduction, tree_sum
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
@@ -100,7 +89,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
                     f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
                     "several elements are one memory location, call clone() first"
                 )
-            own = materialized(tensor)
+            own = calls.materialized(tensor)
         pending = reduced(own, comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
@@ -170,7 +159,7 @@ def reduce_scatter(
     dim = normal_dim(tensor, dim)
     how = reduction(tensor.dtype, op)
     if tensor.shape[dim] % comm.size:
-        refuse_uneven(tensor, dim, comm)
+        calls.refuse_uneven(tensor, dim, comm)
 
     def start() -> Pending:
         return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
@@ -206,7 +195,7 @@ def all_to_all(
     comm = checked(tensor, comm)
     split_dim, concat_dim = normal_dim(tensor, split_dim), normal_dim(tensor, concat_dim)
     if tensor.shape[split_dim] % comm.size:
-        refuse_uneven(tensor, split_dim, comm)
+        calls.refuse_uneven(tensor, split_dim, comm)
 
     def start() -> Pending:
         pending = calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
@@ -238,7 +227,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         [1, 1]
     """
     comm = checked(tensor, comm)
-    check_root(src, comm, "src")
+    calls.check_root(src, comm, "src")
     own = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:
         return own
@@ -262,7 +251,7 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
 
 def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()) -> Pending:
     """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
-    if sizes and not are_equal(sizes):
+    if sizes and not calls.are_equal(sizes):
         largest, own = max(sizes), sizes[comm.rank]
         if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
             first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
@@ -282,7 +271,7 @@ def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: boo
 
 def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of a dtype to reduce in place of another: same shape, (..., 2) for complex."""
-    return torch.view_as_real(materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
+    return torch.view_as_real(calls.materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
 
 
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
