@@ -76,7 +76,6 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
 
     Example:
-        >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(4):
         ...     layer = fully_shard(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
@@ -251,7 +250,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         LayoutError: if there is no such method.
 
     Example:
-        >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> class Encoder(nn.Linear):
         ...     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,7 +281,6 @@ def reduce_after_last_microbatch(stage: Any) -> None:
 
     Example:
         >>> from torch.distributed.pipelining import PipelineStage
-        >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))

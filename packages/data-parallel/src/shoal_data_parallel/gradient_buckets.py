@@ -94,7 +94,6 @@ class Replica:
         return required
 
     def fill(self, gathered: Tensor) -> None:
-        """Take the values of all ranks."""
         leaf: Any = self.leaf
         local = local_of(leaf).detach()
         if local.device == gathered.device:

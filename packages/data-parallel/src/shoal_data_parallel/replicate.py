@@ -99,9 +99,9 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
     state.check()
     _agree(module, state.axes)
-    for tensor in [*state.held(), *module.buffers()] if src_data_rank is not None else ():
+    for tensor in (*state.held(), *module.buffers()):
         local = local_of(tensor).detach()
-        if not local.is_meta:
+        if src_data_rank is not None and not local.is_meta:
             local.copy_(broadcast(local.contiguous(), state.axes.comm, src_data_rank))
     state.take()
     complete_forms(state.axes.mesh, module, over_data=(None, reduce_dtype))
@@ -219,8 +219,16 @@ class Replicas(Reducer):
 
     def attach(self) -> None:
         """Have the gradients of the module's trained parameters as they are now averaged."""
-        trained: list[Any] = self._with_shards() if self.axes.sharded else [p for p in self.held() if p.requires_grad]
-        pairs = [(one.leaf, one.held) if self.axes.sharded else (one, one) for one in trained]
+        trained: list[Any] = [replica for replica in self.replicas if replica.adopt()]
+        pairs = [(replica.leaf, replica.held) for replica in trained]
+        if not self.axes.sharded:
+            trained = [param for param in self.held() if param.requires_grad]
+            pairs = [(param, param) for param in trained]
+        elif {id(param) for param in self.held()} - {id(replica.held) for replica in self.replicas}:
+            raise StyleError(
+                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
+                "the optimizer's state cannot be sharded; add parameters before"
+            )
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both
         if attached == self._attached:
             return
@@ -236,17 +244,6 @@ class Replicas(Reducer):
             trained = [replica_of(param, self.axes, self.dtype) for param in trained]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
-
-    def _with_shards(self) -> list[Replica]:
-        """Those whose shards require gradients now; a StyleError if the module has a parameter without a shard."""
-        trained = [replica for replica in self.replicas if replica.adopt()]
-        known = {id(replica.held) for replica in self.replicas}
-        if any(id(param) not in known for param in self.held()):
-            raise StyleError(
-                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
-                "the optimizer's state cannot be sharded; add parameters before"
-            )
-        return trained
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""

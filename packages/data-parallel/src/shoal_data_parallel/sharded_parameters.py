@@ -59,12 +59,10 @@ class DataAxes:
 
     @property
     def comm(self) -> Comm:
-        """The communicator of all of them."""
         return self.mesh.comm(tuple(range(self.mesh.ndim)))
 
     @property
     def ranks_of_shards(self) -> int:
-        """Over how many ranks a parameter is sharded."""
         return prod(self.mesh.shape[self.mesh.ndim - self.sharded :])
 
     def placements(self, shard: Placement) -> list[Placement]:
@@ -110,7 +108,6 @@ class ShardedParameter:
         return seen
 
     def put(self, tensor: Tensor) -> None:
-        """Have the modules hold a tensor."""
         for module, name in self.sites:
             module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
 

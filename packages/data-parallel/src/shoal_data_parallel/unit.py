@@ -127,7 +127,6 @@ class Unit(Group):
         return bool(self.kept)
 
     def held(self) -> Iterable[Tensor]:
-        """The leaves of the unit."""
         return [parameter.leaf for parameter in self.parameters]
 
     def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
@@ -189,7 +188,6 @@ class Unit(Group):
         self._coming = start_to_gather(self.parameters, f"fully_shard gathers {self.name}"), versions
 
     def gather(self) -> Gathered:
-        """The gathered parameters, filled."""
         self.start()
         coming, self._coming = self._coming, None
         versions = self.versions if coming is None else coming[1]

@@ -90,7 +90,6 @@ def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs:
 
 @eager_only
 def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gather before the forward."""
     continues = unit.running is not None and unit.shows_gathered and module in unit.waiting
     unit.guards.append(nullcontext())
     if not continues:
@@ -278,7 +277,6 @@ class UnitBackward:
         self._units: dict[Unit, Unit] = {}  # those of its schedules, in one order on all ranks, and which leads them
         self.gathered: list[Unit] = []  # which stay so until their gradients have arrived, or the pass ends
         self._opened: set[Forward] = set()  # not those that a pass around this one has opened
-        self._expected: set[Unit] = set()  # those of the gathered units whose gradients have not arrived
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, Routes] = {}
 
@@ -297,7 +295,6 @@ class UnitBackward:
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
-        self._expected.add(unit)
         for before in forward.before if unit.next_backward is None else unit.next_backward:
             if before.used is not None and before.frees:
                 before.start()
@@ -339,7 +336,6 @@ class UnitBackward:
         """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
         unit, (routes, captured, stays) = forward.unit, self._routes_of(forward)
         returned = {i for i, route in routes.items() if route == "return"}
-        self._expected.discard(unit)
         if forward in self._opened:
             unit.open.discard(forward)
             if not unit.open:
@@ -362,11 +358,11 @@ class UnitBackward:
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
-        reduced = {reduction.group for reduction in self._reductions}
+        reduced, opened = {reduction.group for reduction in self._reductions}, {each.unit for each in self._opened}
         captures = any(captured for _, captured, _ in self._routes.values())  # it is a pass of torch.autograd.grad
         for unit, lead in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
-            late = unit in self._expected or (unit.kept and not captures and lead.backward is self)
+            late = unit in opened or (unit.kept and not captures and lead.backward is self)
             if unit.syncs and unit.trained and late and unit not in reduced:
                 self._reductions.append(GroupReduction(unit, {}))
         deliver(self._reductions)
