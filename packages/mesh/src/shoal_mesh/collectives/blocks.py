@@ -60,7 +60,6 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
 
 def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
-    """Between several ranks, of arguments that are right."""
     own, order = comm.rank, calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
     if example is None:  # a rank without any block sends nothing, of any dtype

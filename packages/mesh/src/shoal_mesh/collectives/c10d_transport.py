@@ -2,13 +2,7 @@
 
 A dtype that a backend cannot send is sent as bytes. Of gloo with several ranks on each of several hosts a large
 collective is one of the ranks of each host, in shared memory, and one of the ranks that have the same number on their
-hosts, in gloo, each of which carries a part of the message, so that bytes pass the network once a host:
-
-    all-reduce        reduce-scatter inside, all-reduce between, all-gather inside
-    reduce-scatter    reduce-scatter inside for each host, all-to-all between and a sum
-    all-gather        all-gather between, all-gather inside for each host
-    broadcast         broadcast inside the source's host, broadcast between, all-gather inside the others
-
+hosts, in gloo, each of which carries a part of the message, so that bytes pass the network once a host (`AcrossHosts`).
 Small ones take less time in one step, and those in the background do not wait for a first one: gloo has them.
 """
 
@@ -42,7 +36,6 @@ _ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bi
 
 
 def _with(options: Any, field: str, value: object) -> Any:
-    """The options of a call, with one of them set."""
     setattr(options, field, value)
     return options
 

@@ -35,7 +35,6 @@ def _comm(name: str) -> Comm:
 
 
 def _rows(operand: Tensor, count: int) -> Tensor:
-    """As many rows like those of an operand, for their shape."""
     return operand.new_empty((count, *operand.shape[1:]))
 
 

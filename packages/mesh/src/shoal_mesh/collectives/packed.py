@@ -171,8 +171,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
 
     def run(alike: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in alike]
-        sizes = [each.numel() for each in flat]
-        totals = start_packed("all_reduce", flat, comm, sizes, op, background=False).wait()
+        totals = start_packed("all_reduce", flat, comm, op=op, background=False).wait()
         return [total.view(tensor.shape) for total, tensor in zip(totals, alike, strict=True)]
 
     return _coalesced("all_reduce_coalesced", tensors, comm, run, None, op)

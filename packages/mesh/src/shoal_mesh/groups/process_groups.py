@@ -77,13 +77,11 @@ class Comm:
     with the same world size, ranks and backend, its first collective looks up or creates its group again.
 
     Attributes:
-        group: the c10d group to call.
         name: its name, as functional collectives want it.
         axes: names of the mesh axes, outermost first.
         size: number of ranks.
         rank: index of this rank, row-major over the axes in the order asked for.
         line: global ranks in index order; of the default group a range, which is as cheap for 16,384 ranks as for four.
-        ranks: the same as a tuple.
         order: index -> rank in the group, None when they are the same. c10d orders ranks by number; along a transposed
             or irregular mesh they count in another order, which the collectives translate.
         backend: device to backend map of the group, such as `cpu:gloo`.

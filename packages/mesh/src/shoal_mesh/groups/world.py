@@ -141,12 +141,10 @@ def ensure_world(device_type: str) -> ProcessGroup:
 
 
 def _end_world() -> None:
-    """At exit, end the default group that this file began.
+    """At exit, end the default group that this file began, of which threads of gloo may still need the interpreter.
 
-    A thread of gloo drops the tensors of its last collective a moment after the collective's end, and needs the
-    interpreter's lock for those that Python made; where the interpreter is ending already, that aborts the process
-    (seen in one of eight ends right after a collective). A group that is destroyed waits for its threads. One that a
-    mesh of the program still holds does not; its threads have what they wait for as soon as this one sleeps.
+    They take its lock to drop the tensors of the last collective; where it is ending, that aborts the process (seen in
+    one of eight). A group that is destroyed waits for its threads; of one that a mesh still holds, they run meanwhile.
     """
     if _torch.default_group() is not None:
         dist.destroy_process_group()

@@ -101,7 +101,6 @@ class Stream:
         return views[self._slot]
 
     def show(self, request: int) -> None:
-        """Show the own slot, and what this rank is doing."""
         record(self.peers.name, request)
         self.round += 1
         words, line = self.peers.words, self.lines[self.rank]
@@ -109,7 +108,6 @@ class Stream:
         words[line] = self.round
 
     def is_ready(self, awaited: int) -> bool:
-        """Whether `wait` would not."""
         word, least = (1, self.round + 1 - self.depth) if awaited == FREE else (0, self.round)
         return all(self.peers.words[line + word] >= least for line, _ in self._others)
 
