@@ -104,15 +104,19 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         if src_data_rank is not None and not local.is_meta:
             local.copy_(broadcast(local.contiguous(), state.axes.comm, src_data_rank))
     state.take()
-    complete_forms(state.axes.mesh, module, over_data=(None, reduce_dtype))
+    _install(state, module)
+    return module
+
+
+def _install(state: Replicas, module: Any) -> None:
+    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)  # type: ignore[arg-type]  # a class has a hash
+    module.__class__ = extended(ReplicateModule, module.__class__)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
     watch_draws(module, state.axes.mesh)
-    return module
 
 
 def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
