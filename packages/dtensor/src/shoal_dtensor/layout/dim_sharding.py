@@ -207,6 +207,11 @@ class DimSharding:
             sharding = sharding.chunked(axis, ways)
         return sharding
 
+    def resharded(self, before: Callable[[int], int], length: int) -> DimSharding:
+        """`length` elements over the same axes, `before(n)` of them in the shards before the one that began at `n`."""
+        bounds = [0, *map(before, self.offsets[1:]), length]
+        return DimSharding(self.axes, self.axis_sizes, tuple([b - a for a, b in pairwise(bounds)]))
+
     def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
         """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
         if self.even and not explicit:

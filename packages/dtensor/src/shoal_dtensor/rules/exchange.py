@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -141,8 +140,7 @@ class Windows:
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        bounds = [0, *map(self._before, sharding.offsets[1:]), self.outputs]  # 8 outputs of 5 + 3, kernel 3: [0, 5, 8]
-        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
+        return sharding.resharded(self._before, self.outputs)  # 8 outputs of 5 + 3, kernel 3: from 0, 5
 
     def _before(self, position: int) -> int:
         """How many outputs belong to the inputs before `position`."""

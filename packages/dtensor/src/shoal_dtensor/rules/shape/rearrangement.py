@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
-from .slicing import PadMap, SliceMap
+from .slicing import SliceMap
 from .views import same_dims, unsqueeze, with_input_sizes
 
 aten: Any = torch.ops.aten
@@ -38,7 +38,7 @@ def cat(call: OpCall) -> Iterator[Row]:
         yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
-        padded = PadMap(sum(lengths[:i]), sum(lengths[i + 1 :]))  # lengths 2, 4, 1, i = 1: 2 before, 1 after
+        padded = SliceMap(-sum(lengths[:i]), sum(lengths[i:]), exclusive=True)  # lengths 2, 4, 1, i = 1: -2:5
         yield call.row(tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded))
 
 
@@ -80,8 +80,10 @@ def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
 
 def constant_pad_nd(call: OpCall) -> Iterator[Row]:
     pads = _pads(call)
-    for d in range(call["self"].ndim):
-        yield call.row(self=S(d), out=S(d, map=PadMap(*pads[d])) if d in pads else S(d))
+    for d, n in enumerate(call["self"].shape):
+        before, after = pads.get(d, (0, 0))
+        padded = SliceMap(-before, n + after, exclusive=True)  # pad (2, 1) of 8 elements: -2:9
+        yield call.row(self=S(d), out=S(d, map=padded if d in pads else None))
     if all(max(pair) <= 0 for pair in pads.values()):
         yield from call.keeping_partials("self")
     elif call["value"] == 0:
@@ -104,8 +106,7 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
         low = source.local_offset[d] + pads.get(d, (0, 0))[0] - result.local_offset[d]
         low = min(max(low, -have), want)
         local += [low, want - have - low]
-    op = local_call.call.op
-    return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
+    return with_arguments(local_call.call, pad=local)
 
 
 def _a_shard(call: OpCall) -> Traffic:
@@ -205,13 +206,6 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
 # --- diagonals and triangles ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DiagonalMap(SliceMap):
-    """The rows, or columns, that a diagonal crosses; sharded by both, a shard is what they share."""
-
-    intersects: ClassVar[bool] = True
-
-
 def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
     """The other dims of a tensor of `ndim` dims that has the rows and columns."""
     matrix = {int(call["dim1"]) % ndim, int(call["dim2"]) % ndim}
@@ -222,7 +216,7 @@ def diagonal(call: OpCall) -> Iterator[Row]:
     one, two, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
     last, length = call.outputs[0].ndim - 1, call.outputs[0].shape[-1]
     for d, start in ((one, max(0, -offset)), (two, max(0, offset))):  # (4, 4), offset 1: rows 0:3, columns 1:4
-        yield call.row(self=S(d), out=S(last, map=DiagonalMap(start, start + length)))
+        yield call.row(self=S(d), out=S(last, map=SliceMap(start, start + length, intersects=True)))
     yield from same_dims(call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim))))
 
 

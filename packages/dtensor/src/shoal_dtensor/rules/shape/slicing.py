@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,26 +33,34 @@ from .views import same_dims
 class SliceMap:
     """Each shard keeps its elements at `start`, `start + step`, ... below `stop`, `unit` elements for each.
 
-    Of a selected index, the shard that has it holds all elements of some dim of the result, the others none.
+    Of a selected index, the shard that has it holds all elements of some dim of the result, the others none.  A range
+    that reaches over the ends of the dim makes it longer: what it adds belongs to the first and the last shard.
 
     Example:
         >>> sharding = DimSharding((0,), (2,), (4, 4))
         >>> SliceMap(1, 7)(sharding).sizes, SliceMap(5, 6, unit=3)(sharding).sizes
         ((3, 3), (0, 3))
+        >>> SliceMap(-2, 9, exclusive=True)(sharding).sizes
+        (6, 5)
     """
 
     start: int
     stop: int
     step: int = 1
     unit: int = 1
+    # Of a dim that may grow no second operand may be sharded along it: its shards would be next to these.
+    exclusive: bool = False
+    # Of a diagonal, which may be sharded by rows and by columns, a shard is what those have in common.
+    intersects: bool = False
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        if sharding.ragged is None and 0 <= self.start < self.step and sharding.step % self.step == 0:
+        is_inside = 0 <= self.start < self.step and not self.exclusive
+        if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
             length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
             return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(self.unit)
-        bounds = [self.before(offset) for offset in (*sharding.offsets, sharding.length)]  # x[1:7] of 4 + 4: [0, 3, 6]
-        sizes = tuple((b - a) * self.unit for a, b in pairwise(bounds))
-        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
+        return sharding.resharded(self.before, self.before(self.stop)).scaled(
+            self.unit
+        )  # x[1:7] of 4 + 4: at [0, 3, 6]
 
     def before(self, position: int) -> int:
         """How many selected elements are before `position`."""
@@ -81,28 +88,7 @@ class SliceGradMap:
             return 0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
 
         # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
-        bounds = [0, *map(end, sharding.offsets[1:]), self.length]
-        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
-
-
-@dataclass(frozen=True, slots=True)
-class PadMap:
-    """The dim grows by `before` elements at its start and `after` at its end, which belong to the first and last shard.
-
-    Where a width is negative, the dim loses as many elements, each shard those that it has of them.
-    """
-
-    before: int
-    after: int
-    # No second operand may be sharded along the dim: its shards would be next to these.
-    exclusive: ClassVar[bool] = True
-
-    def __call__(self, sharding: DimSharding) -> DimSharding:
-        inner = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))  # pad (0, -3) of 4 + 4: 4 + 1
-        sizes = list(inner(sharding).sizes)
-        sizes[0] += max(0, self.before)  # pad (2, 1) of 4 + 4: 6 + 4, then 6 + 5
-        sizes[-1] += max(0, self.after)
-        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(sizes))
+        return sharding.resharded(end, self.length)
 
 
 def selection(call: OpCall, length: int) -> SliceMap:
