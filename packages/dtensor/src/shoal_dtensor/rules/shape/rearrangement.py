@@ -10,7 +10,7 @@ the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,31 +133,31 @@ def roll(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
 
 
-def _roll(local_call: LocalCall) -> LocalFunction | None:
-    """Rearrange the other dims locally and the sharded ones between ranks; dims are independent of each other."""
-    call, source, target, turns = local_call.call, local_call["self"], local_call.outputs[0], _turns(local_call.call)
-    flips, moves = call.get("shifts") is None, []
-    for d, turn in turns.items():
-        if not source.dim_shardings[d].axes:
-            continue
-        n, shards = source.shape[d], spans(source.sizes(d))
-        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; flipped at 0.
-        places = [(n - stop,) if flips else (start + turn, start + turn - n) for start, stop in shards]
-        moves.append(Relocation(source, d, places, spans(target.sizes(d))))
-    if not moves:
-        return None
-    others = {d: turn for d, turn in turns.items() if not source.dim_shardings[d].axes}
+def _moved(
+    local_call: LocalCall, moves: Sequence[Relocation], rearranged: Callable[[Tensor], Tensor]
+) -> LocalFunction | None:
+    """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other."""
 
     def run(x: Tensor, *args: object) -> Tensor:
-        if flips:
-            x = aten.flip.default(x, call["dims"])
-        elif others:
-            x = aten.roll.default(x, [*others.values()], [*others])
         for move in moves:
             x = move.forwards(x)
-        return x
+        return rearranged(x)
 
-    return in_every_form(call, run)
+    return in_every_form(local_call.call, run) if moves else None
+
+
+def _roll(local_call: LocalCall) -> LocalFunction | None:
+    call, source, moves = local_call.call, local_call["self"], []
+    turns, flips = _turns(call), call.get("shifts") is None
+    for d in [d for d in turns if source.dim_shardings[d].axes]:
+        n, turn, shards = source.shape[d], 0 if flips else turns.pop(d), spans(source.sizes(d))
+        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants 0:3.
+        places = [(start,) if flips else (start + turn, start + turn - n) for start, _ in shards]
+        wanted = [(n - stop, n - start) for start, stop in shards] if flips else shards
+        moves.append(Relocation(source, d, places, wanted))
+    if flips:
+        return _moved(local_call, moves, lambda x: aten.flip.default(x, call["dims"]))
+    return _moved(local_call, moves, lambda x: aten.roll.default(x, [*turns.values()], [*turns]) if turns else x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +181,16 @@ def repeat(call: OpCall) -> Iterator[Row]:
 
 
 def _repeat(local_call: LocalCall) -> LocalFunction | None:
-    """Fetch the ranges of the sharded dims, then repeat the others locally."""
-    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
-    repeats = [int(n) for n in call["repeats"]]
+    source, target = local_call["self"], local_call.outputs[0]
+    repeats, moves = [int(n) for n in local_call.call["repeats"]], []
     new = len(repeats) - source.ndim
     sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
-    if not sharded:
-        return None
-    moves = []
     for d in sharded:
         n, wanted = source.shape[d], spans(target.sizes(d + new))
         places = [[start + n * k for k in range(repeats[d + new])] for start in source.dim_sharding(d).offsets]
         moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
     rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
-
-    def run(x: Tensor, repeats: Sequence[int]) -> Tensor:
-        for move in moves:
-            x = move.forwards(x)
-        return x.repeat(rest)
-
-    return in_every_form(call, run)
+    return _moved(local_call, moves, lambda x: x.repeat(rest))
 
 
 # --- diagonals and triangles ------------------------------------------------------------------------------------------
@@ -226,12 +216,8 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     one, two = call.dim("dim1"), call.dim("dim2")
     if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
-    offset = (
-        call["offset"] + spec.offset(one) - spec.offset(two)
-    )  # of rows 2:4 of (4, 4): 0 + 2 - 0, (2, 2) is its (0, 2)
-    shape = local_call.outputs[0].local_shape
-    if not shape[-1]:
-        return lambda x, *args: x.new_empty(shape)
+    # Of rows 2:4 of (4, 4) it is 0 + 2 - 0: (2, 2) is their (0, 2).
+    offset = call["offset"] + spec.offset(one) - spec.offset(two)
     return lambda x, *args: x.diagonal(offset, one, two)
 
 
@@ -260,7 +246,7 @@ REARRANGEMENT: Table = family(
         "roll flip": Rule(roll, _roll, moves="self"),
         "rot90": Rule(lambda call: alike(call, *call.dims("dims")), moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
-        "diagonal.default": Rule(diagonal, _diagonal, unordered=True, moves="self"),
+        "diagonal.default": Rule(diagonal, _diagonal, unordered=True, skip_empty=True, moves="self"),
         "diagonal_backward.default": Rule(diag_embed, with_input_sizes, skip_empty=True, linear="grad_output"),
         "diagonal_scatter": Rule(diagonal_scatter, moves="self src"),
         "diag_embed": Rule(diag_embed, linear="self"),

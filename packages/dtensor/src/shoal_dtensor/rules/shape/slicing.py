@@ -11,7 +11,7 @@ same mesh axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,24 +168,17 @@ def select(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    sharding, shape = spec.dim_sharding(dim), local_call.outputs[0].local_shape
-    index = local_call.call["index"] % spec.shape[dim]
+    sharding, index = spec.dim_sharding(dim), local_call.call["index"] % spec.shape[dim]
     at = index - spec.offset(dim)  # x[5] on the shard with 4:8: its row 1
-    holds = 0 <= at < spec.local_shape[dim]
-    if shape or local_call.outputs[0].ndim:
-        return (lambda x, *args: x.select(dim, at)) if holds else (lambda x, *args: _nothing(x, shape))
-    src = sharding.shard_with(index)
+    if local_call.outputs[0].ndim:
+        return lambda x, *args: x.select(dim, at)
+    holds, src = 0 <= at < spec.local_shape[dim], sharding.shard_with(index)
 
     def broadcast_one(x: Tensor, *args: Any) -> Tensor:
         operand = x[at].clone() if holds else bound(x.new_empty(()), x)
         return broadcast(operand, spec.mesh.comm(sharding.axes), src)
 
     return broadcast_one
-
-
-def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty shard, made of `x`: a compiler must see that every rank uses it, or ranks' graphs differ."""
-    return x.narrow(0, 0, 0).reshape(shape)
 
 
 @along_dim
@@ -195,7 +188,8 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
         mine = aten.unbind.int(x, dim)
-        return [mine[i - first] if 0 <= i - first < count else _nothing(x, s) for i, s in enumerate(shapes)]
+        nothing = x.narrow(0, 0, 0)  # of `x`: a compiler must see that every rank uses it, or ranks' graphs differ
+        return [mine[i - first] if 0 <= i - first < count else nothing.reshape(s) for i, s in enumerate(shapes)]
 
     return run
 
@@ -257,7 +251,7 @@ SLICING: Table = family(
         "slice.Tensor": Rule(slice_, _slice, moves="self"),
         "split.Tensor split_with_sizes.default": Rule(slice_, _split, moves="self"),
         "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split, moves="self"),
-        "select.int": Rule(select, _select, moves="self"),
+        "select.int": Rule(select, _select, skip_empty=True, moves="self"),
         "unbind.int": Rule(select, _unbind, moves="self"),
         "slice_backward.default select_backward.default": Rule(slice_backward, _slice_backward, linear="grad_output"),
     },

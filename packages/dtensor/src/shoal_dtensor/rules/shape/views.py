@@ -153,11 +153,9 @@ def squeeze(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
 
 
-def _squeeze(local_call: LocalCall) -> LocalFunction | None:
-    source, shape, dims = local_call["self"], local_call.outputs[0].local_shape, tuple(_squeezed(local_call.call))
-    if all(source.local_shape[d] == 1 for d in dims):
-        return lambda x, *args: x.squeeze(dims)
-    return lambda x, *args: x.new_empty(shape)
+def _squeeze(local_call: LocalCall) -> LocalFunction:
+    dims = tuple(_squeezed(local_call.call))
+    return lambda x, *args: x.squeeze(dims)
 
 
 def unsqueeze(call: OpCall) -> Iterator[Row]:
@@ -178,15 +176,13 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
 
 
 def permute(call: OpCall) -> Iterator[Row]:
+    """And `transpose`, and `t`, of at most two dims."""
     ndim = call["self"].ndim
-    yield from same_dims(call, ((int(dim) % ndim, i) for i, dim in enumerate(call["dims"])))  # (2, 0, 1): 2 -> 0
-
-
-def transpose(call: OpCall) -> Iterator[Row]:
-    """And `t`, of at most two dims."""
-    ndim = call["self"].ndim
-    one, two = (call.dim("dim0"), call.dim("dim1")) if "dim0" in call.bound else (0, ndim - 1)
-    yield from same_dims(call, ((d, {one: two, two: one}.get(d, d)) for d in range(ndim)))
+    dims = [*map(int, call.get("dims", range(ndim)))]
+    if "dims" not in call.bound and ndim:
+        one, two = (call.dim("dim0"), call.dim("dim1")) if "dim0" in call.bound else (0, ndim - 1)
+        dims[one], dims[two] = two, one
+    yield from same_dims(call, ((dim % ndim, i) for i, dim in enumerate(dims)))  # (2, 0, 1): 2 -> 0
 
 
 def expand(call: OpCall) -> Iterator[Row]:
@@ -216,12 +212,6 @@ def unfold(call: OpCall) -> Iterator[Row]:
             yield call.row(grad_in=windows, out=elements) if is_gradient else call.row(self=elements, out=windows)
 
 
-def _unfold(local_call: LocalCall) -> LocalFunction | None:
-    """A shard without windows is too short for `unfold`."""
-    dim, shape = local_call.call.dim("dimension"), local_call.outputs[0].local_shape
-    return (lambda x, *args: x.new_empty(shape)) if local_call["self"].ndim and not shape[dim] else None
-
-
 def view_as_real(call: OpCall) -> Iterator[Row]:
     """And `view_as_complex`: all dims but the one of two, real and imaginary part."""
     yield from same_dims(call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim))))
@@ -236,11 +226,10 @@ VIEWS: Table = family(
     {
         "view.default _unsafe_view.default _reshape_alias.default": Rule(view, _view, moves="self"),
         "unsqueeze.default": Rule(unsqueeze, sizes=(), moves="self"),
-        "squeeze.default squeeze.dim squeeze.dims": Rule(squeeze, _squeeze, moves="self"),
-        "permute.default": Rule(permute, sizes=(), moves="self"),
-        "transpose.int t.default": Rule(transpose, sizes=(), moves="self"),
+        "squeeze.default squeeze.dim squeeze.dims": Rule(squeeze, _squeeze, skip_empty=True, moves="self"),
+        "permute.default transpose.int t.default": Rule(permute, sizes=(), moves="self"),
         "expand.default": Rule(expand, _expand, moves="self"),
-        "unfold.default": Rule(unfold, _unfold, moves="self"),
+        "unfold.default": Rule(unfold, skip_empty=True, moves="self"),  # of a shard that is too short for a window
     },
     unordered=True,
 ) | family(
