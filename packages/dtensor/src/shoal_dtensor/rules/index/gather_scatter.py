@@ -64,40 +64,42 @@ def lookup(
     return run
 
 
+def _per_element(call: OpCall) -> bool:
+    """Whether there is an index for every element; else one, of one dim, for whole slices."""
+    return any(name in call.op.__name__ for name in ("gather", "scatter"))
+
+
+def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
+    """Rows for the dims that indices are not along, and those for the dim that they are along."""
+    per_element, source = _per_element(call), _source(call)
+    operands = [call[name].shape for name in ("self", "index", source) if name]
+    if operands[0] and (operands[1] or not per_element):
+        for d in (d for d in range(len(operands[0])) if d != call.dim()):
+            # A shorter index reads or writes only the first rows of a dim: shards would not match.
+            if not per_element or len({shape[d] for shape in operands}) == 1:
+                yield call.row({source: S(d)} if source else {}, self=S(d), index=S(d) if per_element else R, out=S(d))
+        yield from along
+
+
 def gather(call: OpCall) -> Iterator[Row]:
-    """And `index_select`, whose index, of one dim, is for whole slices."""
-    source, index, per_element = call["self"], call["index"], "gather" in call.op.__name__
-    if source.ndim and (index.ndim or not per_element):
-        dim = call.dim()
-        for d in (d for d in range(source.ndim) if d != dim):
-            # An index that is shorter in a dim reads only the first rows there: shards would not match.
-            if not per_element or source.shape[d] == index.shape[d]:
-                yield call.row(self=S(d), index=S(d) if per_element else R, out=S(d))
-        if index.ndim:
-            yield call.row(index=S(dim if per_element else 0), out=S(dim))
-        yield call.row(self=S(dim), out=lookup_partial(source))
+    """And `index_select`."""
+    dim = call.dim()
+    of_index = [call.row(index=S(dim if _per_element(call) else 0), out=S(dim))] if call["index"].ndim else []
+    return _by_index(call, *of_index, call.row(self=S(dim), out=lookup_partial(call["self"])))
 
 
 @along_dim
 def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    behind = 0 if "gather" in local_call.call.op.__name__ else spec.ndim - dim - 1
+    behind = 0 if _per_element(local_call.call) else spec.ndim - dim - 1
     return lookup(local_call, 1, partial(local_positions, spec=spec, dim=dim), behind)
 
 
-# --- writing: an index for every element, or of `index_*` one for whole slices ----------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
-    """And `index_copy` and its like, whose index, of one dim, says which whole slices are written."""
-    target, index, source, per_element = call["self"], call["index"], _source(call), "scatter" in call.op.__name__
-    if not target.ndim or (per_element and not index.ndim):
-        return
-    dim, operands = call.dim(), [index, *([call[source]] if source else [])]
-    for d in (d for d in range(target.ndim) if d != dim):
-        # A shorter index writes only the first rows of a dim: shards would not match.
-        if not per_element or all(t.shape[d] == target.shape[d] for t in operands):
-            yield call.row({source: S(d)} if source else {}, self=S(d), index=S(d) if per_element else R, out=S(d))
-    yield call.row(self=S(dim), out=S(dim))
+    """And `index_copy` and its like."""
+    return _by_index(call, call.row(self=S(call.dim()), out=S(call.dim())))
 
 
 def _source(call: OpCall) -> str:
@@ -107,7 +109,7 @@ def _source(call: OpCall) -> str:
 
 def scatter_add(call: OpCall) -> Iterator[Row]:
     """And `index_add`: linear in target and source together."""
-    index, source, per_element = call["index"], _source(call), "scatter" in call.op.__name__
+    index, source, per_element = call["index"], _source(call), _per_element(call)
     yield from scatter(call)
     yield call.row({source: P("sum")}, self=P("sum"), out=P("sum"))
     if call["self"].ndim and index.ndim and call[source].ndim:

@@ -210,13 +210,7 @@ def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list
 
 
 def _in_shard(  # noqa: PLR0913  # all that is written
-    x: Tensor,
-    dims: Sequence[int],
-    positions: list[Tensor],
-    rows: Tensor,
-    is_local: Tensor,
-    first: int,
-    adds: bool,
+    x: Tensor, dims: Sequence[int], positions: list[Tensor], rows: Tensor, is_local: Tensor, first: int, adds: bool
 ) -> tuple[list[Tensor], Tensor]:
     """Positions and rows that write what is local and nothing else; as many as before, for no host knows how many are.
 
