@@ -36,7 +36,9 @@ class Simulation:
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        self.meetings: dict[tuple[int, ...], Meeting] = {}  # by the group's ranks, in its order
+        # By a group's ranks, in its order: where its members wait for each other, and what each of them brings.
+        self.meetings: dict[tuple[int, ...], tuple[threading.Barrier, list[Any]]] = {}
+        self.used: set[tuple[int, ...]] = set()  # groups in which a collective was started
         self._turn = threading.Lock()
         self._states: dict[int, Tensor] = {}  # ranks share the process's default generator: each puts its state there
 
@@ -54,10 +56,10 @@ class Simulation:
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
-        meeting = Meeting(threading.Barrier(len(ranks), timeout=TIMEOUT), [None] * len(ranks))
+        self.meetings.setdefault(ranks, (threading.Barrier(len(ranks), timeout=TIMEOUT), [None] * len(ranks)))
         index = ranks.index(rank)
         return Comm(
-            cast("ProcessGroup", ThreadGroup(self, self.meetings.setdefault(ranks, meeting), index)),
+            cast("ProcessGroup", ThreadGroup(self, ranks, index)),
             name="threads",
             axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
             size=len(ranks),
@@ -79,31 +81,24 @@ class Simulation:
         return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
 
 
-@dataclass
-class Meeting:
-    """Where the members of one communicator exchange values."""
-
-    barrier: threading.Barrier
-    values: list[Any]
-    used: bool = False
-
-
 @dataclass(eq=False)
 class ThreadGroup:
     """The process group of one member of a meeting: those of its calls that the collectives make."""
 
     simulation: Simulation
-    meeting: Meeting
+    ranks: tuple[int, ...]
     index: int
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's values, in index order."""
-        self.meeting.values[self.index], self.meeting.used = value, True
+        barrier, brought = self.simulation.meetings[self.ranks]
+        brought[self.index] = value
+        self.simulation.used.add(self.ranks)
         self.simulation.give_turn()
         try:
-            self.meeting.barrier.wait()
-            values = list(self.meeting.values)
-            self.meeting.barrier.wait()
+            barrier.wait()
+            values = list(brought)
+            barrier.wait()
         finally:
             self.simulation.take_turn()
         return values
@@ -121,14 +116,13 @@ class ThreadGroup:
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         total = tensor.clone()
         self.allreduce([total], opts)
-        output.copy_(total.view(-1).chunk(len(self.meeting.values))[self.index].view(output.shape))
+        output.copy_(total.view(-1).chunk(len(self.ranks))[self.index].view(output.shape))
         return _DONE
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
-        count = len(self.meeting.values)
-        rows = list(sent) or [tensor.shape[0] // count] * count
+        rows = list(sent) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
         blocks = self.exchange(torch.split(tensor.clone(), rows))
         output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
         return _DONE
@@ -145,8 +139,7 @@ ThreadMesh = DeviceMesh  # what a thread's view is
 def axes_used(mesh: DeviceMesh) -> set[int]:
     """The mesh axes over which any rank of the mesh started a collective."""
     simulation = Simulation.of(mesh)
-    used = [ranks for ranks, meeting in simulation.meetings.items() if meeting.used]
-    return {axis for ranks in used for axis in simulation.axes_of(ranks)}
+    return {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
 
 
 def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> list[DeviceMesh]:
@@ -208,8 +201,8 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
                 set_seed(seed)
                 return function()
         except BaseException:
-            for meeting in list(simulation.meetings.values()):
-                meeting.barrier.abort()
+            for barrier, _ in list(simulation.meetings.values()):
+                barrier.abort()
             raise
         finally:
             simulation.give_turn()
