@@ -229,11 +229,7 @@ Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
 
 
 def pointwise(
-    *,
-    linear: Sequence[int] = (),
-    jointly: bool = False,
-    monotone: bool = False,
-    partial: Partials | None = None,
+    *, linear: Sequence[int] = (), jointly: bool = False, monotone: bool = False, partial: Partials | None = None
 ) -> Rule:
     """The rule of an elementwise operator with broadcasting: every dim may be sharded, in all operands alike.
 

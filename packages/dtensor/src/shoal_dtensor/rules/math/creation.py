@@ -26,20 +26,17 @@ from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Ro
 
 
 def fill(call: OpCall) -> Iterator[Row]:
-    """Sharded as the first input, which is all that is read of it; a partial tensor that is written to stays one.
+    """Sharded as the first input, of which only the sizes are read, along dims that are as long.
 
-    And `zeros_like` and the like, which write to none.
+    A partial tensor that is written to stays one; a new tensor like it is replicated.
     """
-    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
+    source, result = call["self"].shape, call.outputs[0].shape
+    for d, n in enumerate(source):
+        yield call.row(self=S(d), out=S(d) if len(source) == len(result) and n == result[d] else R)
     if call.written:
         yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
     else:
-        yield from _of_partials(call)
-
-
-def _of_partials(call: OpCall) -> Iterator[Row]:
-    """A new tensor like a partial one is replicated."""
-    yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
+        yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
 
 
 def _fills(name: str, *parameters: str | float) -> Rule:
@@ -135,18 +132,6 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
     return run_gathered
 
 
-# --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
-
-
-def new_zeros(call: OpCall) -> Iterator[Row]:
-    """A new size: sharded like the original along dims that are as long as in the original, else replicated."""
-    source, result = call["self"], call.outputs[0]
-    yield from _of_partials(call)
-    for d in range(source.ndim):
-        alike = source.ndim == result.ndim and source.shape[d] == result.shape[d]
-        yield call.row(self=S(d), out=S(d) if alike else R)
-
-
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
     """This rank's size, and where a stride is asked for, strided in the global order of dims."""
     (spec,), call = local_call.outputs, local_call.call
@@ -181,6 +166,6 @@ CREATION: Table = family(
         ),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
         "zeros_like ones_like empty_like full_like": Rule(fill, by_value=False, unordered=True, sizes=()),
-        "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),
+        "new_zeros new_ones new_empty new_empty_strided new_full": Rule(fill, _local_size),
     }
 )

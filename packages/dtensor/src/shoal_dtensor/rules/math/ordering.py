@@ -20,14 +20,7 @@ from shoal_mesh.internal import bound
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
 from ...redistribute.reductions import identity_of
-from ..language.local_ops import (
-    along_dim,
-    bytes_of,
-    functional,
-    moved_between_boxes,
-    shard_index,
-    where_sharded,
-)
+from ..language.local_ops import along_dim, bytes_of, functional, moved_between_boxes, shard_index, where_sharded
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
 
@@ -38,9 +31,7 @@ def sort(call: OpCall) -> Iterator[Row]:
     """And `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
-    nbytes = bytes_of(
-        *call.tensors, *call.outputs
-    )  # what all ranks send when shards become columns, and results shards
+    nbytes = bytes_of(*call.tensors, *call.outputs)  # what all ranks send to make columns of shards, and back
     for d in call.dims() if "dim" in call.bound else ():
         yield call.row(self=S(d), out=result(d), traffic=lambda ranks: nbytes / ranks, ordered=result is S)
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_reduce
-
 from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
@@ -248,14 +246,13 @@ def unscale(call: OpCall) -> Iterator[Row]:
 def _unscale(local_call: LocalCall) -> LocalFunction | None:
     """found_inf = maximum over shards of found_inf."""
     *gradients, found_inf, _scale = local_call.inputs
-    axes = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)}))
+    axes, op = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)})), local_call.call.op
     if not axes:
         return None
-    comm, op = found_inf.mesh.comm(axes), local_call.call.op
 
-    def run(gradients: list[Tensor], found_inf: Tensor, scale: Tensor) -> None:
-        op(gradients, found_inf, scale)
-        found_inf.copy_(all_reduce(found_inf, comm, "max"))
+    def run(gradients: list[Tensor], found: Tensor, scale: Tensor) -> None:
+        op(gradients, found, scale)
+        found.copy_(all_reduced(found, found_inf, axes, "max"))
 
     return run
 

@@ -28,7 +28,7 @@ from ..language.local_ops import (
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, backward, family
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -158,15 +158,13 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     return lambda gradient, x, target, *args, **kwargs: back(gradient, x, targets_here(target), *args, **kwargs)
 
 
-_LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss, sizes=())
+_LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
 _SAMPLE_LOSS = Rule(sample_loss, _loss, skip_empty=True, linear="grad_output")
 
 LOSS: Table = family(
     {
-        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss, sizes=()),
-        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _LOSS_BACKWARD,
-        "soft_margin_loss_backward binary_cross_entropy_backward": _LOSS_BACKWARD,
+        f"{_LOSSES} binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
+        backward(_LOSSES): Rule(pointwise(linear=(0,)).rows, _loss, sizes=()),
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
         "nll_loss_backward nll_loss2d_backward": Rule(nll_loss, _nll_loss_backward, sizes=(), linear="grad_output"),
     },
