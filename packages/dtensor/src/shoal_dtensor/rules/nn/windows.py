@@ -110,9 +110,8 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     if "upsample" in call.op.__name__:
         windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
         dims = range(len(large) - spatial, len(large))
-        sizes = [
-            halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims
-        ]  # 6 rows by 2: 12
+        # 6 rows by 2: 12
+        sizes = [halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims]
         of_input = {"input_size": halos.shape} if "input_size" in call.bound else {}
         return with_arguments(call, output_size=sizes, **of_input)
     if "output_size" in call.bound:
@@ -121,43 +120,33 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
 
 
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
-    call, source = local_call.call, local_call.inputs[0]
-    halos, spatial, largest = Halos(source, _windows(call)), spatial_dims(call), _takes_maximum(call)
-    if not halos:
-        return None
-    empty = 0 in local_call.outputs[0].local_shape
-    on_halos = contribution(local_call) if empty else _on_halos(local_call, halos)
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
-        result = on_halos(halos.fetch(x, fill), *args, **kwargs)
-        if empty or not largest:
-            return result if empty else halos.cropped(result)
-        sizes, first = (halos.shape[-spatial:], source.shape[-spatial:]), halos.first[-spatial:]
-        return result[0], moved_between_boxes(result[1], *sizes, first)[0]
-
-    return run
-
-
-def _windowed_backward(local_call: LocalCall) -> LocalFunction | None:
-    """What the others' outputs read of a shard comes back from them."""
-    call, gradient, source = local_call.call, local_call.inputs[0], local_call.outputs[0]
-    halos, spatial, empty = Halos(source, _windows(call)), spatial_dims(call), 0 in gradient.local_shape
+    """The operator on a shard with halos; of the gradient, what others' outputs read of the shard comes from them."""
+    call, source, result = local_call.call, local_call.inputs[0], local_call.outputs[0]
+    is_gradient, spatial, largest = "grad_output" in call.places, spatial_dims(call), _takes_maximum(call)
+    source, result = (result, source) if is_gradient else (source, result)
+    halos, empty = Halos(source, _windows(call)), 0 in result.local_shape
     if not halos and "input_size" not in call.bound:
         return None
-    back, takes_input = _on_halos(local_call, halos), "self" in call.places
-    sizes, here = (source.shape[-spatial:], halos.shape[-spatial:]), [-n for n in halos.first[-spatial:]]
+    on_halos = contribution(local_call) if empty else _on_halos(local_call, halos)
+    whole, here, first = source.shape[-spatial:], halos.shape[-spatial:], halos.first[-spatial:]
 
-    def run(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forwards(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
+        made = on_halos(halos.fetch(x, fill), *args, **kwargs)
+        if empty or not largest:
+            return made if empty else halos.cropped(made)
+        return made[0], moved_between_boxes(made[1], here, whole, first)[0]
+
+    def backwards(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if empty:
             return halos.return_gradient(gradient.new_zeros(halos.shape))
-        if _takes_maximum(call):  # behind all arguments are the places of the maxima
-            args = (*args[:-1], moved_between_boxes(args[-1], *sizes, here)[0])
-        if takes_input:  # of which nothing but the shape is read
+        if largest:  # behind all arguments are the places of the maxima
+            args = (*args[:-1], moved_between_boxes(args[-1], whole, here, [-n for n in first])[0])
+        if "self" in call.places:  # of which nothing but the shape is read
             args = (gradient.new_empty(halos.shape), *args[1:])
-        return halos.return_gradient(back(halos.uncropped(gradient), *args, **kwargs))
+        return halos.return_gradient(on_halos(halos.uncropped(gradient), *args, **kwargs))
 
-    return run
+    return backwards if is_gradient else forwards
 
 
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
@@ -326,7 +315,7 @@ WINDOWED: Table = family(
         "channel_shuffle native_channel_shuffle": Rule(lambda call: alike(call, 1), skip_empty=True),
         _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
         _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
-        backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed_backward, skip_empty=True, linear="grad_output"),
+        backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed, skip_empty=True, linear="grad_output"),
         _PADS: Rule(planes, skip_empty=True, moves="self"),
         backward(f"{_PADS} {_SAMPLED}"): Rule(planes, skip_empty=True, linear="grad_output"),
         "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
