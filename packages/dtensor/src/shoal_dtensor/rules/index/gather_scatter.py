@@ -35,9 +35,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 aten: Any = torch.ops.aten
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def lookup_partial(source: TensorMeta) -> P:
     """What lookups that leave zeros for the elements of other ranks add up to."""
     return P("max" if source.dtype == torch.bool else "sum")
@@ -92,9 +89,6 @@ def gather(call: OpCall) -> Iterator[Row]:
 def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     behind = 0 if _per_element(local_call.call) else spec.ndim - dim - 1
     return lookup(local_call, 1, partial(local_positions, spec=spec, dim=dim), behind)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
@@ -178,10 +172,13 @@ def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
 
 
 def embedding_bag(call: OpCall) -> Iterator[Row]:
-    """By embedding dim; by vocabulary unless a maximum is taken."""
-    is_max = call["mode"] == MAX
-    yield call.row(weight=S(1), out0=S(1), out3=S(1) if is_max else R)  # out3: where each maximum is
-    if not is_max:
+    """By embedding dim, which the places of maxima have too; forwards by vocabulary unless a maximum is taken."""
+    of_maxima = S(1) if call["mode"] == MAX else R
+    if "grad" in call.places:
+        yield call.row(grad=S(1), maximum_indices=of_maxima, out=S(1))
+        return
+    yield call.row(weight=S(1), out0=S(1), out3=of_maxima)
+    if of_maxima is R:
         yield call.row(weight=S(0), out0=P("sum"))
 
 
@@ -207,11 +204,6 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
-    """By embedding dim; where a maximum was taken, its places have that dim too."""
-    yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
-
-
 GATHER_SCATTER: Table = family(
     {
         "gather index_select": Rule(gather, _gather, moves="self"),
@@ -225,7 +217,7 @@ GATHER_SCATTER: Table = family(
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             # Dense: no DTensor is sparse.
-            embedding_bag_backward,
+            embedding_bag,
             lambda local_call: with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None,
             linear="grad",
         ),

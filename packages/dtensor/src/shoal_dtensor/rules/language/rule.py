@@ -4,18 +4,9 @@ A rule reads global shapes and arguments and yields rows; a row says how each te
 one mesh axis.  Rules know no mesh, cost or communication: the propagator gives each mesh axis one row and prices what
 the inputs need to get there.
 
-Row functions are generators, named after the operator, and name arguments as the operator's schema does:
-
-    def index_select(call: OpCall) -> Iterator[Row]:
-        dim = call.dim()
-        for d in range(call["self"].ndim):
-            if d != dim:
-                yield call.row(self=S(d), out=S(d))
-        yield call.row(index=S(0), out=S(dim))
-
-What is not named is replicated (`OpCall.row`).  The same function serves the functional, the in-place and the `out=`
-form; for operators that only write to their inputs (`_foreach_add_`) `out` means what is written.  With `skip_empty`,
-the local function need not think of empty shards, unless it communicates.
+Row functions are generators, named after the operator (`OpCall.row`).  The same function serves the functional, the
+in-place and the `out=` form; for operators that only write to their inputs (`_foreach_add_`) `out` means what is
+written.
 """
 
 from __future__ import annotations
@@ -214,21 +205,12 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
         local_call: the call with its specs.
         communicates: whether a row of the decision does; every rank runs the rule's own function then.
     """
-    if rule.skip_empty and not communicates and has_no_part(local_call):
-        return contribution(local_call)
+    if rule.skip_empty and not communicates and local_call.outputs:
+        # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to a sum it adds 0.
+        has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
+        if all(0 in spec.local_shape or (has_nothing and bool(spec.partials)) for spec in local_call.outputs):
+            return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None
-
-
-def has_no_part(local_call: LocalCall) -> bool:
-    """Whether this rank has an empty shard of an input and adds nothing to partial outputs, or has no element of any.
-
-    An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
-    what it adds to a partial sum over rows is 0.
-    """
-    outputs = local_call.outputs
-    has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
-    adds_nothing = [0 in spec.local_shape or (has_nothing and bool(spec.partials)) for spec in outputs]
-    return bool(outputs) and all(adds_nothing)
 
 
 def contribution(local_call: LocalCall) -> LocalFunction:

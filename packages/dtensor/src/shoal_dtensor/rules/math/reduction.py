@@ -94,8 +94,9 @@ def _mean(local_call: LocalCall) -> LocalFunction | None:
 
 
 def var(call: OpCall) -> Iterator[Row]:
-    """Two all-reduces, of the mean and of the squares: a partial variance would read as another one by `to_local`."""
-    yield from rows_along(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
+    """And `logsumexp`: two all-reduces, as a partial variance would read as another one by `to_local`."""
+    has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
+    yield from rows_along(call, None if has_no_maximum else R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
 @by_reduced_dims
@@ -118,9 +119,6 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
         return (result, mean.squeeze(gone)) if with_mean else result
 
     return run
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def _order(call: OpCall) -> float:
@@ -156,12 +154,6 @@ def _norm(local_call: LocalCall) -> LocalFunction:
     return run
 
 
-def logsumexp(call: OpCall) -> Iterator[Row]:
-    """Complex numbers have no maximum to subtract."""
-    is_complex = call.outputs[0].dtype.is_complex
-    yield from rows_along(call, None if is_complex else R, lambda ranks: 2 * bytes_of(*call.outputs))
-
-
 @by_reduced_dims
 def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
@@ -189,9 +181,6 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
     """Segments are along `axis`; lengths have the dims before it, all of which the kernel reads."""
     for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
         yield call.row({name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d))
-
-
-# --- softmax ----------------------------------------------------------------------------------------------------------
 
 
 def softmax(call: OpCall) -> Iterator[Row]:
@@ -242,7 +231,7 @@ REDUCTION: Table = family(
         "var var_mean std std_mean": Rule(var, _var),
         "linalg_vector_norm norm": Rule(norm, _norm, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norm, kind="each"),
-        "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
+        "logsumexp special_logsumexp": Rule(var, _logsumexp, sizes=()),
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": Rule(
             softmax, _softmax, sizes=(), linear="grad_output"
         ),
