@@ -137,8 +137,6 @@ def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[
         yield {0: one, 1: other}
 
 
-# --- one call --------------------------------------------------------------------------------------------------------
-
 NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
 SEED = 0  # of the default generators, on every rank and on the single device
 

@@ -70,9 +70,6 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
     return IndexedDims(tuple(indexed), kept, first, ndim)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def index(call: OpCall) -> Iterator[Row]:
     source, *indices = call.tensors
     where = indexed_dims(source, call["indices"])
@@ -115,9 +112,6 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     read = lookup(local_call, 0, local, local_call.outputs[0].ndim - where.first - where.ndim)
     axes, reduction = sharding_axes(spec, sharded), lookup_partial(call["self"]).reduce_op
     return lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def index_put(call: OpCall) -> Iterator[Row]:
@@ -229,9 +223,6 @@ def _in_shard(  # noqa: PLR0913  # all that is written
     present = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
     row = torch.where(is_local.any(), rows.index_select(0, last), present)
     return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
-
-
-# --- flat indices -----------------------------------------------------------------------------------------------------
 
 
 def take(call: OpCall) -> Iterator[Row]:

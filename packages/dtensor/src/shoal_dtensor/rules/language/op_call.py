@@ -91,8 +91,6 @@ def partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensor
     ]
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
-
 _TENSOR_KINDS = ("TensorType", "ListType")
 
 

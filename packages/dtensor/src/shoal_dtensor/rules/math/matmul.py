@@ -88,9 +88,6 @@ def kron(call: OpCall) -> Iterator[Row]:
     yield from product(f"{' '.join(first)}, {' '.join(second)} -> {result}", linear=(0, 1)).rows(call)
 
 
-# --- factorisations, transforms ---------------------------------------------------------------------------------------
-
-
 def batched(call: OpCall) -> Iterator[Row]:
     """Rows for leading dims that all operands share; the last two dims of the inputs are matrices.
 

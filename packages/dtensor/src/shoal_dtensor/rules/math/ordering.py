@@ -76,9 +76,6 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-# --- topk, argmax -----------------------------------------------------------------------------------------------------
-
-
 def topk(call: OpCall) -> Iterator[Row]:
     """And `argmax` and its like: every rank gathers candidates, each a value and its index."""
     candidates = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)

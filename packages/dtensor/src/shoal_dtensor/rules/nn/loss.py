@@ -83,9 +83,6 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
 
 
-# -- negative log-likelihood ---------------------------------------------------------------------------------------
-
-
 def _class_dim(call: OpCall) -> int:
     return 0 if call["self"].ndim == 1 else 1
 

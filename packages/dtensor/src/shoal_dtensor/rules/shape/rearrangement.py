@@ -69,9 +69,6 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-# --- pad --------------------------------------------------------------------------------------------------------------
-
-
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     """For every padded dim how much it grows at its start and its end."""
     pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim  # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
@@ -112,9 +109,6 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 def _a_shard(call: OpCall) -> Traffic:
     """A rank receives at most its shard of the result."""
     return lambda ranks: bytes_of(call.outputs[0]) / ranks
-
-
-# --- roll and flip ----------------------------------------------------------------------------------------------------
 
 
 def _turns(call: OpCall) -> dict[int, int]:

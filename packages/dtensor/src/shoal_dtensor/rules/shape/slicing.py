@@ -118,9 +118,6 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[
 aten: Any = torch.ops.aten
 
 
-# --- slices and splits ------------------------------------------------------------------------------------------------
-
-
 def slice_(call: OpCall) -> Iterator[Row]:
     """The results of `split` are slices that follow each other."""
     source, dim = call["self"], call.dim()
@@ -144,9 +141,6 @@ def _split(local_call: LocalCall) -> LocalFunction | None:
     sizes = [output.local_shape[dim] for output in local_call.outputs]
     split = torch.split_with_sizes  # 0.4 us less than working the sizes out at every call
     return lambda x, size, at=0: split(x, sizes, dim)
-
-
-# --- selections -------------------------------------------------------------------------------------------------------
 
 
 def _after(dim: int, removed: int) -> int:
