@@ -87,7 +87,7 @@ class Relocation:
     def backwards(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard: what all ranks' gradients say of it, added up."""
         if not self.moves:
-            return _padded(gradient, _negative(self._widths)).contiguous()
+            return _padded(gradient, self._widths, sign=-1).contiguous()
         total = gradient.new_zeros(self._shape(gradient, self.size))
         blocks = [[gradient.narrow(self.dim, at, length) for _, at, length in each] for each in self.receives]
         out = [[gradient.new_empty(self._shape(gradient, length)) for *_, length in to_rank] for to_rank in self.sends]
@@ -288,14 +288,10 @@ class Halos:
 
     def uncropped(self, gradient: Tensor) -> Tensor:
         """The gradient of what the operator makes of what `fetch` returns, out of that of this rank's outputs."""
-        return _padded(gradient, _negative(self._widths))
+        return _padded(gradient, self._widths, sign=-1)
 
 
-def _negative(widths: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    return {dim: (-before, -after) for dim, (before, after) in widths.items()}
-
-
-def _padded(x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0) -> Tensor:
-    """`x` with so many elements more at the start and end of dims, or fewer where a width is negative."""
-    pad = [n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]  # torch counts dims from the last
+def _padded(x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0, sign: int = 1) -> Tensor:
+    """`x` with so many elements more at the start and end of dims, or fewer where `sign` and width say so."""
+    pad = [sign * n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]  # torch begins with the last
     return torch.constant_pad_nd(x, pad, fill) if any(pad) else x

@@ -310,9 +310,7 @@ class OpCall:
 
         Args:
             entries: `S(dim)`, `R` or `P(op)` by names that are computed; named: by names that are written out.
-            even: whether every shard must have the same size.
-            traffic: if the local function communicates: the bytes that each rank receives, given the number of ranks.
-            ordered: see `Row`.
+            even, traffic, ordered: see `Row`.
 
         Raises:
             RowError: if the operator has no argument and no result of that name.

@@ -21,6 +21,7 @@ from ..language.notation import Partials, pointwise
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
+Number = int | float | complex
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
 
 
@@ -35,7 +36,7 @@ def _number_operands(call: OpCall) -> int:
     """How many of the first two operands are numbers (or lists of them, for `foreach` operators)."""
     values = [call.get(name) for name in call.schema.inputs[:2]]
     firsts = [value[0] if isinstance(value, list) and value else value for value in values]
-    return sum(isinstance(value, int | float | complex) for value in firsts)
+    return sum(isinstance(value, Number) for value in firsts)
 
 
 def _offset(local_call: LocalCall) -> LocalFunction | None:
@@ -45,9 +46,7 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
     """
     call, result = local_call.call, local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
-    name = next(
-        (name for name in ("other", "value", "src", "self") if isinstance(call.get(name), int | float | complex)), None
-    )
+    name = next((name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)), None)
     if not axes or name is None or result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
         return None
     return with_arguments(call, **{name: type(call[name])(0)})
@@ -75,7 +74,7 @@ def _negated(call: OpCall) -> PartialRows:
 def _chosen(call: OpCall) -> PartialRows:
     """`where`: one of the operands behind the condition is chosen for every element, not by its value."""
     chosen = range(1, len(call.tensors))
-    is_number = len(chosen) < 2 and any(isinstance(value, int | float | complex) for value in call.bound.values())
+    is_number = len(chosen) < 2 and any(isinstance(value, Number) for value in call.bound.values())
     rows = _partial(call, () if is_number else REDUCE_OPS, (*chosen,))
     return list(dict.fromkeys(rows + _partial(call, IDEMPOTENT, *((i,) for i in chosen))))
 

@@ -127,15 +127,13 @@ def roll(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
 
 
-def _moved(
-    local_call: LocalCall, moves: Sequence[Relocation], rearranged: Callable[[Tensor], Tensor]
-) -> LocalFunction | None:
+def _moved(local_call: LocalCall, moves: list[Relocation], rest: Callable[[Tensor], Tensor]) -> LocalFunction | None:
     """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other."""
 
     def run(x: Tensor, *args: object) -> Tensor:
         for move in moves:
             x = move.forwards(x)
-        return rearranged(x)
+        return rest(x)
 
     return in_every_form(local_call.call, run) if moves else None
 
@@ -183,8 +181,8 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
         n, wanted = source.shape[d], spans(target.sizes(d + new))
         places = [[start + n * k for k in range(repeats[d + new])] for start in source.dim_sharding(d).offsets]
         moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
-    rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
-    return _moved(local_call, moves, lambda x: x.repeat(rest))
+    others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
+    return _moved(local_call, moves, lambda x: x.repeat(others))
 
 
 # --- diagonals and triangles ------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Sharding of slices, selections and splits, of their gradients, and of writes into a slice, out of place.
 
-A slice of a sharded dim stays sharded: each shard keeps what it has of the selected range, a view of local storage.
-`x[1:7]` of 8 elements on 2 ranks: shards of 4 and 4 keep 3 and 3.  A selected index is held by one coordinate; the
-result is sharded so that this coordinate has all of it.  Gradients are put into zeros, the other way round: many
-shardings of the longer dim fit, and that of `torch.chunk` is preferred, which the forward input most likely had.
+A slice of a sharded dim stays sharded, a view of local storage.  A selected index is held by one coordinate, which has
+all of the result.  Gradients are put into zeros, the other way round: many shardings of the longer dim fit, and that of
+`torch.chunk` is preferred, which the forward input most likely had.
 
-Each map is a value (hashable, printable) that takes the sharding of one dim and gives the sharding of another, over the
-same mesh axes.
+Each map is a value (hashable, printable) from the sharding of one dim to that of another, over the same mesh axes.
 """
 
 from __future__ import annotations
@@ -58,9 +56,8 @@ class SliceMap:
         if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
             length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
             return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(self.unit)
-        return sharding.resharded(self.before, self.before(self.stop)).scaled(
-            self.unit
-        )  # x[1:7] of 4 + 4: at [0, 3, 6]
+        # x[1:7] of 4 + 4: up to 3 and 6, so 3 + 3.
+        return sharding.resharded(self.before, self.before(self.stop)).scaled(self.unit)
 
     def before(self, position: int) -> int:
         """How many selected elements are before `position`."""

@@ -3,12 +3,10 @@
 Every local call is a view of local storage, so what is written through the result reaches its base.  A sharding that
 has no row is gathered by the propagator, which marks the result as no view of its input.
 
-A reshape keeps the row-major order of elements.  Where the slowest dim is sharded (only size-1 dims are before it
-within the group of dims that are merged and split together), so is the slowest target dim, at multiples of the least
-common multiple of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6 elements, so shards are multiples of 12,
-which are 3 source rows or 2 target rows.  A faster dim stays sharded where the dims before it stay; merged with them,
-its shards become equal runs (`StridedDimSharding`): (4, 6) -> (24,) with columns sharded has 4 runs of 6.  Splitting
-the runs makes the sharding plain.
+A reshape keeps the row-major order of elements.  Of dims that are merged and split together the slowest one stays
+sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6 elements, so shards are multiples of
+12, which are 3 source rows or 2 target rows.  Shards of a faster dim become equal runs (`StridedDimSharding`) where the
+dims before it are merged with it: (4, 6) -> (24,) by columns has 4 runs of 6, and splitting them makes it plain again.
 """
 
 from __future__ import annotations
@@ -140,8 +138,7 @@ def _squeezed(call: OpCall) -> list[int]:
     source = call["self"]
     if "dim" in call.bound and call["dim"] in ((), []):
         return []  # an empty list asks for none, where reductions take it for all
-    asked = call.dims() if "dim" in call.bound else tuple(range(source.ndim))
-    return [d for d in asked if source.ndim and source.shape[d] == 1]
+    return [d for d in call.dims() if source.shape[d] == 1]
 
 
 def squeeze(call: OpCall) -> Iterator[Row]:
