@@ -22,6 +22,7 @@ from ..redistribute.reductions import identity_of, powers, root
 from ..redistribute.steps import Plan, Step
 
 Coordinate = tuple[int, ...]
+Terms = dict[Coordinate, Tensor]
 Split = Callable[[str, Tensor, int], list[Tensor]]  # (reduction, value, n): n terms that reduce to the value
 
 
@@ -255,9 +256,7 @@ def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -
     return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator)
 
 
-def deal(
-    value: Tensor, entries: Sequence[object], shape: Sequence[int], split: Split = random_terms
-) -> dict[Coordinate, Tensor]:
+def deal(value: Tensor, entries: Sequence[object], shape: Sequence[int], split: Split = random_terms) -> Terms:
     """For every mesh coordinate what it holds of `value` before any sharding: its term along partial axes.
 
     Args:
@@ -279,15 +278,13 @@ def deal(
         tensor([1., 1., 1.])
     """
     ops = {axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)}
-    terms: dict[Coordinate, Tensor] = {(): value}  # by the coordinates along partial axes: replicas have the same
+    terms: Terms = {(): value}  # by the coordinates along partial axes: replicas have the same
     for axis, op in ops.items():
         terms = {(*c, i): term for c, whole in terms.items() for i, term in enumerate(split(op, whole, shape[axis]))}
     return {c: terms[tuple(c[axis] for axis in ops)] for c in product(*map(range, shape))}
 
 
-def gather(
-    terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape: Sequence[int]
-) -> dict[Coordinate, Tensor]:
+def gather(terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape: Sequence[int]) -> Terms:
     """For every mesh coordinate the reduction of the terms along the partial axes through it.
 
     Args:

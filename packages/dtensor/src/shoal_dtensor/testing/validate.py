@@ -89,9 +89,8 @@ def validate(
         cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
         used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
         if row.traffic is not None and cases and not any(used):
-            report.idle.append(
-                f"{op} {_format_call(trial.call)} {_format_rows((row,))}: declares traffic, starts no collective"
-            )
+            where = f"{op} {_format_call(trial.call)} {_format_rows((row,))}"
+            report.idle.append(f"{where}: declares traffic, starts no collective")
     for first, second in product(trial.rows, trial.rows) if pairs else ():
         for shardings in _pair_shardings(trial, first, second):
             trial.try_out(report, (2, 2), (first, second), shardings)
@@ -158,10 +157,9 @@ class CallTrial:
         self.tensors: list[Tensor] = [*flatten(read)]
         outs = [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
         self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
-        metas = tuple(_meta(t) for t in self.tensors)
-        outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
-        of_metas = pytree.tree_map(_meta, (args, self.kwargs))
-        self.call: OpCall = OpCall(op, of_metas[0], of_metas[1], metas, outputs)
+        args, kwargs = pytree.tree_map(_meta, (args, self.kwargs))
+        outputs = tuple(map(_meta, flatten([self.results[0]])))
+        self.call: OpCall = OpCall(op, args, kwargs, tuple(map(_meta, self.tensors)), outputs)
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
         # Written inputs have the placement of the result already: the propagator refuses other rows.
         written = [(i, o) for i, o in self.call.fixed if o is not None]
@@ -191,11 +189,9 @@ class CallTrial:
 
     def steps(self, row: Row) -> int | None:
         """How many steps the row's factor has; None if it shards nothing."""
-        count = None
-        for tensor, entry in zip(self.tensors, row.inputs, strict=True):
-            if isinstance(entry, S) and entry.map is None:
-                count = tensor.shape[entry.dim] // (entry.unit * entry.runs)
-        return count
+        pairs = [*zip(row.inputs, self.tensors, strict=True)]
+        sharded = [(e, t.shape[e.dim]) for e, t in pairs if isinstance(e, S) and e.map is None]
+        return next((length // (entry.unit * entry.runs) for entry, length in reversed(sharded)), None)
 
     def try_out(self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings) -> set[int]:
         """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
@@ -244,15 +240,11 @@ class CallTrial:
         got = [list(flatten([result[0]])) for result in results]
         if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
-        compared = [
-            (f"output {i}", value, [one[i] for one in got], local_call.outputs[i]) for i, value in enumerate(expected)
-        ]
-        compared += [
-            (f"written input {i}", inputs[i], [result[1][i] for result in results], local_call.inputs[i])
-            for i in self.call.written
-        ]
-        for name, value, parts, spec in compared:
-            part_at = dict(zip(coordinates(spec), parts, strict=True))
+        after, written = [result[1] for result in results], self.call.written
+        compared = [(f"output {i}", value, got, i, local_call.outputs[i]) for i, value in enumerate(expected)]
+        compared += [(f"written input {i}", inputs[i], after, i, local_call.inputs[i]) for i in written]
+        for name, value, of_ranks, i, spec in compared:
+            part_at = {c: of_rank[i] for c, of_rank in zip(coordinates(spec), of_ranks, strict=True)}
             misshapen = [c for c, t in part_at.items() if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)]
             for c in misshapen:
                 shape, dtype = tuple(part_at[c].shape), part_at[c].dtype
@@ -300,13 +292,12 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
     """Rows of a `foreach` call whose elements all take the row of the same number."""
     elements = [*elements_of(call)]
     for rows in zip(*(rule.rows_of(element) for element, _, _ in elements), strict=False):
-        inputs: list[Entry] = [R] * len(call.tensors)
-        outputs: list[Entry] = [R] * len(call.outputs)
+        inputs: dict[int, Entry] = dict.fromkeys(range(len(call.tensors)), R)
+        outputs: dict[int, Entry] = dict.fromkeys(range(len(call.outputs)), R)
         for row, (_, indices, results) in zip(rows, elements, strict=True):
-            for entries, places, own in ((inputs, indices, row.inputs), (outputs, results, row.outputs)):
-                for place, entry in zip(places, own, strict=True):
-                    entries[place] = entry
-        yield replace(rows[0], inputs=tuple(inputs), outputs=tuple(outputs))
+            inputs |= zip(indices, row.inputs, strict=True)
+            outputs |= zip(results, row.outputs, strict=True)
+        yield replace(rows[0], inputs=tuple(inputs.values()), outputs=tuple(outputs.values()))
 
 
 def _format_call(call: OpCall) -> str:
