@@ -19,20 +19,9 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import (
-    along_dim,
-    check_bounds,
-    functional,
-    in_every_form,
-    in_shard,
-    local_positions,
-    sharding_axes,
-    with_arguments,
-)
+from ..language.local_ops import along_dim, functional, in_every_form, local_positions, sharding_axes, with_arguments
 from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, flatten
-
-aten: Any = torch.ops.aten
 
 
 def lookup_partial(source: TensorMeta) -> P:
@@ -117,7 +106,9 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """What falls outside the shard goes to one more position at its end, which is then dropped."""
     # The in-place form of any operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
-    write = getattr(getattr(aten, name.removesuffix("_") + "_"), overload.removesuffix("out").rstrip("_") or "default")
+    write = getattr(
+        getattr(torch.ops.aten, name.removesuffix("_") + "_"), overload.removesuffix("out").rstrip("_") or "default"
+    )
     size = spec.local_shape[dim]  # positions 0..size - 1 are of the shard, `size` is of all others
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -158,11 +149,7 @@ def _embedding(local_call: LocalCall) -> LocalFunction | None:
     weight = local_call.inputs[0]
     if not sharding_axes(weight, (0,)):
         return None
-
-    def local(indices: Tensor) -> tuple[Tensor, Tensor]:
-        check_bounds(indices, (indices >= 0) & (indices < weight.shape[0]), weight.shape[0])
-        return in_shard(indices, weight, 0)
-
+    local = partial(local_positions, spec=weight, dim=0, from_end=False)
     return in_every_form(local_call.call, lookup(local_call, 0, local, behind=1))
 
 
@@ -190,13 +177,12 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     weight, call = local_call["weight"], local_call.call
     if not sharding_axes(weight, (0,)):
         return None
-    size, rows, padding, place = weight.local_shape[0], weight.shape[0], call["padding_idx"], call.places["weight"][0]
+    size, padding, place = weight.local_shape[0], call["padding_idx"], call.places["weight"][0]
     run_bags = with_arguments(call, padding_idx=size + 1)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         table, indices = args[place : place + 2]
-        check_bounds(indices, (indices >= 0) & (indices < rows), rows)
-        positions, is_local = in_shard(indices, weight, 0)
+        positions, is_local = local_positions(indices, weight, 0, from_end=False)
         positions = positions.masked_fill(~is_local, size).masked_fill(indices == padding, size + 1)
         padded = torch.cat([table, table.new_zeros((2, table.shape[1]))])
         return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)
@@ -207,9 +193,7 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
 GATHER_SCATTER: Table = family(
     {
         "gather index_select": Rule(gather, _gather, moves="self"),
-        "scatter.src* scatter.value* scatter.reduce* scatter_.src scatter_.value* scatter_.reduce scatter_reduce": Rule(
-            scatter, _scatter
-        ),
+        "scatter scatter_reduce": Rule(scatter, _scatter),
         "scatter_add": Rule(scatter_add, _scatter),
         "index_add": Rule(scatter_add, _write_slices),
         "index_copy index_fill": Rule(scatter, _write_slices),

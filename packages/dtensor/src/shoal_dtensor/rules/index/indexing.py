@@ -31,8 +31,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 from .data_dependent import assumed_result_bytes, selected_by
 from .gather_scatter import lookup, lookup_partial
 
-aten: Any = torch.ops.aten
-
 
 class IndexedDims(NamedTuple):
     """Where the dims of `x[indices]` come from.
@@ -178,7 +176,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
             if index is not None
             for part in (index.nonzero().unbind(1) if _is_mask(index) else (index,))
         ]
-        positions = list(aten.broadcast_tensors.default(integers))
+        positions = list(torch.ops.aten.broadcast_tensors.default(integers))
         shape, is_local = positions[0].shape, torch.ones_like(positions[0], dtype=torch.bool)
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
@@ -188,19 +186,16 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         wide[first : first + len(shape)] = shape
         rows = values.expand(wide).movedim(common, [*range(len(shape))])
         rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
-        positions, rows = _in_shard(
-            x, dims, [p.reshape(-1) for p in positions], rows, is_local.reshape(-1), first, adds
-        )
+        flat = [p.reshape(-1) for p in positions]
+        positions, rows = _in_shard(x, dims, flat, rows, is_local.reshape(-1), first, adds)
         return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
 
     return run
 
 
 def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list[Tensor | None]:
-    target: list[Tensor | None] = [None] * x.ndim
-    for d, position in zip(dims, positions, strict=True):
-        target[d] = position
-    return target
+    at = dict(zip(dims, positions, strict=True))
+    return [at.get(d) for d in range(x.ndim)]
 
 
 def _in_shard(  # noqa: PLR0913  # all that is written
@@ -220,7 +215,7 @@ def _in_shard(  # noqa: PLR0913  # all that is written
         return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
     last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
     there = [p.index_select(0, last) for p in positions]
-    present = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
+    present = torch.ops.aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
     row = torch.where(is_local.any(), rows.index_select(0, last), present)
     return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product, takewhile
 from math import lcm, prod
-from typing import Any
 
 import torch
 
@@ -110,9 +109,6 @@ def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S
     return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
 
 
-aten: Any = torch.ops.aten
-
-
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
     """One row per pair (dim of the first argument, dim of every output) that are sharded alike."""
     first = next(iter(call.places))
@@ -128,7 +124,7 @@ def view(call: OpCall) -> Iterator[Row]:
 def _view(local_call: LocalCall) -> LocalFunction:
     """Tensor methods, which cost less than the overloads."""
     shape = local_call.outputs[0].local_shape
-    if local_call.call.op is aten._unsafe_view.default:
+    if local_call.call.op is torch.ops.aten._unsafe_view.default:
         return lambda x, size: x.reshape(shape)
     return lambda x, *args: x.view(shape)
 
