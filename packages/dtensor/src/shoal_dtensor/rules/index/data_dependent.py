@@ -113,9 +113,6 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-# --- searches and counts of values ------------------------------------------------------------------------------------
-
-
 def searchsorted(call: OpCall) -> Iterator[Row]:
     """And `bucketize`: how many boundaries are below a value is the sum over shards; a sorter has global indices."""
     boundaries = "boundaries" if "boundaries" in call.bound else "sorted_sequence"

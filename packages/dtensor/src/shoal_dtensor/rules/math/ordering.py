@@ -24,8 +24,6 @@ from ..language.local_ops import along_dim, bytes_of, functional, moved_between_
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
 
-# --- whole columns ----------------------------------------------------------------------------------------------------
-
 
 def sort(call: OpCall) -> Iterator[Row]:
     """And `median` and its like, whose results every rank has."""
@@ -91,9 +89,8 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest, ordered)
         comm = spec.mesh.comm(axes)
-        values, indices = (
-            all_gather_v(t.contiguous(), comm, offers, dim) for t in (values, indices + spec.offset(dim))
-        )
+        offered = (values, indices + spec.offset(dim))
+        values, indices = (all_gather_v(t.contiguous(), comm, offers, dim) for t in offered)
         values, chosen = torch.topk(values, k, dim, largest, ordered)
         return values, indices.gather(dim, chosen)
 

@@ -74,9 +74,6 @@ def norm(call: OpCall) -> Iterator[Row]:
         yield call.row(entries, traffic=traffic if statistics is R else None)
 
 
-# --- sharded statistics -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """What the statistics of a norm are over, where a dim of that is sharded.
@@ -120,9 +117,11 @@ def _norm(local_call: LocalCall) -> LocalFunction | None:
     call, is_gradient = local_call.call, "grad_out" in local_call.call.places
     if (statistics := _statistics(local_call)) is not None:
         return (_normalise_backward if is_gradient else _normalise)(local_call, statistics)
-    if "group" in call.bound:
-        return _resized(local_call)
-    return None if is_gradient else _with_given(local_call)
+    if "group" not in call.bound:
+        return None if is_gradient else _with_given(local_call)
+    batch, channels = local_call["input"].local_shape[:2]  # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
+    sizes = {"N": batch, "C": channels, "group": channels * call["group"] // max(call["C"], 1)}
+    return None if (batch, channels) == (call["N"], call["C"]) else with_arguments(call, **sizes)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -187,15 +186,6 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
         return tuple(next(made) if wanted else None for wanted in mask)
 
     return in_every_form(call, run)
-
-
-def _resized(local_call: LocalCall) -> LocalFunction | None:
-    """A group norm with the batch size, channels and groups of this rank."""
-    call = local_call.call
-    batch, channels = local_call["input"].local_shape[:2]
-    if (batch, channels) == (call["N"], call["C"]):  # else 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
-        return None
-    return with_arguments(call, N=batch, C=channels, group=channels * call["group"] // max(call["C"], 1))
 
 
 def _with_given(local_call: LocalCall) -> LocalFunction | None:

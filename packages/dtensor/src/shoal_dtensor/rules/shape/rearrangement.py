@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...layout.boxes import spans
@@ -25,8 +24,6 @@ from ..language.notation import alike, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
 from .slicing import SliceMap
 from .views import same_dims, unsqueeze, with_input_sizes
-
-aten: Any = torch.ops.aten
 
 
 def cat(call: OpCall) -> Iterator[Row]:
@@ -148,8 +145,8 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
         wanted = [(n - stop, n - start) for start, stop in shards] if flips else shards
         moves.append(Relocation(source, d, places, wanted))
     if flips:
-        return _moved(local_call, moves, lambda x: aten.flip.default(x, call["dims"]))
-    return _moved(local_call, moves, lambda x: aten.roll.default(x, [*turns.values()], [*turns]) if turns else x)
+        return _moved(local_call, moves, lambda x: x.flip(call["dims"]))
+    return _moved(local_call, moves, lambda x: x.roll([*turns.values()], [*turns]) if turns else x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +180,6 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
         moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
     others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
     return _moved(local_call, moves, lambda x: x.repeat(others))
-
-
-# --- diagonals and triangles ------------------------------------------------------------------------------------------
 
 
 def _beside_matrix(call: OpCall, ndim: int) -> list[int]:

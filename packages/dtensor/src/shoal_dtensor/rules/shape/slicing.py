@@ -26,6 +26,8 @@ from ..language.local_ops import along_dim
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 from .views import same_dims
 
+aten: Any = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True)
 class SliceMap:
@@ -110,9 +112,6 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
     start = selected.start + first * selected.step - offset
     return first, stop - first, (start, start + (stop - first - 1) * selected.step + 1, selected.step)  # 4, 7: 0:4:3
-
-
-aten: Any = torch.ops.aten
 
 
 def slice_(call: OpCall) -> Iterator[Row]:
