@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh
-
 from .._torch.compiling import is_compiling
 from .._torch.operators import out_of_sight
 from .._torch.tensors import TensorNote, pytree
+from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
 from ..layout.boxes import spans
 from ..layout.placements import Replicate, Shard, StridedShard
@@ -131,7 +130,7 @@ def followed(
     drawn = any(layout.drawn for layout in layouts)
     specs = [layout.spec for layout in layouts if layout.spec is not None]
     if all(spec.replicated for spec in specs):
-        return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
+        return [LocalLayout(replicated_spec(specs[0].mesh, out), drawn=True) for out in outs]
     key = (func, *((out.shape, out.dtype) for out in outs), _described((args, kwargs)))
     try:
         return _results[key]
@@ -174,24 +173,20 @@ def _results_of(
     try:
         return _run(function, args, kwargs, outs)
     except UnknownLayoutError:
-        adopted: Any = pytree.tree_map(partial(_adopted, _specs_in(args, kwargs)), (args, kwargs))
+        adopted: Any = pytree.tree_map(partial(_adopted, specs_in((args, kwargs))), (args, kwargs))
         if adopted == (args, kwargs):
             raise
         return _run(function, adopted[0], adopted[1], outs)
-
-
-def _specs_in(*values: Any) -> list[Spec]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, Spec)]
 
 
 def _run(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
 ) -> list[Spec]:
     """The specs of what the function returns for DTensors without memory, if `outs` are this rank's shards of it."""
-    inputs, mesh = _specs_in(args, kwargs), _specs_in(args, kwargs)[0].mesh
+    inputs = specs_in((args, kwargs))
 
     def shadow(value: Any) -> Any:
-        value = replicated(mesh, value) if isinstance(value, Tensor) else value
+        value = replicated_spec(inputs[0].mesh, value) if isinstance(value, Tensor) else value
         if isinstance(value, Spec):
             local = torch.empty_strided(value.local_shape, value.local_stride, dtype=value.dtype, device="meta")
             return DTensor(local, value)
@@ -313,11 +308,6 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
         shape = [spec.shape[skip + d] if d in sharded else n for d, n in enumerate(value.shape)]
         return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
     return value
-
-
-def replicated(mesh: DeviceMesh, tensor: Tensor) -> Spec:
-    """The spec of a tensor that every rank holds."""
-    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _described(value: Any) -> Any:

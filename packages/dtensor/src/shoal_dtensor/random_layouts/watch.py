@@ -21,6 +21,7 @@ from shoal_mesh import DeviceMesh, all_gather
 
 from .._torch.interception import FunctionMode
 from .._torch.tensors import local_of, saving_state, unwatched_functions
+from ..dispatch.global_call import replicated_spec
 from ..errors import LayoutError
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
@@ -40,7 +41,6 @@ from .layouts import (
     global_stride,
     layout_of,
     note_layout,
-    replicated,
     shard_of,
     spec_of,
 )
@@ -234,7 +234,7 @@ class Watch(FunctionMode):
         placements[axis] = shard or Replicate()
         dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]
         if not dims:
-            return LocalLayout(replicated(self.mesh, local), drawn=True) if around.drawn else PLAIN
+            return LocalLayout(replicated_spec(self.mesh, local), drawn=True) if around.drawn else PLAIN
         shape = [*local.shape]
         for other, placement in enumerate(placements):
             if isinstance(placement, AnyShard):
@@ -279,7 +279,7 @@ class Watch(FunctionMode):
         out = func(*args, **kwargs)
         for each in out if isinstance(out, tuple | list) else (out,):
             if type(each) is Tensor and each.ndim:
-                note_layout(each, LocalLayout(replicated(self.mesh, each), drawn=True))
+                note_layout(each, LocalLayout(replicated_spec(self.mesh, each), drawn=True))
         return out
 
     def _draw_sharded(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
