@@ -114,16 +114,14 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
-    """The rows that some operand already follows on a mesh axis, where the others can.
-
-    A partial entry is reached from the same partial or from a replicated value, not from shards.
-    """
+    """The rows that some operand already follows on a mesh axis, where the others can."""
     candidates = []
     for row in rows:
         unordered = problem.unordered and is_plain(row)
         operands = [*zip(row.inputs, problem.specs, strict=True)]
         results = [*zip(row.outputs, problem.outs, strict=False)]
         is_followed = True in [_is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results]
+        # A partial entry is reached from the same partial or from a replicated value, not from shards.
         if is_followed and all(
             not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE) for entry, spec in operands
         ):
@@ -275,16 +273,11 @@ def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSha
 
 
 def _is_valid(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
-    """Whether written tensors keep their layouts, and no spec has reductions whose order would matter.
-
-    The rows of two axes may each be right, but not together.
-    """
+    """Whether written tensors keep their layouts, and no spec has reductions, of two axes, whose order would matter."""
     kinds = [{op for _, op in spec.partials} for spec in (*inputs, *outputs)]
     if any(len(ops) > 1 and ops != {"sum", "avg"} for ops in kinds):
         return False
-    for index, output in problem.fixed:
-        if not inputs[index].same_layout(problem.specs[index]):
-            return False
-        if output is not None and not outputs[output].same_layout(problem.specs[index]):
-            return False
-    return all(out.same_layout(got) for out, got in zip(problem.outs, outputs, strict=False))
+    kept = [(problem.specs[i], inputs[i]) for i, _ in problem.fixed]
+    kept += [(problem.specs[i], outputs[output]) for i, output in problem.fixed if output is not None]
+    kept += zip(problem.outs, outputs, strict=False)
+    return all(spec.same_layout(got) for spec, got in kept)

@@ -154,10 +154,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
-    """Decide a call, remember the decision, and run it.
-
-    The decision is kept before the local call runs: if that raises, the next such call need not decide again.
-    """
+    """Decide a call, remember the decision (also if the local call then raises), and run it."""
     cls, op, args, kwargs, _, _ = call
     scope = cache.scope
     if op in OF_SHAPES:

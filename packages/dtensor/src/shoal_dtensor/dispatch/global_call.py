@@ -151,11 +151,7 @@ def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -
 
 
 def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool = False) -> Build:
-    """A function that makes the arguments on a device, each tensor like its spec or meta.
-
-    With values they are on the CPU, whatever is asked for: ones, and zeros of integers. 0 is an index of every dim that
-    has elements, 1 is behind a dim of one, and some kernels (nll_loss_backward) do not check and write there.
-    """
+    """A function that makes the arguments on a device, each tensor like its spec or meta; with values on the CPU."""
 
     def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
         def make(value: Any) -> Any:
@@ -165,6 +161,7 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
                 return None  # shapes do not depend on it, and kernels without memory refuse one
             on = torch.device("cpu") if has_values else device
             made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=on)
+            # 0 is an index of every dim with elements; 1 is behind a dim of one, where nll_loss_backward would write
             return made.fill_(0 if _is_of_integers(value) else 1) if has_values else made
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)

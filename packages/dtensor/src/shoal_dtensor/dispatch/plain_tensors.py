@@ -275,10 +275,7 @@ class _Probe(torch.Tensor):
 
 
 def _references_of_temporary() -> int:
-    """References that `is_candidate` counts to a tensor of torch's own C++; measured each time, in 8 us.
-
-    A Python call holds more of them while torch.compile or a debugger traces, and in Python 3.14.
-    """
+    """References that `is_candidate` counts to a tensor of torch's own C++; measured in 8 us, as tracers hold more."""
     make_wrapper(_Probe, (2,))[[0]]
     return _Probe.counted.pop() if _Probe.counted else -1
 
@@ -303,15 +300,12 @@ _SET_INSIDE = frozenset({("embedding_bag", "offsets")})
 
 
 def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
-    """Whether a Python function of torch's leads to the operator in dispatch and was given no plain tensors.
-
-    Whatever plain tensor such a function (the outermost, where they call each other) hands to an operator, it has made
-    itself.  With a plain tensor among its arguments, its result may follow from that.
-    """
+    """Whether a Python function of torch's, that was given no plain tensors, leads to the operator in dispatch."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     callers = dropwhile(
         lambda frame: _module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__", frames
     )
+    # What plain tensors the outermost of these functions hands on it has made, or they follow from its arguments.
     composing = [*takewhile(lambda frame: _module(frame) in _COMPOSING, callers)]
     if not composing:
         return False

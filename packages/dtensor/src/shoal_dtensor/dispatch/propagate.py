@@ -137,10 +137,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
 
 
 def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
-    """The sharding of a call among whose sizes are symbols.
-
-    NeedsConstantsError if the operator cannot run for the symbols as it does for the sizes traced with.
-    """
+    """The sharding for sizes among which are symbols, if the operator runs for these as for the sizes traced with."""
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)

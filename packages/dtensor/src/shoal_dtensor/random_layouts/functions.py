@@ -132,10 +132,7 @@ def _of_user(module: str) -> bool:
 
 @lru_cache(maxsize=1024)  # the layers of a model share their code
 def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
-    """Whether a function's code uses the name of a draw, or calls attention with so many arguments that it may drop.
-
-    Names of child modules do not count: these are asked themselves.
-    """
+    """Whether code uses the name of a draw (not of a child module), or calls attention with arguments to drop by."""
     names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}  # of keyword arguments
     attends = "scaled_dot_product_attention" in code.co_names
     before_dropout = _BY_ARGUMENT["scaled_dot_product_attention"]

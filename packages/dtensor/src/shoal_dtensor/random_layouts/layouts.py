@@ -155,10 +155,7 @@ def followed(
 def _results_of(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
 ) -> list[Spec]:
-    """The specs of the tensors `outs` that a function returned on this rank.
-
-    Sharded tensors stand as their `Spec` in its arguments; plain ones count as replicated.
-    """
+    """The specs of the tensors `outs` that a function of `Spec`s of shards, and of replicated tensors, returned."""
     if name in _RESIZING:
         function, args, kwargs = torch.reshape, _resized(name, args, kwargs, outs[0]), {}
     elif name == "expand":

@@ -61,15 +61,7 @@ def unwatch_draws(root: nn.Module) -> None:
 
 
 class DrawRegion(ModuleForward):
-    """The forward of a module under which code may draw.
-
-    Attributes:
-        drawers: the modules whose code may draw.
-        meshes: the axes on which the activations of the tree are sharded, one by one.
-        batch: the axes along which inputs are shards of a batch.
-        arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
-            differ from call to call.
-    """
+    """The forward of a module under which code may draw."""
 
     __slots__ = ("arrived", "batch", "drawers", "meshes")
 
@@ -84,9 +76,10 @@ class DrawRegion(ModuleForward):
         batch: DeviceMesh | None,
     ) -> None:
         super().__init__(module, meshes[0], inner)
-        self.drawers: list[nn.Module] = drawers
-        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
-        self.batch: DeviceMesh | None = batch
+        self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
+        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)  # axes that shard the tree's activations, one by one
+        self.batch: DeviceMesh | None = batch  # the axes along which inputs are shards of a batch
+        # the layouts of inputs by name, shape and dtype, as the forward around this one knew them
         self.arrived: dict[Any, LocalLayout] = {}
 
     @property
