@@ -74,12 +74,9 @@ def fill_stream(
     in_order = memory.has(local) and memory.box == whole_box(memory.shape) and memory.arranged(local).is_contiguous()
     if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
         fill(local, generator, operand)
-    elif local.device.type == "cpu":
-        fill_cpu(local, memory, fill, generator, operand)
-    elif local.device.type == "cuda":
-        fill_cuda(local, memory, fill, generator, operand)
-    else:
-        fill_whole(local, memory, fill, generator, operand)
+        return
+    by_parts = {"cpu": fill_cpu, "cuda": fill_cuda}
+    by_parts.get(local.device.type, fill_whole)(local, memory, fill, generator, operand)
 
 
 def fill_whole(
