@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal_mesh import DeviceMesh
 
 from .._torch.compiling import eager_only, is_compiling
-from .._torch.tensors import backward_number, unwatched_functions
+from .._torch.tensors import backward_number, saving_state, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
@@ -145,8 +145,11 @@ class DrawRegion(ModuleForward):
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch."""
-        with watch.inside():
+        before, watch.saving_state = watch.saving_state, saving_state()
+        try:
             return self.forward(*args, **kwargs) if self.inner is None else watch.call(self.inner, *args, **kwargs)
+        finally:
+            watch.saving_state = before
 
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""

@@ -10,8 +10,8 @@ not.  What a function does to layouts is worked out once per function and layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,16 +53,8 @@ class Watch(FunctionMode):
         super().__init__()
         self.mesh: DeviceMesh = mesh
         self.axes: Mapping[DeviceMesh, int] = axes  # the number of each axis in the mesh
-        self._entered: list[tuple[bool, object]] = []
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """The block is the forward of a module that would be watched by itself when it is run again in backward."""
-        self._entered.append(saving_state())
-        try:
-            yield
-        finally:
-            self._entered.pop()
+        # that of the innermost forward around, which would be watched by itself when it is run again in backward
+        self.saving_state: tuple[bool, object] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -269,7 +261,7 @@ class Watch(FunctionMode):
                     f"{name} between styles draws what one device draws, but how its argument of local shape "
                     f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
                 )
-        if self._entered[-1] != saving_state():
+        if self.saving_state != saving_state():
             raise LayoutError(
                 f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
                 "draw other numbers when backward runs the function again; checkpoint a module instead"
