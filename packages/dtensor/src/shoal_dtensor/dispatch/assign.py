@@ -48,10 +48,7 @@ class ShardingProblem(NamedTuple):
 
 
 def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
-    """The cheapest assignment of a rule's rows to mesh axes, or None if none keeps the written tensors' layouts.
-
-    The row that replicates everything is implied.
-    """
+    """The cheapest assignment of rows, or replication, to mesh axes; None if none keeps written tensors' layouts."""
     if (free := unmoved(rows, problem, mesh)) is not None:
         return free
     rows, whole = _with_whole(rows, problem)

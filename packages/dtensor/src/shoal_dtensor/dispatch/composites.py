@@ -1,12 +1,9 @@
 """Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
 
 `dist.all_reduce(weight.grad, group=data_parallel)` means the sum of the tensors that the ranks of the group hold.
-Where each of them holds the same shard of such a tensor, that is the sum of their shards:
-
-- the group has no other rank of the tensor's mesh: each rank of it holds a tensor on a mesh of its own; or
-- the group is all ranks along some mesh axes, along which the tensor is replicated.
-
-A reduction of values that are partial along other axes must commute with theirs.  All else is refused.
+Where each of them holds the same shard of such a tensor, that is the sum of their shards: if the group has no other
+rank of the tensor's mesh, or is all ranks along mesh axes along which it is replicated.  A reduction of values that are
+partial along other axes must commute with theirs.  All else is refused.
 
 An operator on lists does the same to every element: it runs on one after the other where some are redistributed, for
 one may write what is redistributed for another, or on those of one mesh by themselves.
@@ -111,12 +108,9 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def check_strided(op: OpOverload, tensor: Any) -> None:
-    """Refuse to find elements by their places in the memory of what a tensor is a view of, unless ranks have all of it.
-
-    In inference mode any tensor may be a view of a part.
-    """
+    """Refuse to find elements by places in the memory of what a tensor is a view of, unless ranks have all of it."""
     base = tensor if tensor._base is None else tensor._base
-    is_part = base.numel() != tensor.numel() or tensor.is_inference()
+    is_part = base.numel() != tensor.numel() or tensor.is_inference()  # there any tensor may be a view of a part
     if is_part and not (tensor._spec.replicated and base._spec.replicated):
         raise NoRuleError(
             f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the memory of its base, "

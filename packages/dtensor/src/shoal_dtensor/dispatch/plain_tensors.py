@@ -3,8 +3,7 @@
 Torch's composite operators and gradient formulas hand tensors of their own to an operator beside DTensors: zeros,
 ranges, masks.  What a rank sees of such a tensor (who refers to it, who called the operator) only makes it a candidate.
 The ranks agree in one small collective: it counts as replicated if it is a candidate on every rank and has the same
-values on every rank, and is an error on every rank otherwise.  So no rank decides alone, and nothing that differs
-between ranks is ever taken for replicated.
+values on every rank, and is an error on every rank otherwise.
 """
 
 from __future__ import annotations

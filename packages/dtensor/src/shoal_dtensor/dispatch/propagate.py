@@ -43,10 +43,7 @@ from .results import (
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
-    """The rule of an operator: innermost overlay first, then the standing tables.
-
-    One outside of ATen that torch's tag says to be pointwise has the rule of such.
-    """
+    """The rule of an operator: of the innermost overlay, else of the tables; else of pointwise ones by torch's tag."""
     from ..rules.all_rules import TABLE  # here: the first operator pays 0.15 s for the tables, not `import`
 
     rules: Iterator[Rule | None] = (table.get(op) for table in (*scope.overlays, TABLE))

@@ -1,9 +1,8 @@
 """What a call does once it is decided, as data; DTensors around what it returns; writes and views of one storage.
 
-Of the last: checks before an operator writes, alike on all ranks; views that change a tensor's own shape (`squeeze_`,
-`t_`); and views that had to be redistributed.  The latter share no memory with their base, and follow it all the same:
-the base's version says whether it was written to since, and then the view's values are taken from it again before
-anything reads them.  All ranks write and read in the same order, so they do this at the same time.
+Views that had to be redistributed share no memory with their base, and follow it all the same: the base's version says
+whether it was written to since, and then the view's values are taken from it again before anything reads them.  All
+ranks write and read in the same order, so they do this at the same time.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ _WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # the key's step from round to round
 def fill_counter(
     local: Tensor, shape: tuple[int, ...], box: Box, fill: Fill, key: tuple[int, int], *, operand: Tensor | None = None
 ) -> None:
-    """Fill `local`, the box of a tensor of that shape, by a key of two 32-bit words.
-
-    The operand has the box's probabilities for `bernoulli_`.
-    """
+    """Fill `local`, the box of a tensor of that shape, by two 32-bit words; `operand`: `bernoulli_`'s probabilities."""
     if local.numel() == 0:
         return
     if local.is_complex():

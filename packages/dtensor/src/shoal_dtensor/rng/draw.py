@@ -63,10 +63,7 @@ def draw(
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
-    """Fill this rank's box of the mask of a `native_dropout`: True where an element stays.
-
-    The dtype is the input's, on which torch's kernels of devices depend.
-    """
+    """Fill this rank's box of a `native_dropout`'s mask: True where an element, of an input of this dtype, stays."""
     if out.device.type != "cpu" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:

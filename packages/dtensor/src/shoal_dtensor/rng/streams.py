@@ -82,10 +82,7 @@ def fill_stream(
 def fill_whole(
     local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
 ) -> None:
-    """Draw the global tensor and keep the box: right by any law that a device may have.
-
-    Nothing of it is probed and sizes may be symbols, so a compiler can trace it.
-    """
+    """Draw the global tensor and keep the box: right by any law of a device; nothing is probed, so it can be traced."""
     on_cpu = local.device.type == "cpu"
     whole = _scratch(memory.shape, local, memory.contiguous or not on_cpu)
     own = tuple([slice(start, stop) for start, stop in memory.box])

@@ -163,10 +163,7 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
 
 
 def refuse_fsdp(tensor: Any) -> NoReturn:
-    """Refuse to be sharded: torch asks every parameter for `fsdp_pre_all_gather` when it is wrapped.
-
-    With no AttributeError, which `hasattr` would take for "no".
-    """
+    """Refuse `fsdp_pre_all_gather`, by which torch asks to shard; `hasattr` would take an AttributeError for "no"."""
     raise ArgumentTypeError(
         f"torch's fully_shard and replicate take plain parameters and torch's DTensors, got {tensor.spec!r}; use "
         "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, which take both kinds"

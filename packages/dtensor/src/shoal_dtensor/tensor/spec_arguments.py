@@ -240,10 +240,7 @@ def _layout_of_shapes(
 
 
 def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
-    """An index of a DTensor with every list made a DTensor, of class `cls`.
-
-    Lists are written in the program, so every rank has the same ones.
-    """
+    """An index of a DTensor with each list, which the program has on every rank, made a DTensor of class `cls`."""
 
     def replicated(numbers: list[Any]) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
