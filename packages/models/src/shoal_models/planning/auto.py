@@ -12,14 +12,7 @@ from torch import nn
 from shoal_dtensor.internal import holds_tensors, takes
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
-from shoal_tp_styles.internal import (
-    HOW_TO_QUANTIZE,
-    AutoPlan,
-    progress,
-    resolve,
-    sharded_parameters,
-    try_plan,
-)
+from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, progress, resolve, sharded_parameters, try_plan
 
 from .recipes import SMALL, Entries, general_paths, read_above, recipes
 
