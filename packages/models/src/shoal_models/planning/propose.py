@@ -9,7 +9,6 @@ which the meta device has not: they keep no weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -119,33 +118,24 @@ def propose(
     chosen: Plan = auto_plan(model) if plan is None else plan
     found: list[Candidate] = []
     uncounted = ""
-    for tensor in range(1, ranks + 1):
-        if ranks % tensor == 0:
-            shape = (ranks // tensor, tensor)
-            inputs = _of_one(args, shape[0]), _of_one(kwargs, shape[0])
-            try:
-                activations = activation_bytes(model, chosen, abstract_mesh((tensor,)), *inputs)
-            except Exception as error:  # whatever the user's model raises without values is a finding
-                activations, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
-            found += _candidates(model, chosen, shape, state, activations, *inputs)
+    for tensor in (size for size in range(1, ranks + 1) if ranks % size == 0):
+        replicas, mesh = ranks // tensor, abstract_mesh((tensor,))
+        inputs, named = _of_one(args, replicas), _of_one(kwargs, replicas)
+        try:
+            activations = activation_bytes(model, chosen, mesh, inputs, named)
+        except Exception as error:  # whatever the user's model raises without values is a finding
+            activations, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
+        cost = preview(model, chosen, mesh, *inputs, **named)
+        link = topology_of(abstract_mesh((replicas,)))[0]
+        for data, (divided, times) in _REPLICAS.items():
+            if replicas > 1 or not divided:
+                sizes = [cost.parameter_bytes, cost.parameter_bytes, cost.parameter_bytes * state]
+                nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
+                around = cost.parameter_bytes * times * (replicas - 1) / replicas  # a ring
+                seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
+                found.append(Candidate((replicas, tensor), data, round(nbytes) + activations, activations, seconds))
     order = sorted(found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes))
     return Proposal(chosen, bound, tuple(order), uncounted)
-
-
-def _candidates(  # noqa: PLR0913  # all that a candidate depends on
-    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, activations: int, args: Any, kwargs: Any
-) -> Iterator[Candidate]:
-    replicas, tensor = shape
-    cost = preview(model, plan, abstract_mesh((tensor,)), *args, **kwargs)
-    parameter_bytes = cost.parameter_bytes
-    link = topology_of(abstract_mesh((replicas,)))[0]
-    for data, (divided, times) in _REPLICAS.items():
-        if replicas > 1 or not divided:
-            sizes = [parameter_bytes, parameter_bytes, parameter_bytes * state]
-            nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
-            around = parameter_bytes * times * (replicas - 1) / replicas  # a ring
-            seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
-            yield Candidate(shape, data, round(nbytes) + activations, activations, seconds)
 
 
 def _of_one(value: Any, replicas: int) -> Any:
