@@ -87,15 +87,19 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         wanted = _dtype(dtype, config, stored)
         model = _on_meta(_class_of(config, model_class), config, wanted)
         named = stored_for(model, stored)
-        with warnings.catch_warnings():
-            if plan is None:  # a plan of an architecture has entries for all its variants
-                warnings.simplefilter("ignore", UnmatchedPlanWarning)
-            parallelize_module(model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None)
+        _parallelize(model, mesh, plan)
         loaded = load_sharded(model, named, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
     _finish(model.eval(), home, mesh)
     return (model, loaded) if output_loading_info else model
+
+
+def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
+    with warnings.catch_warnings():
+        if plan is None:  # a plan of an architecture has entries for all its variants
+            warnings.simplefilter("ignore", UnmatchedPlanWarning)
+        parallelize_module(model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None)
 
 
 def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
