@@ -113,7 +113,7 @@ class Rule:
         An operator that writes to inputs and returns nothing keeps those in which every written input already has the
         placement of the result.
         """
-        rows = [*self.rows(call), *call.linear(*self.linear.split())]
+        rows = [*self.rows(call), *(call.linear(*self.linear.split()) if self.linear else ())]
         if self.moves:
             rows += call.keeping_partials(*self.moves.split())
         rows = reducible_later(rows, call)
