@@ -1,4 +1,4 @@
-"""Covers: redistribute/search/{space,edges}.py: links, and what a step costs."""
+"""Covers: redistribute/search/{links,edges}.py: links, and what a step costs."""
 
 from __future__ import annotations
 
