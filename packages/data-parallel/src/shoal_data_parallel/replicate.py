@@ -223,16 +223,16 @@ class Replicas(Reducer):
 
     def attach(self) -> None:
         """Have the gradients of the module's trained parameters as they are now averaged."""
-        trained: list[Any] = [replica for replica in self.replicas if replica.adopt()]
-        pairs = [(replica.leaf, replica.held) for replica in trained]
-        if not self.axes.sharded:
-            trained = [param for param in self.held() if param.requires_grad]
-            pairs = [(param, param) for param in trained]
-        elif {id(param) for param in self.held()} - {id(replica.held) for replica in self.replicas}:
-            raise StyleError(
-                "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of which "
-                "the optimizer's state cannot be sharded; add parameters before"
-            )
+        if self.axes.sharded:
+            trained = [replica for replica in self.replicas if replica.adopt()]
+            pairs = [(replica.leaf, replica.held) for replica in trained]
+            if {id(param) for param in self.held()} - {id(replica.held) for replica in self.replicas}:
+                raise StyleError(
+                    "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of "
+                    "which the optimizer's state cannot be sharded; add parameters before"
+                )
+        else:
+            pairs = [(param, param) for param in self.held() if param.requires_grad]
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both
         if attached == self._attached:
             return
@@ -245,7 +245,7 @@ class Replicas(Reducer):
             )
         if not self.axes.sharded:
             self.check()
-            trained = [replica_of(param, self.axes, self.dtype) for param in trained]
+            trained = [replica_of(param, self.axes, self.dtype) for param, _ in pairs]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 

@@ -183,7 +183,7 @@ DATA_DEPENDENT: Table = family(
         # Neighbours and whole slices are compared.
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, kind="dynamic"),
         "nonzero_static.default": Rule(replicated),
-        # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
+        # No DTensor has a sparse layout: what comes of it is a plain tensor, the same on every rank.
         "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, kind="dynamic"),
         "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
         "masked_scatter.default masked_scatter_.default": Rule(expand, _masked_scatter),
