@@ -1,4 +1,4 @@
-"""Covers: {parallel_attention,rotated_attention,head_exchange}.py."""
+"""Covers: {parallel_attention,rotated_attention}.py."""
 
 from __future__ import annotations
 
