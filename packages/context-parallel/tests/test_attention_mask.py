@@ -1,4 +1,4 @@
-"""Covers: attention_mask.py."""
+"""Covers: sequence_layout.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dense_attention import Window, dense_mask
 from shoal_context_parallel import Documents, LayoutError, SequenceLayout
-from shoal_context_parallel.attention_mask import AttentionMask, TileKind, tiles
+from shoal_context_parallel.sequence_layout import AttentionMask, TileKind, tiles
 
 WINDOWS: list[Window] = [(None, None), (3, None), (0, 0), (2, 1), (None, 4)]
 

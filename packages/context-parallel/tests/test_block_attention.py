@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from shoal_context_parallel import _torch, block_attention
-from shoal_context_parallel.attention_mask import Tile, TileKind
 from shoal_context_parallel.block_attention import BlockKernel, kernel_of, merge, plain_attention
+from shoal_context_parallel.sequence_layout import Tile, TileKind
 
 KINDS = pytest.mark.parametrize("kind", list(TileKind))
 MASKED = pytest.mark.parametrize("masked", [False, True])

@@ -4,11 +4,10 @@ from shoal_dtensor.errors import LayoutError, LayoutTypeError, SecondOrderError,
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .attention_mask import Documents
 from .buffers import context_parallel, context_parallel_unshard, set_rotate_method
 from .errors import UnsupportedAttentionError
 from .parallel_attention import context_parallel_attention
-from .sequence_layout import SequenceLayout
+from .sequence_layout import Documents, SequenceLayout
 
 __all__ = [
     "Documents",

@@ -4,7 +4,7 @@ Queries are (n, group, length, width) and keys (n, 1, length, width): n counts b
 query heads share a head of keys.  The kernel is one of torch's that gives log-sums, where the device has one for these
 tensors; else the same in plain operators, some queries at a time.
 
-May import: _torch, attention_mask.
+May import: _torch, sequence_layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .attention_mask import UNBOUNDED, Tile, TileKind
+from .sequence_layout import UNBOUNDED, Tile, TileKind
 
 # Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere 128.
 _SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25

@@ -1,6 +1,6 @@
 """`context_parallel` and `context_parallel_unshard`: buffers sharded along the sequence for a block, and back.
 
-May import: attention_mask, errors, parallel_attention, routing, sequence_layout.
+May import: errors, parallel_attention, routing, sequence_layout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from shoal_dtensor.errors import LayoutError, LayoutTypeError
 from shoal_dtensor.internal import device_of_numbers, upload
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 
-from .attention_mask import Documents
 from .errors import UnsupportedAttentionError
 from .parallel_attention import ContextOptions, Method, axis_of
 from .routing import RoutedAttention
-from .sequence_layout import SequenceLayout
+from .sequence_layout import Documents, SequenceLayout
 
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 _default: list[Method] = ["allgather"]  # what `set_rotate_method` changes

@@ -6,7 +6,7 @@ A block is one flat tensor: keys, then values, of one rank.  Blocks go around a 
 go back likewise.  Each generator of blocks yields the rank's own first and starts the next message before it does, so
 that blocks travel while the one before is computed.
 
-May import: attention_mask, block_attention, sequence_layout.
+May import: block_attention, sequence_layout.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from shoal_dtensor.internal import apply, first_order_only, unwatched
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
 from shoal_mesh.internal import Pending
 
-from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge
-from .sequence_layout import SequenceLayout
+from .sequence_layout import AttentionMask, SequenceLayout, Tile, tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,17 @@
-"""`SequenceLayout`: which positions of a sequence each rank of an axis holds, and in which order; integers only."""
+"""`SequenceLayout`: which positions of a sequence each rank holds; `AttentionMask`: which keys a query reads.
+
+`tiles` is the queries and keys that the two leave to compute.  No mask is a tensor of queries times keys: it splits
+ranges of positions into tiles of which most are full.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +21,8 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes, spans
 
 Range = tuple[int, int]  # first position, and the one behind the last
+UNBOUNDED = 1 << 62  # reach of a query to keys of any position
+_BAND_ROWS = 512  # queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +135,153 @@ class SequenceLayout:
             blocks = torch.split_with_sizes(shard, [stop - start for start, stop in own] or [0], dim)  # 0:2, 6:8: 2, 2
             found += list(zip(own, blocks, strict=False))  # later sorted by range: 0:2, 2:4, 4:6, 6:8
         return torch.cat([block for _, block in sorted(found, key=lambda each: each[0])] or [shards[0]], dim)
+
+
+class TileKind(Enum):
+    """What a query of a tile reads: every key, those up to its own index of as many, or those of a band around it."""
+
+    FULL = 0
+    CAUSAL = 1
+    BAND = 2
+
+
+class Tile(NamedTuple):
+    """Local queries and keys of one block of keys, none of them without a partner."""
+
+    row: int | None  # batch row; None for all
+    queries: slice  # slice of the rank's queries
+    keys: slice  # slice of the block's keys
+    kind: TileKind  # which keys each query reads
+    offset: int  # position of the first query less that of the first key
+    first_key: int  # global position of the first key
+
+
+class _Segment(NamedTuple):
+    start: int
+    stop: int
+    document: int
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Which document each position of a packed sequence belongs to; queries read keys of their own document only.
+
+    Attributes:
+        rows: for each batch row, or once for all of them, runs of positions: (start, stop, document).
+
+    Example:
+        >>> Documents.from_cu_seqlens([0, 3, 8]) == Documents.from_ids([7, 7, 7, 9, 9, 9, 9, 9])
+        True
+    """
+
+    rows: tuple[tuple[_Segment, ...], ...]
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Documents:
+        """From cumulative lengths, as flash-attention's variable-length calls take them: 0, ..., the full length.
+
+        Raises:
+            LayoutError: if they do not start with 0 or go down.
+        """
+        bounds = [int(bound) for bound in cu_seqlens]
+        if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
+            raise LayoutError(f"cumulative lengths of documents start with 0 and do not go down, got {bounds}")
+        filled = [span for span in pairwise(bounds) if span[0] < span[1]]
+        return cls((tuple(_Segment(*span, number) for number, span in enumerate(filled)),))
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
+        """From the document of each position: (length,), or (batch, length) of global length, the same on all ranks.
+
+        Raises:
+            LayoutError: if it has other dims.
+        """
+        table = torch.as_tensor(ids)
+        if table.ndim not in (1, 2):
+            raise LayoutError(f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}")
+        rows = []
+        for row in table if table.ndim == 2 else [table]:
+            documents, counts = (each.tolist() for each in row.unique_consecutive(return_counts=True))
+            numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+            runs = zip(spans(counts), documents, strict=True)  # 7 7 9: 0:2 of document 0, 2:3 of document 1
+            rows.append(tuple(_Segment(*span, numbers[document]) for span, document in runs))
+        return cls(tuple(rows))
+
+    @property
+    def length(self) -> int:
+        """Positions of the sequence."""
+        return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMask:
+    """Which keys a query reads, by global positions."""
+
+    causal: bool = False  # keys up to the query's own position
+    # (left, right): so many keys before and behind the query's own position; None: no bound
+    window: tuple[int | None, int | None] = (None, None)
+    documents: Documents | None = None  # keys of the query's own document
+
+    def __post_init__(self) -> None:
+        if any(side is not None and side < 0 for side in self.window):
+            raise LayoutError(f"a window is (left, right), each None or at least 0, got {self.window}")
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Keys before and behind the query's own position that it may read."""
+        left, right = (UNBOUNDED if side is None else side for side in self.window)
+        return left, 0 if self.causal else right
+
+
+@lru_cache(maxsize=1024)
+def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) -> tuple[Tile, ...]:
+    """What the queries of `rank` have to do with the keys of `owner`.
+
+    Example:
+        >>> layout = SequenceLayout.head_tail(8, ranks=2)
+        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
+        [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
+    """
+    rows = mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)
+    found = []
+    for number, segments in enumerate(rows):
+        row = number if len(rows) > 1 else None
+        queries, keys = (list(_local(layout.ranges[holder], segments)) for holder in (rank, owner))
+        for q_span, q_at, q_document in queries:
+            for k_span, k_at, k_document in keys:
+                if q_document == k_document:
+                    for q, k, kind in _pairs(q_span, k_span, *mask.reach):
+                        at = slice(q[0] - q_span[0] + q_at, q[1] - q_span[0] + q_at)
+                        to = slice(k[0] - k_span[0] + k_at, k[1] - k_span[0] + k_at)
+                        found.append(Tile(row, at, to, kind, q[0] - k[0], k[0]))
+    return tuple(found)
+
+
+def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple[Range, int, int]]:
+    """What a rank holds of each document: positions, index of the first one on the rank, document."""
+    at = 0
+    for start, stop in own:
+        for segment in segments:
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high:
+                yield (low, high), at + low - start, segment.document
+        at += stop - start
+
+
+def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[tuple[Range, Range, TileKind]]:
+    """The tiles of a range of queries and one of keys, every query with a key to read."""
+    # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which are 2 and 3.
+    c, d = keys
+    a, b = max(queries[0], c - right), min(queries[1], d + left)
+    if a >= b:
+        return
+    if left == right == UNBOUNDED:
+        yield (a, b), keys, TileKind.FULL
+    elif left == UNBOUNDED and right == 0:  # two ranges of a layout are the same, or apart
+        yield (a, b), keys, TileKind.CAUSAL if a == c else TileKind.FULL
+    else:
+        for start in range(a, b, _BAND_ROWS):
+            stop = min(start + _BAND_ROWS, b)
+            low, high = max(c, start - left), min(d, stop + right)
+            inside = stop - 1 - left <= low and start + right >= high - 1
+            yield (start, stop), (low, high), TileKind.FULL if inside else TileKind.BAND
