@@ -1,6 +1,6 @@
 """Attention of a sharded sequence in models of transformers: positions, padding, recomputation; on real gloo ranks.
 
-Covers: shoal_context_parallel/buffers.py, shoal_context_parallel/routing.py.
+Covers: shoal_context_parallel/buffers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Covers: routing.py."""
+"""Covers: buffers.py."""
 
 from __future__ import annotations
 

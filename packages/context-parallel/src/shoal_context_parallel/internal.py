@@ -2,9 +2,9 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, parallel_attention, routing.
+May import: _torch, buffers, parallel_attention.
 """
 
 from ._torch import flash_attention as flash_attention
+from .buffers import RoutedAttention as RoutedAttention
 from .parallel_attention import ContextOptions as ContextOptions, Method as Method
-from .routing import RoutedAttention as RoutedAttention
