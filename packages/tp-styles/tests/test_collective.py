@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     parallelize_module,
     preview,
 )
-from shoal_tp_styles.experts.shared_expert import OverlappedBlock
+from shoal_tp_styles.experts.expert_forward import OverlappedBlock
 from shoal_tp_styles.lowering.lowered import Lowered
 from shoal_tp_styles.lowering.ports import Boundary
 from shoal_tp_styles.modules.composed_linear import FusedLowering

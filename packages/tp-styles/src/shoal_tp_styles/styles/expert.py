@@ -14,8 +14,7 @@ from torch import nn
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 
-from ..experts.expert_forward import DividedInput, RoutedExperts, SlicedExperts
-from ..experts.shared_expert import BlockMembers, OverlappedBlock
+from ..experts.expert_forward import BlockMembers, DividedInput, OverlappedBlock, RoutedExperts, SlicedExperts
 from ..sharding.module_kinds import class_of, expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
