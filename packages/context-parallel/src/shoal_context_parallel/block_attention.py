@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from ._torch import Gradients, Mask, Outputs
 from .sequence_layout import UNBOUNDED, Tile, TileKind
 
 # Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere 128.
@@ -40,8 +41,8 @@ class AttentionKernel(NamedTuple):
     """A kernel of attention that gives the log-sums of its rows, and what it takes."""
 
     # output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale follow
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # their gradients
+    forward: Callable[..., Outputs]
+    backward: Callable[..., Gradients]
     multiple: int = 1  # what the widths of keys and values are multiples of
     equal_widths: bool = False  # whether these two are equal
     masks: bool = True  # whether something may be added to the scores
@@ -58,9 +59,7 @@ class AttentionKernel(NamedTuple):
         return not self.name or _torch.can_use(self.name, *samples)
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
     """Output and log-sum-exp in plain operators, for any dtype, widths and mask."""
     outs, sums = [], []
     for _, scores in _scores(q, k, causal, mask, scale):
@@ -71,9 +70,7 @@ def plain_attention(
     return torch.cat(outs, -2), torch.cat(sums, -1)
 
 
-def plain_attention_backward(
-    *tensors: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
     """Gradients of `plain_attention`: with the log-sum of a row, `exp(scores - lse)` is its softmax."""
     grad, q, k, v, out, lse = tensors
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -87,7 +84,7 @@ def plain_attention_backward(
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float) -> Iterator[tuple[slice, Tensor]]:
     """Some queries after others: which, and their scores, in float32 or more."""
     limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
     step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))  # 6 x 4 heads, 8192 keys: 21 queries
@@ -126,11 +123,11 @@ class BlockKernel:
 
     scale: float  # factor of the scores
     reach: tuple[int, int]  # keys before and behind a query that it may read, for tiles at a window's edge
-    attn_mask: Tensor | None  # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
+    attn_mask: Mask  # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
     unmasked: AttentionKernel  # the kernel of tiles without a mask
     masked: AttentionKernel  # that of tiles to whose scores something is added
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
         kernel, causal, mask = self._computed_by(q, k, tile)
         if not kernel.groups:
@@ -143,7 +140,7 @@ class BlockKernel:
 
     def backward(  # noqa: PLR0913  # what the gradient of attention depends on
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Gradients of a tile's queries, keys and values; `out` and `lse` are those of all keys."""
         kernel, causal, mask = self._computed_by(q, k, tile)
         keys, values = (x if kernel.groups else x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -151,7 +148,7 @@ class BlockKernel:
         dk, dv = (x if x.shape == like.shape else x.sum(1, keepdim=True) for x, like in zip(grads, (k, v), strict=True))
         return dq, dk, dv
 
-    def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Tensor | None]:
+    def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Mask]:
         """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
         given, rows, columns = self.attn_mask, q.shape[-2], k.shape[-2]
         if given is None and tile.kind is not TileKind.BAND:

@@ -291,8 +291,7 @@ class RoutedAttention(ReplacedAttention):
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
                 stride = torch.empty(shape, device="meta").stride()
-                placed = spec.mesh, spec.placements
-                return DTensor.from_local(out, *placed, run_check=False, shape=shape, stride=stride)
+                return DTensor.from_local(out, spec.mesh, spec.placements, shape=shape, stride=stride)
         layout = layout_of(query)
         if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)

@@ -44,10 +44,6 @@ class Task:
         """This rank's place in the layout."""
         return self.comm.rank if self.layout.ranks > 1 else 0
 
-    def tiles(self, owner: int) -> tuple[Tile, ...]:
-        """What this rank's queries have to do with a rank's keys."""
-        return tiles(self.layout, self.rank, owner, self.mask)
-
     def rows(self, tile: Tile, folded: Tensor) -> Tensor:
         """The batch row of a tile, of a folded tensor."""
         if tile.row is None:
@@ -144,7 +140,7 @@ class _RotatedAttention(Function):
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
         for owner, block in ROTATIONS[task.rotation][0](own_block, sizes.flat, task.comm):
             keys, values = sizes.keys_and_values(block, owner)
-            for tile in task.tiles(owner):
+            for tile in tiles(task.layout, task.rank, owner, task.mask):
                 own, into = (task.rows(tile, x)[..., tile.queries, :] for x in (q, out))
                 block_k, block_v = (task.rows(tile, x)[..., tile.keys, :] for x in (keys, values))
                 found, total = task.kernel.forward(own, block_k, block_v, tile)
@@ -168,7 +164,7 @@ class _RotatedAttention(Function):
             flat = torch.zeros_like(block, dtype=lse.dtype)
             keys, values = sizes.keys_and_values(block, owner)
             into = sizes.keys_and_values(flat, owner)
-            for tile in task.tiles(owner):
+            for tile in tiles(task.layout, task.rank, owner, task.mask):
                 g, rows, o = (task.rows(tile, x)[..., tile.queries, :] for x in (grad, q, out))
                 block_k, block_v = (task.rows(tile, x)[..., tile.keys, :] for x in (keys, values))
                 sums = task.rows(tile, lse)[..., tile.queries]

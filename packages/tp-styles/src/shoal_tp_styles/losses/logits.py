@@ -136,7 +136,7 @@ class LogitRows:
         if self.mesh is None:
             return target.full_tensor() if isinstance(target, DTensor) else target
         if not isinstance(target, DTensor):
-            target = DTensor.from_local(target, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            target = DTensor.from_local(target, self.mesh, [Replicate()] * self.mesh.ndim)
         return target.redistribute(placements=self.placements, shard_order=self.order).to_local()
 
     def global_shape(self, local: Tensor) -> tuple[int, ...]:

@@ -64,10 +64,8 @@ def _loss(function: Callable[..., Tensor], logits: DTensor, class_dim: int, give
     loss = function(given.pop("input"), given.pop("target"), **given)
     mesh, rows = logits.device_mesh, LogitRows.of(logits, class_dim)
     if given.get("reduction") == "none" and rows.shape is not None:
-        return DTensor.from_local(
-            loss, mesh, rows.placements, run_check=False, shape=rows.shape, shard_order=rows.order
-        )
-    return DTensor.from_local(loss, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        return DTensor.from_local(loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order)
+    return DTensor.from_local(loss, mesh, (Replicate(),) * mesh.ndim)
 
 
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
