@@ -26,7 +26,7 @@ PATHS = ["", "tok", "layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.
     ],
 )
 def test_patterns(pattern: str, paths: list[str]) -> None:
-    match = Tree.of(PATHS).match(pattern)
+    match = Tree(PATHS).match(pattern)
     assert list(match.paths) == paths
     assert match.token is None
 
@@ -41,10 +41,10 @@ def test_patterns(pattern: str, paths: list[str]) -> None:
     ],
 )
 def test_where_it_stopped(pattern: str, token: str, reached: str) -> None:
-    match = Tree.of(PATHS).match(pattern)
+    match = Tree(PATHS).match(pattern)
     assert (match.paths, match.token) == ((), token)
     assert match.reached.startswith(reached)
 
 
 def test_a_path_is_listed_once() -> None:
-    assert Tree.of(["a", "a.b", "a.b.c"]).match("**.**.c").paths == ("a.b.c",)
+    assert Tree(["a", "a.b", "a.b.c"]).match("**.**.c").paths == ("a.b.c",)

@@ -246,7 +246,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
             f"a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got {type(plan).__name__}"
         )
     modules = dict(root.named_modules(remove_duplicate=False))
-    tree = Tree.of(modules)
+    tree = Tree(modules)
     plan = _by_module(plan, modules, tree, root)
     uses: list[Use] = []
     unmatched: list[str] = []
@@ -314,7 +314,7 @@ def _by_module(
 
 def named_styles(plan: Mapping[str, ParallelStyle | str], root: nn.Module) -> dict[str, ParallelStyle]:
     """The styles of a plan by name: entries that match nothing, or that have no style here, are left out."""
-    tree = Tree.of(modules := dict(root.named_modules(remove_duplicate=False)))
+    tree = Tree(modules := dict(root.named_modules(remove_duplicate=False)))
     styles: dict[str, ParallelStyle] = {}
     with suppress(PlanError):
         for key, value in _by_module(plan, modules, tree, root).items():

@@ -8,7 +8,6 @@ pattern is the root itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -21,28 +20,22 @@ class Match(NamedTuple):
     reached: str = ""  # the deepest module path at which `token` found no child
 
 
-@dataclass(frozen=True, slots=True)
 class Tree:
-    """The tree of modules below a root.
+    """The tree of modules below a root, of their dotted paths, parents first.
 
     Example:
-        >>> tree = Tree.of(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
+        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
         >>> tree.match("**.wq").paths
         ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("layers.*.wk").token
         'wk'
     """
 
-    children: dict[str, list[str]]  # paths of the children of every path
-
-    @classmethod
-    def of(cls, paths: Iterable[str]) -> Tree:
-        """The tree of dotted paths, parents first."""
-        children: dict[str, list[str]] = {"": []}
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._children: dict[str, list[str]] = {"": []}  # paths of the children of every path
         for path in filter(None, paths):
-            children[path] = []
-            children[path.rpartition(".")[0]].append(path)
-        return cls(children)
+            self._children[path] = []
+            self._children[path.rpartition(".")[0]].append(path)
 
     def match(self, pattern: str) -> Match:
         """Every path that a pattern names, or where it stopped matching."""
@@ -51,7 +44,7 @@ class Tree:
             if token == "**":
                 found = [below for path in paths for below in self._with_descendants(path)]
             else:
-                children = [child for path in paths for child in self.children[path]]
+                children = [child for path in paths for child in self._children[path]]
                 found = [child for child in children if fnmatchcase(child.rpartition(".")[2], token)]
             if not found:
                 return Match((), token, paths[-1])
@@ -60,5 +53,5 @@ class Tree:
 
     def _with_descendants(self, path: str) -> Iterator[str]:
         yield path
-        for child in self.children[path]:
+        for child in self._children[path]:
             yield from self._with_descendants(child)
