@@ -1,4 +1,4 @@
-"""Covers: {parallel_attention,rotated_attention}.py."""
+"""Covers: {parallel_attention,block_attention}.py."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Ulysses sends positions for heads, all to all: from some positions of all heads 
 back.  With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets query heads 2 and 3 and head 0 of the keys, which
 rank 0 gets too.  Heads that the ranks do not divide are shared out as `torch.chunk` does: some ranks may have none.
 
-May import: block_attention, errors, rotated_attention, sequence_layout.
+May import: block_attention, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import Comm, DeviceMesh, purpose
 
-from .block_attention import BlockKernel, kernel_of
+from .block_attention import BlockKernel, Task, kernel_of, rotated_attention
 from .errors import UnsupportedAttentionError
-from .rotated_attention import Task, rotated_attention
 from .sequence_layout import AttentionMask, Documents, Range, SequenceLayout
 
 QKV = tuple[Tensor, Tensor, Tensor]
