@@ -153,7 +153,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         mass = all_reduce(classes.sum_of_classes(q), classes.comm)
         lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
         loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
-        return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
+        return reduced(loss, max(prod(loss.shape if rows.shape is None else rows.shape), 1), reduction, rows)
     labels = rows.shard(target)
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
@@ -318,7 +318,7 @@ def kl_div(
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
     divergence = lse - by_q - entropy  # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
-    shape = rows.global_shape(divergence)
+    shape = divergence.shape if rows.shape is None else rows.shape
     if reduction == "batchmean":
         return reduced(divergence, shape[0], "mean", rows)  # (8, 16) rows: by 8
     return reduced(divergence, max(prod(shape), 1), reduction, rows)  # (8, 16) rows: by 128

@@ -120,7 +120,12 @@ class LogitRows:
             return cls()
         class_dim %= logits.ndim
         spec = logits.spec
-        placements = tuple(_without(p, class_dim) for p in spec.placements)
+        placements = tuple(
+            p.on_dim(p.dim - (p.dim > class_dim))
+            if isinstance(p, Shard | StridedShard) and p.dim != class_dim
+            else Replicate()
+            for p in spec.placements
+        )
         order = tuple((d - (d > class_dim), axes) for d, axes in spec.shard_order if d != class_dim)
         shape = tuple(n for d, n in enumerate(logits.shape) if d != class_dim)
         return cls(spec.mesh, placements, order, shape) if order else cls()
@@ -139,18 +144,7 @@ class LogitRows:
             target = DTensor.from_local(target, self.mesh, [Replicate()] * self.mesh.ndim)
         return target.redistribute(placements=self.placements, shard_order=self.order).to_local()
 
-    def global_shape(self, local: Tensor) -> tuple[int, ...]:
-        """Global shape of a tensor with one entry per row, of which `local` is this rank's shard."""
-        return tuple(local.shape) if self.shape is None else self.shape
-
     def total(self, loss: Tensor) -> Tensor:
         """`P -> R`: the sum of the losses of all rows, in the tree inside `invariant_arithmetic`; gradients pass."""
         own = loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
         return own if self.comm is None else differentiable.all_reduce_replicated(own, self.comm)
-
-
-def _without(placement: Placement, class_dim: int) -> Placement:
-    """The placement of the rows that a placement of the logits implies."""
-    if not isinstance(placement, Shard | StridedShard) or placement.dim == class_dim:
-        return Replicate()
-    return placement.on_dim(placement.dim - (placement.dim > class_dim))

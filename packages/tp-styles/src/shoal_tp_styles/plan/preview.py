@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
@@ -19,7 +19,7 @@ from shoal_mesh import DeviceMesh, Link, topology_of
 from ..lowering.lowered import nbytes as bytes_of
 from ..lowering.ports import Boundary
 from ..sharding.module_sharding import Collective, ModuleCall
-from .resolve import Plan, Use, axis_mesh, resolve
+from .resolve import Plan, axis_mesh, resolve
 from .verify import map_tensors
 
 
@@ -133,9 +133,13 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
             lowering = arithmetic.form_of(lowering, use.sharding, use.module)
         if use.sharding.distributes:
             row.by_dispatch = lowering is Boundary
-            params = {name: each for name, each in use.module.named_parameters() if id(each) not in listed}
-            row.parameter_bytes = sum(_local_bytes(use, name, param, axis) for name, param in params.items())
-            listed.update(map(id, params.values()))
+            for name, param in use.module.named_parameters():
+                if id(param) not in listed:
+                    listed.add(id(param))
+                    nbytes = bytes_of(param)
+                    for _, _, size, sizes in use.shard_sizes(name, axis):
+                        nbytes = nbytes * max(sizes) // max(size, 1)
+                    row.parameter_bytes += nbytes
         for recorded in calls.get(use.path, []):
             call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
             for collective in lowering.collectives(call):
@@ -186,11 +190,3 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
 def to_meta(value: Any) -> Any:
     """Arguments on the meta device."""
     return map_tensors(lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value)
-
-
-def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
-    """Bytes of a parameter on the rank that holds most of it."""
-    nbytes = bytes_of(param)
-    for _, _, size, sizes in use.shard_sizes(name, mesh):
-        nbytes = nbytes * max(sizes) // max(size, 1)
-    return nbytes

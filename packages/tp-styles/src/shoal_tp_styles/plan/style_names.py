@@ -52,10 +52,7 @@ _WHOLE = {"replicate", "replicated"}
 
 
 def style_in_context(name: str | None, parameters: Mapping[str, str], config: Any) -> ParallelStyle:
-    """The style of a module whose own entry in a plan has this name, one of `WITH_CONTEXT`, and those of `parameters`.
-
-    Names that do not go together, and a configuration that lacks what one needs, are a PlanError.
-    """
+    """The style of a module with this name in a plan, one of `WITH_CONTEXT`, and those of `parameters` in it."""
     if name == "mla_kv_a_proj":
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if not isinstance(getattr(text, "qk_rope_head_dim", None), int):
