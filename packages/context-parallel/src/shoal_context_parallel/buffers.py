@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -100,15 +100,12 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
 
 @contextmanager
 def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
-    originals = [buffer.data for buffer in buffers]
-    for buffer, shard in zip(buffers, shards, strict=True):
-        _replace(buffer, shard)
-    try:
-        yield
-    finally:
-        for buffer, original in zip(buffers, originals, strict=True):
+    with ExitStack() as after:
+        for buffer, shard in zip(buffers, shards, strict=True):
             if not any(buffer is other for other in unrestored):
-                _replace(buffer, original)
+                after.callback(_replace, buffer, buffer.data)
+            _replace(buffer, shard)
+        yield
 
 
 def _replace(buffer: Tensor, contents: Tensor) -> None:

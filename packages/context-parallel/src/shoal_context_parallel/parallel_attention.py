@@ -270,7 +270,6 @@ def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tens
     mask, (*batch, heads, rows, _) = mask.to(query.dtype), query.shape
     if mask.ndim < 4 and mask.shape[-3:-2] != (heads,):
         return mask.expand(1, 1, rows, columns)
-    own, group = (
-        (shared, 1) if mask.shape[-3] == 1 else (heads, heads // shared)
-    )  # a head of keys has one mask, or group
+    # A head of keys has one mask, or one for each query head of its group.
+    own, group = (shared, 1) if mask.shape[-3] == 1 else (heads, heads // shared)
     return mask.expand(*batch, own, rows, columns).reshape(math.prod(batch) * shared, group, rows, columns)

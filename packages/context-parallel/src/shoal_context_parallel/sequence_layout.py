@@ -118,9 +118,8 @@ class SequenceLayout:
                 f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} positions, the length of "
                 "this layout"
             )
-        return torch.cat(
-            [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank] or ((0, 0),)], dim
-        )
+        ranges = self.ranges[rank] or ((0, 0),)
+        return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
     def in_order(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The global tensor of the ranks' shards, in index order.
