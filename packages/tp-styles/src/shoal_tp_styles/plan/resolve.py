@@ -94,15 +94,6 @@ class Resolved(NamedTuple):
                     clashes[id(first), id(use)] = f"module {use.path!r} is sharded by two entries: {entries}"
         return clashes.values()
 
-    def repeated(self) -> Iterator[str]:
-        """Modules that already have the style of an earlier call."""
-        for use in self.uses:
-            style = use.sharding.style if use.sharding is not None else type(use.style).__name__
-            distributes = use.sharding is not None and use.sharding.distributes
-            problem = conflicting_style(use.module, style, use.path, distributes=distributes)
-            if problem is not None:
-                yield problem
-
     def tied_conflicts(self) -> Iterator[str]:
         """Shared parameters with two layouts, or of which one owner has no style."""
         reach = [use.module.named_modules() for use in self.uses if use.sharding is None]
@@ -116,7 +107,13 @@ class Resolved(NamedTuple):
 
     def errors(self) -> Iterator[StyleError]:
         """What keeps the plan from being applied."""
-        yield from map(PlanError, (*self.repeated(), *self.ambiguous()))
+        for use in self.uses:
+            style = use.sharding.style if use.sharding is not None else type(use.style).__name__
+            distributes = use.sharding is not None and use.sharding.distributes
+            problem = conflicting_style(use.module, style, use.path, distributes=distributes)
+            if problem is not None:  # it has the style of an earlier call
+                yield PlanError(problem)
+        yield from map(PlanError, self.ambiguous())
         yield from map(TiedWeightError, self.tied_conflicts())
 
     def check(self) -> None:
