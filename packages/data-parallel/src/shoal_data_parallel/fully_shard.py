@@ -1,7 +1,5 @@
 """`fully_shard`: parameters sharded over data axes, under torch's names and arguments; and control of sharded modules.
 
-    fully_shard(block, mesh["data"]) for every block, then fully_shard(model, mesh["data"])
-
 A module and its descendants that are no unit of their own are one unit.
 
 May import: policies, reduction, sharded_parameters, unit, unit_passes.

@@ -1,7 +1,5 @@
 """`replicate`: data parallelism with a replica of every parameter on each rank, under torch's name.
 
-    replicate(model, mesh["data"])
-
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
