@@ -1,4 +1,4 @@
-"""Covers: sequence_layout.py."""
+"""Covers: sequence_layout.py: the tiles that a mask leaves to compute."""
 
 from __future__ import annotations
 

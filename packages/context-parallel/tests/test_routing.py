@@ -1,4 +1,4 @@
-"""Covers: buffers.py."""
+"""Covers: buffers.py: attention that is routed inside of a block."""
 
 from __future__ import annotations
 
