@@ -38,11 +38,6 @@ from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
 from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
 
-# Autograd's names of views that keep all elements in order.
-_VIEWS = {
-    f"{view}Backward{i}" for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze") for i in (0, 1)
-}
-
 
 def local_shards(
     module: nn.Module, sharding: ModuleSharding, experts: Comm | None, hidden: Comm | None
@@ -261,6 +256,14 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:
     """Zero, and so are its gradients: every parameter gets one, also of experts without rows."""
     return torch.stack([param.reshape(-1)[:0].sum() for param in local.values() if param is not None]).sum()
+
+
+# --- a block whose shared expert runs beside the dispatch of tokens ---------------------------------------------------
+
+# Autograd's names of views that keep all elements in order.
+_VIEWS = {
+    f"{view}Backward{i}" for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze") for i in (0, 1)
+}
 
 
 class BlockMembers(NamedTuple):
