@@ -159,17 +159,10 @@ REFUSED: dict[Any, str] = {
         "the autograd graph has the shards: register the hook on shard.tensor of local_shards()",
     ),
     **dict.fromkeys(
-        [
-            T.numpy,
-            T.tolist,
-            T.data_ptr,
-            T.untyped_storage,
-            T.storage,
-            T.share_memory_,
-            T.pin_memory,
-            T.set_,
-            T.__array__,
-        ],
+        (
+            *(T.numpy, T.tolist, T.data_ptr, T.untyped_storage, T.storage),
+            *(T.share_memory_, T.pin_memory, T.set_, T.__array__),
+        ),
         "its storage is distributed: use local_shards(), local_tensor() or full_tensor()",
     ),
 }

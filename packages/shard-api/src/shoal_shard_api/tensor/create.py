@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,7 @@ from .shard import Shard
 from .sharded_tensor import ShardedTensor
 from .sharded_tensor_base import ShardedTensorBase
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _lists_properties(factory: F) -> F:
-    """The factory with the properties of a ShardedTensor in the signature that ``help`` and tools show."""
-    calls: list[Callable[..., Any]] = [factory, ShardedTensorBase.__new__, ShardedTensor.__new__]
-    own, *of_tensor = [inspect.signature(call) for call in calls]
-    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown += [p for each in of_tensor for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    factory.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what inspect reads
-    return factory
-
-
-@_lists_properties
 def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """An uninitialised ShardedTensor; all ranks of the group call it, no communication.
 
@@ -55,7 +42,6 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
     return ShardedTensor(sharding_spec, *size, **properties)
 
 
-@_lists_properties
 def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of zeros; arguments and errors as for ``empty``.
 
@@ -66,7 +52,6 @@ def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
     return _filled(empty(sharding_spec, *size, **properties), 0)
 
 
-@_lists_properties
 def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of ones; arguments and errors as for ``empty``.
 
@@ -77,7 +62,6 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
     return _filled(empty(sharding_spec, *size, **properties), 1)
 
 
-@_lists_properties
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of one value; other arguments and errors as for ``empty``.
 
@@ -95,7 +79,6 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: 
     return _filled(empty(sharding_spec, size, **properties), fill_value)
 
 
-@_lists_properties
 def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of uniform numbers in [0, 1); arguments and errors as for ``empty``.
 
@@ -111,7 +94,6 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
     return _drawn(empty(sharding_spec, *size, **properties), torch.Tensor.uniform_)
 
 
-@_lists_properties
 def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of standard normal numbers; arguments and errors as for ``rand``.
 
@@ -172,3 +154,16 @@ def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) 
     with torch.no_grad(), implicit_reshard():  # a layout without placements is drawn as Shard(0) and moved
         DTensorCall(ShardedTensor, draw, [tensor]).run((tensor,), {})
     return tensor
+
+
+def _list_properties(*factories: Any) -> None:
+    """Have the signatures that ``help`` and tools show name the properties of a ShardedTensor."""
+    signatures = [inspect.signature(kind.__new__) for kind in (ShardedTensorBase, ShardedTensor)]
+    properties = [p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for factory in factories:
+        own = inspect.signature(factory)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        factory.__signature__ = own.replace(parameters=[*shown, *properties])
+
+
+_list_properties(empty, zeros, ones, full, rand, randn)
