@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -14,7 +13,7 @@ from shoal_mesh import DeviceMesh
 from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
 from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, progress, resolve, sharded_parameters, try_plan
 
-from .recipes import SMALL, Entries, general_paths, read_above, recipes
+from .recipes import Blocks, Entries, read_above
 
 
 @takes(model=nn.Module)
@@ -48,7 +47,8 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
             "2": RowwiseParallel(),
         } (4,)
     """
-    options = recipes(model)
+    blocks = Blocks(model)
+    options = blocks.recipes()
     first: Entries = {path: style for entries in options.values() for path, style in entries[0].items()}
     if mesh is None:
         return AutoPlan(first)
@@ -65,7 +65,7 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
                 for path in entries:
                     dropped.setdefault(path, problem)
     plan.dropped = dropped
-    plan.whole = dict(_whole(model, plan, dropped))
+    plan.whole = dict(_whole(blocks, plan, dropped))
     plan.proven_for = tuple(mesh.shape) if plan else None
     return plan
 
@@ -76,25 +76,21 @@ def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devic
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
-def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _whole(blocks: Blocks, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
-    sharded = {id(param) for param in sharded_parameters(resolve(model, plan))}
-    general = general_paths(model)
-    layers = Counter(general.values())
-    least = SMALL * sum(param.numel() for param in model.parameters())
+    model, sharded = blocks.model, {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
     for path, module in model.named_modules():
+        general = blocks.general[path]
         for name, param in module._parameters.items():
             if param is not None and param.ndim > 1 and id(param) not in sharded:
-                small = param.numel() * layers[general[path]] < least
-                style = plan.get(general[path])
-                parent = model.get_submodule(path.rpartition(".")[0])
-                if small:
+                style, parent = plan.get(general), model.get_submodule(path.rpartition(".")[0])
+                if blocks.is_small(general, param.numel()):
                     why = "small: gathering its output costs more than its bytes"
                 elif style is None and path and read_above(path, parent):
                     why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
                 else:
-                    why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
-                yield f"{general[path]}.{name}".lstrip("."), why
+                    why = _reason(module, style, "" if style is not None else dropped.get(general, ""))
+                yield f"{general}.{name}".lstrip("."), why
 
 
 def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:

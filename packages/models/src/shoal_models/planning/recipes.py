@@ -39,8 +39,7 @@ GATHERED = ColwiseParallel(output_layouts=Replicate())
 TOKENS = RowwiseParallel(input_layouts=Replicate())
 PER_SHARD = SequenceParallel(use_local_output=True)
 """Replicated parameters that a rank uses for its own heads or features: their gradients are summed."""
-SMALL = 0.01
-"""Part of all parameters below which a module stays whole: gathering its output costs more than its bytes."""
+_SMALL = 0.01  # part of all parameters below which a module stays whole
 
 # Roles by the last names of a path.  What a recipe makes of them is tried, so a name may promise too much.
 ROLES: dict[str, re.Pattern[str]] = {
@@ -63,7 +62,7 @@ _HEADS = re.compile(r"(^|_)n(um)?_(\w+_)?heads?$|^heads?$")
 _ABOVE = re.compile(r"(^|\.)(output|self|intermediate|attention\.attention|attention|attn)$")
 
 
-def general_paths(model: nn.Module) -> dict[str, str]:
+def _general_paths(model: nn.Module) -> dict[str, str]:
     """Path -> the path with a wildcard for every index of a list of alike layers."""
     modules = dict(model.named_modules(remove_duplicate=False))
     general = {"": ""}
@@ -92,21 +91,11 @@ def _source(kind: type[Any]) -> str:
         return ""
 
 
-def recipes(model: nn.Module) -> dict[str, list[Entries]]:
-    """For each block, entries that may shard it, best first.
-
-    Example:
-        >>> [[*entries] for entries in recipes(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))[""]]
-        [['0', '2'], ['0', '2']]
-    """
-    return _Blocks(model).recipes()
-
-
-class _Blocks:
+class Blocks:
     """The modules of a model by wildcard path, and their roles."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.general = model, general_paths(model)
+        self.model, self.general = model, _general_paths(model)
         self.modules: dict[str, Any] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.modules.setdefault(self.general[path], module)
@@ -118,6 +107,13 @@ class _Blocks:
                 self.roles.setdefault(f"{path}.{name}".lstrip("."), role)
 
     def recipes(self) -> dict[str, list[Entries]]:
+        """For each block, entries that may shard it, best first.
+
+        Example:
+            >>> blocks = Blocks(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))
+            >>> [[*entries] for entries in blocks.recipes()[""]]
+            [['0', '2'], ['0', '2']]
+        """
         vocabulary = self._vocabulary()
         inside = [path for path, module in self.modules.items() if _is_experts(module)]
         found: dict[str, list[Entries]] = {}
@@ -141,14 +137,16 @@ class _Blocks:
             if path in with_role or _below(path, inside) or not self._gathers(path):
                 continue
             size = sum(param.numel() for param in module._parameters.values() if param is not None)
-            if size * self.layers[path] < SMALL * self.total:
-                continue
-            if not read_above(path, self.modules.get(path.rpartition(".")[0])):
+            if not self.is_small(path, size) and not read_above(path, self.modules.get(path.rpartition(".")[0])):
                 found[path] = [{path: GATHERED}]
         return {
             block: [entries for i, entries in enumerate(options) if entries and entries not in options[:i]]
             for block, options in found.items()
         }
+
+    def is_small(self, path: str, size: int) -> bool:
+        """Whether so many elements in each layer are left whole: gathering their output costs more than their bytes."""
+        return size * self.layers[path] < _SMALL * self.total
 
     def _block(self, path: str) -> str:
         above = path.rpartition(".")[0]
