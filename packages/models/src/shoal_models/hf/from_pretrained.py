@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from math import isnan
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,7 +222,7 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
                 rest[f"{path}.{name}" if path else name] = module, name
                 places.setdefault(id(tensor), []).append((tensor, table, name))
                 with torch.no_grad():
-                    local = _unset_like(local_of(tensor), mesh.device_type)
+                    local = torch.full_like(local_of(tensor), _unset(tensor.dtype), device=mesh.device_type)
                     value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, tensor.requires_grad)
@@ -243,8 +244,10 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
 
 def _untouched(rest: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> list[str]:
     """The tensors of which some rank still has no values."""
-    holes = [bool(_is_unset(getattr(module, name)).any()) for module, name in rest.values()]
-    if any(isinstance(getattr(module, name), DTensor) for module, name in rest.values()):  # shards may be empty
+    tensors = [getattr(module, name) for module, name in rest.values()]
+    values = [(local_of(tensor), _unset(tensor.dtype)) for tensor in tensors]
+    holes = [bool((local.isnan() if isnan(unset) else local == unset).any()) for local, unset in values]
+    if any(isinstance(tensor, DTensor) for tensor in tensors):  # shards may be empty
         holes = all_reduce(torch.tensor(holes, dtype=torch.int, device=mesh.device_type), mesh.comm(0)).tolist()
     return [path for path, hole in zip(rest, holes, strict=True) if hole]
 
@@ -263,18 +266,10 @@ def _initialize(module: nn.Module, names: set[str]) -> None:
                 tensors[name].copy_(value)
 
 
-def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Values that no rule gives: NaN, or the largest integer."""
-    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max if whole else torch.nan, device=device)
-
-
-def _is_unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor's local values are those of `_unset_like`; a bool has no such value."""
-    local = local_of(tensor)
-    if local.is_floating_point() or local.is_complex():
-        return local.isnan()
-    return local == (torch.inf if local.dtype is torch.bool else torch.iinfo(local.dtype).max)
+def _unset(dtype: torch.dtype) -> float:
+    """A value that no rule gives: NaN, or the largest integer; a bool has none."""
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    return torch.iinfo(dtype).max if whole else torch.nan
 
 
 # --- methods of a parallel model -------------------------------------------------------------------------------------

@@ -203,7 +203,10 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
     from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 
     def one_rank(view: DeviceMesh) -> int:
-        module = _on_meta(model)
+        # A copy whose parameters and buffers have no values; tied ones stay tied.
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+        module = copy.deepcopy(model, memo)
         apply_plan(plan, module, view)
         tensors = [*module.parameters(), *module.buffers()]
         parameters = {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
@@ -218,13 +221,3 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
 
     with torch.random.fork_rng(devices=()):
         return max(simulate_ranks(mesh, one_rank))
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no values; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
