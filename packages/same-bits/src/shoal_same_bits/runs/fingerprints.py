@@ -1,7 +1,8 @@
-"""Which part of a global tensor a rank has, and the digest of the part.
+"""Which part of a global tensor a rank has, and the sums and the digest of the part.
 
-A digest is the sum over elements of a hash of global index and bits, modulo 2 ** 64, so it does not depend on the
-number of ranks. Every rank adds up its own shard, and one all-reduce of integers the ranks; nothing is gathered.
+An element goes, with a sign, to the one of 64 sums that a hash of its global index says. A digest is the sum over
+elements of a hash of global index and bits, modulo 2 ** 64. Neither depends on the number of ranks: every rank adds up
+its own shard, and an all-reduce the ranks; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh, all_reduce
 from shoal_tp_styles import Lowered
 
+_SUMS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
 _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -33,20 +35,26 @@ class GlobalPart:
     counted: bool  # False if another rank counts the same values
     meshes: tuple[DeviceMesh, ...]  # over whose ranks parts are added, one after the other
 
-    def hashes(self) -> Tensor:
-        """A number for each element, of its global index; as many as there are bits of the value."""
+    def sums(self, salt: int = 0) -> tuple[Tensor, Tensor]:
+        """The sums with the squares of all elements and the number of broken ones; and the digest.  All on the CPU."""
         place = torch.zeros((1,) * self.local.ndim, dtype=torch.int64, device=self.local.device)
         for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
             place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))  # (1, 2) of (4, 6): 6 + 2 = 8
-        if self.local.is_complex():
+        local = self.local
+        if local.is_complex():
+            local = torch.view_as_real(local.resolve_conj())
             place = torch.stack([2 * place, 2 * place + 1], -1)  # element 8: 16 real, 17 imaginary
-        return _mixed(place + _OFFSET)
-
-    def digest(self) -> Tensor:
-        """The sum of the hashes of elements: of global index and bits."""
-        local = torch.view_as_real(self.local.resolve_conj()) if self.local.is_complex() else self.local
+        hashes = _mixed(place + _OFFSET).expand(local.shape)
         bits = local.contiguous().view(_BITS[local.element_size()]).long()
-        return _mixed(bits + self.hashes()).sum() * self.counted
+        digest = _mixed(bits + hashes).sum() * self.counted
+        exact = local.double()
+        finite = exact.isfinite()
+        values = torch.where(finite, exact, 0.0).flatten() * self.counted
+        hashes = hashes.flatten() + salt * 0x9E3779B9
+        sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
+        sums.index_add_(0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values))
+        facts = torch.stack([values.square().sum(), (~finite).sum() * self.counted])
+        return torch.cat([sums, facts]).cpu(), digest.cpu()
 
 
 def part_of_tensor(tensor: Tensor) -> GlobalPart:

@@ -1,7 +1,6 @@
 """record_run: a small number of sums for every value of a run, which do not depend on how it is sharded; compare_runs.
 
-Of every value 64 sums are kept: an element goes, with a sign, to the sum that a hash of its global index says. The
-sums of a difference are the difference of the sums, and their norm is about that of the difference.
+The sums of a difference are the difference of the sums, and their norm is about that of the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor, totals
 
-_SUMS = 64
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
 
 
@@ -40,7 +38,7 @@ class Value(NamedTuple):
     shape: tuple[int, ...]  # of the global tensor; of a rank's own where `by_rank`
     dtype: str
     by_rank: bool  # what the ranks computed on plain tensors: compared between runs on the same meshes only
-    sums: list[float]  # see above
+    sums: list[float]  # 64, see fingerprints.py
     norm: float  # of all elements
     broken: int  # how many elements are infinite or no number
     digest: int  # of global index and bits; equal where all bits are
@@ -191,7 +189,7 @@ class _Recorder(TorchDispatchMode):
         self._times[name] += 1
         numbered = name if self._times[name] == 1 else f"{name} #{self._times[name]}"
         with torch.no_grad():
-            self._seen[numbered] = part, by_rank, _sums(part, salt)
+            self._seen[numbered] = part, by_rank, part.sums(salt)
 
     def values(self) -> list[Value]:
         """The values, added up over ranks."""
@@ -213,19 +211,6 @@ class _Recorder(TorchDispatchMode):
             floats, digests = zip(*(rows[name] for rows in every if name in rows), strict=True)
             total[name] = [sum(column) for column in zip(*floats, strict=True)], hash(digests)
         return total
-
-
-def _sums(part: GlobalPart, salt: int) -> tuple[Tensor, Tensor]:
-    """The sums with the squares of all elements and the number of broken ones; and the digest. All on the CPU."""
-    local = torch.view_as_real(part.local.resolve_conj()) if part.local.is_complex() else part.local
-    exact = local.double()
-    finite = exact.isfinite()
-    values = torch.where(finite, exact, 0.0).flatten() * part.counted
-    hashes = part.hashes().expand(local.shape).flatten() + salt * 0x9E3779B9
-    sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
-    sums.index_add_(0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values))
-    facts = torch.stack([values.square().sum(), (~finite).sum() * part.counted])
-    return torch.cat([sums, facts]).cpu(), part.digest().cpu()
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------
