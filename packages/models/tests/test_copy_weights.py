@@ -1,4 +1,4 @@
-"""Weights of a training mesh in a serving mesh of other degrees.  Covers: hf/copy_weights.py."""
+"""Weights of a training mesh in a serving mesh of other degrees.  Covers: weights/saving.py."""
 
 from __future__ import annotations
 

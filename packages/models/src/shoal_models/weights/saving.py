@@ -1,7 +1,7 @@
-"""`save_sharded`: a parallel model as safetensors files; every rank writes its own shards into their places.
+"""What the ranks hold of a model, written into safetensors files or into another model, shard by shard.
 
-No parameter is gathered: the files have their final size before the first byte of data, and a box of a tensor is
-written where it belongs in them.  What the ranks send each other is names, shapes and boxes.
+No parameter is gathered.  Files have their final size before the first byte of data, and a box of a tensor is written
+where it belongs in them: what the ranks send each other is names, shapes and boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import Box, in_groups, local_of, takes, volume
+from shoal_dtensor.errors import PlanError
+from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, in_groups, local_of, move_blocks, takes, volume
+from shoal_mesh import comm_over
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 
@@ -117,7 +119,7 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     stage = target.with_name(f".{target.name}.saving")
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors")
-    tensors = merged(described)
+    tensors = _merged(described)
     files = _pack(tensors, max_file_bytes)
     try:
         on_first(f"{failed} prepare the files", lambda: _prepare(module, stage, tensors, files))
@@ -182,7 +184,7 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
         yield (box[::-1], shard.t()) if entry.transposed else (box, shard)  # ((0, 4), (2, 3)): ((2, 3), (0, 4))
 
 
-def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
+def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
     """The entries of all ranks, with one writer per box; the same on every rank."""
     tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
@@ -320,3 +322,57 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; False where system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
+
+
+# --- into another model ---------------------------------------------------------------------------------------------
+
+
+def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
+    """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
+
+    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the world or others.
+    All ranks of the world call it. No rank has more of a parameter than its shards of both, and what is in flight.
+
+    Args:
+        source: a parallel or plain model; None on ranks that have no part of it.
+        target: a model with the same names, written in place; None on ranks that have no part of it.
+        max_bytes: of tensors that one collective moves.
+
+    Raises:
+        PlanError: on all ranks, if the target has entries that the source lacks, or has in another shape or dtype.
+
+    Example:
+        >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
+        >>> copy_weights(source, target)
+        >>> torch.equal(source.weight, target.weight)
+        True
+    """
+    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()  # this rank's shards
+    both = agree(
+        lambda: (describe(source, read) if source else {}, describe(target, written) if target else {}),
+        error_type=CheckpointError,
+        what="copy_weights: cannot describe the models",
+    )
+    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
+    sources, targets = _merged(of_sources), _merged(of_targets)
+    for name, tensor in targets.items():
+        stored = sources.get(name)
+        if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
+            has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
+            raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
+    rank, comm = (dist.get_rank(), comm_over(range(dist.get_world_size()))) if dist.is_initialized() else (0, None)
+
+    def move(name: str) -> tuple[Blocks, Shards, Shards]:
+        boxes = ([entries[name][2] if name in entries else [] for entries in each] for each in (of_sources, of_targets))
+        blocks = exchange_blocks(rank, *boxes)
+        return blocks, read.get(name, []), written.get(name, [])
+
+    # Names that move together have one dtype.
+    of_dtypes = dict[torch.dtype, list[str]]()
+    for name, tensor in targets.items():
+        of_dtypes.setdefault(tensor.dtype, []).append(name)
+    grouped = (in_groups(names, lambda name: targets[name].nbytes, max_bytes) for names in of_dtypes.values())
+    batches = [batch for groups in grouped for batch in groups]
+    for names in progress(batches, "copying weights"):
+        with torch.no_grad():
+            move_blocks(map(move, names), comm)
