@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..weights.loading import Slices, Stored
+from ..weights.loading import Lazy, Slices, Stored
 
 _ONE = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
@@ -75,32 +74,20 @@ def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor of a model that is made of entries of files, perhaps together with others."""
-
-    shape: tuple[int, ...]
-    make: Callable[[], Mapping[str, Tensor]]  # those that are made together
-    name: str  # its own among them
-
-    def __getitem__(self, slices: Slices) -> Tensor:
-        return self.make()[self.name][slices]
-
-
 def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a checkpoint by the names of a model of transformers, which is on the meta device."""
     found, groups = _by_names_of(model, stored)
     last: dict[str, dict[str, Tensor]] = {}  # those that were made last, by the first name
 
-    def make(first: str) -> dict[str, Tensor]:
+    def make(first: str, name: str, slices: Slices) -> Tensor:
         if first not in last:
             last.clear()  # before the next ones are made
-            last[first] = _convert(model, first, *groups[first], lambda name: stored[name][()])
-        return last[first]
+            last[first] = _convert(model, first, *groups[first], lambda entry: stored[entry][()])
+        return last[first][name][slices]
 
     for first, group in groups.items():
         made = _convert(model, first, *group, lambda name: torch.empty(stored[name].shape, device="meta"))
-        found |= {name: _Made(tuple(each.shape), partial(make, first), name) for name, each in made.items()}
+        found |= {name: Lazy(tuple(each.shape), partial(make, first, name)) for name, each in made.items()}
     return found
 
 

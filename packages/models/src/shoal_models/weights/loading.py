@@ -6,9 +6,10 @@ no rank ever holds a sharded parameter in full.  Without communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from typing import Any, NamedTuple, Protocol
 
@@ -55,19 +56,14 @@ Source = Mapping[str, Stored] | str | PathLike[str] | Iterable[str | PathLike[st
 
 
 @dataclass(frozen=True, slots=True)
-class _InFile:
-    """A tensor of a safetensors file that is open."""
+class Lazy:
+    """A tensor that is read, or made, when it is indexed."""
 
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
+    shape: tuple[int, ...]
+    read: Callable[[Slices], Tensor]
 
     def __getitem__(self, slices: Slices) -> Tensor:
-        read: Tensor = self.file.get_slice(self.name)[slices] if slices else self.file.get_tensor(self.name)
-        return read
+        return self.read(slices)
 
 
 @takes(module=nn.Module)
@@ -138,8 +134,14 @@ def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
     found: dict[str, Stored] = {}
     for path in [source] if isinstance(source, str | PathLike) else source:
         file = stack.enter_context(safe_open(fspath(path), framework="pt"))
-        found.update((name, _InFile(file, name)) for name in [*file.keys()])
+        for name in [*file.keys()]:
+            found[name] = Lazy(tuple(file.get_slice(name).get_shape()), partial(_read, file, name))
     return found
+
+
+def _read(file: Any, name: str, slices: Slices) -> Tensor:
+    read: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+    return read
 
 
 class Entry(NamedTuple):
