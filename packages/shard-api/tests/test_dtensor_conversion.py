@@ -1,4 +1,4 @@
-"""ShardedTensor to DTensor and back.  Covers: ops/dtensor_conversion.py."""
+"""ShardedTensor to DTensor and back.  Covers: ops/via_dtensor.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/dtensor_conversion.py."""
+"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/via_dtensor.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal_dtensor import Shard
 from shoal_dtensor.internal import Box, volume
 from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, NotExpressibleError, TensorProperties
 from shoal_shard_api._torch import RemoteDevice
-from shoal_shard_api.ops.dtensor_conversion import Grid, grid_of
+from shoal_shard_api.ops.via_dtensor import Grid, grid_of
 from shoal_shard_api.spec.specs import spec_of
 
 MEMBERS = (0, 1, 2, 3)

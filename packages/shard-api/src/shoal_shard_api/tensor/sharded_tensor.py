@@ -21,7 +21,7 @@ from shoal_mesh.internal import kind_of
 
 from ..arguments import expect
 from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
-from ..ops import dispatch, dtensor_conversion
+from ..ops import dispatch, via_dtensor
 from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
 from ..spec.metadata import ShardMetadata
@@ -278,7 +278,7 @@ class ShardedTensor(ShardedTensorConstructors):
             >>> ones(rows, 4, 3).to_dtensor().placements
             (Shard(dim=0),)
         """
-        return dtensor_conversion.to_dtensor(self)
+        return via_dtensor.to_dtensor(self)
 
     @classmethod
     def from_dtensor(cls, dtensor: Any) -> ShardedTensor:
@@ -297,7 +297,7 @@ class ShardedTensor(ShardedTensorConstructors):
             tensor([2., 2., 2., 2.])
         """
         expect("ShardedTensor.from_dtensor", "dtensor", dtensor, DTensor)
-        result: ShardedTensor = dtensor_conversion.from_dtensor(cls, dtensor)
+        result: ShardedTensor = via_dtensor.from_dtensor(cls, dtensor)
         return result
 
     @classmethod
