@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +68,7 @@ def _unsupported(layer: Any) -> bool:
     return not plain or any(len(getattr(layer, name, None) or ()) for name in variants)
 
 
-@contextmanager
-def merging_adapters() -> Iterator[None]:
+def merging_adapters() -> AbstractContextManager[None]:
     """Inside the block `merge_adapter`, `unmerge_adapter` and `merge_and_unload` of peft work on parallel layers.
 
     One factor of an adapter is replicated and plain, which counts as replicated here.
@@ -79,8 +77,7 @@ def merging_adapters() -> Iterator[None]:
         >>> with merging_adapters():
         ...     pass  # model = model.merge_and_unload()
     """
-    with implicit_replication():
-        yield
+    return implicit_replication()
 
 
 def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
