@@ -125,8 +125,21 @@ def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dis
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+    class AnySizes(dcp.DefaultLoadPlanner):
+        """It reads the elements in both the saved and the requested shards: `_check_fit` has compared the sizes."""
+
+        def create_local_plan(self) -> Any:
+            metadata: Any = self.metadata
+            entries = dict(metadata.state_dict_metadata)
+            for name, value in self.state_dict.items():
+                if isinstance(value, torch.Tensor):
+                    entries[name] = replace(entries[name], size=value.size())
+            self.metadata = replace(metadata, state_dict_metadata=entries)
+            return super().create_local_plan()
+
+    planner = AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.load(staged, storage_reader=dcp.FileSystemReader(checkpoint_id), planner=_planner(), process_group=group)
+        dcp.load(staged, storage_reader=dcp.FileSystemReader(checkpoint_id), planner=planner, process_group=group)
     except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
         failures = getattr(error, "failures", {})  # by rank the error and its traceback
         rank = min(failures, default=None)
@@ -171,22 +184,3 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
 
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return value._local_tensors if isinstance(value, ShardedTensorBase) else [local_of(value)]
-
-
-def _planner() -> Any:
-    """A load planner that reads the elements in both the saved and the requested shards, for any global sizes."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-
-    class AnySizes(DefaultLoadPlanner):
-        """It takes the saved tensors to have the sizes asked for: `_check_fit` has compared them."""
-
-        def create_local_plan(self) -> Any:
-            metadata: Any = self.metadata
-            tensors = {name: value for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
-            saved = metadata.state_dict_metadata
-            resized = {name: replace(saved[name], size=value.size()) for name, value in tensors.items()}
-            return create_default_local_load_plan(
-                self.state_dict, replace(metadata, state_dict_metadata={**saved, **resized})
-            )
-
-    return AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)
