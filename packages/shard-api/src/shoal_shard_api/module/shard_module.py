@@ -214,7 +214,6 @@ def shard_module(
 
 
 def _check_types(module: Any, plan: Any) -> None:
-    """Raise ArgumentTypeError or PlanTypeError unless a module and a plan, and all in it, have their types."""
     expect("shard_module", "module", module, nn.Module)
     expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
     tables: dict[str, Any] = {"plan": plan.plan, "output_plan": plan.output_plan or {}}
@@ -304,7 +303,6 @@ def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
 
 
 def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
-    """The attribute of a module that is to be sharded; MissingParameterError if the module has none of the name."""
     expect("shard_parameter", "module", module, nn.Module)
     expect("shard_parameter", "param_name", name, str)
     if not hasattr(module, name):
@@ -313,7 +311,6 @@ def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
 
 
 def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
-    """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
     if not isinstance(tensor, torch.Tensor):
         raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
     if isinstance(tensor, ShardedTensor):

@@ -101,7 +101,6 @@ class ShardingSpec(ABC):
 
 
 def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_properties: Any) -> None:
-    """Raise ArgumentTypeError for arguments of ``build_metadata`` of wrong types."""
     call = f"{type(spec).__name__}.build_metadata"
     expect_all(call, "tensor_sizes", tensor_sizes, int)
     expect(call, "tensor_properties", tensor_properties, TensorProperties)

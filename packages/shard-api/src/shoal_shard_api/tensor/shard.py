@@ -180,7 +180,6 @@ def describe(shards: Sequence[Shard], global_size: Sequence[Any], group: dist.Pr
 
 
 def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
-    """Raise what is wrong with the arguments of this rank."""
     rank = dist.get_rank()
     if size.count(None) > 1:
         raise ShardingSpecError(f"at most one dim of the global size may be None, got {size}")

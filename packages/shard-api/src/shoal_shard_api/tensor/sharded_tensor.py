@@ -194,7 +194,6 @@ class ShardedTensor(ShardedTensorConstructors):
             gather(local_tensors, self._layout, self.size(), dst, self._comm, out)
 
     def _check_gather(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> None:
-        """Raise what is wrong with this rank's arguments of ``gather``."""
         check_rank("gather", "dst", dst, self._process_group)
         expect("gather", "out", out, torch.Tensor, optional=True)
         expect("gather", "enforce_dtype", enforce_dtype, bool)
