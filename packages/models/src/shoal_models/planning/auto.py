@@ -50,10 +50,10 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     blocks = Blocks(model)
     options = blocks.recipes()
     first: Entries = {path: style for entries in options.values() for path, style in entries[0].items()}
-    if mesh is None:
-        return AutoPlan(first)
-    dropped: dict[str, str] = {}
     plan = AutoPlan(first)
+    if mesh is None:
+        return plan
+    dropped: dict[str, str] = {}
     if _unproven(model, first, mesh, args, kwargs):
         plan = AutoPlan()
         for block in progress(options.values(), "proving the blocks of a plan"):  # each beside those that are proven

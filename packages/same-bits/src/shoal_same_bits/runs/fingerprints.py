@@ -7,16 +7,14 @@ its own shard, and an all-reduce the ranks; nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.internal import local_shard
-from shoal_mesh import Comm, DeviceMesh, all_reduce
+from shoal_mesh import Comm, DeviceMesh
 from shoal_tp_styles import Lowered
 
 _SUMS = 64
@@ -106,15 +104,3 @@ def _mixed(number: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         number = (number ^ (number >> shift & (1 << 64 - shift) - 1)) * factor
     return number ^ (number >> 31 & (1 << 33) - 1)
-
-
-def totals(terms: Mapping[str, tuple[tuple[DeviceMesh, ...], Sequence[Tensor]]]) -> dict[str, Sequence[Any]]:
-    """Each name's tensors, added over the ranks of its meshes, as numbers; one collective for each of the meshes."""
-    sums: dict[str, Sequence[Any]] = {}
-    for meshes in dict.fromkeys(meshes for meshes, _ in terms.values()):
-        names = [name for name, (others, _) in terms.items() if others == meshes]
-        columns = [torch.stack(tensors) for tensors in zip(*(terms[name][1] for name in names), strict=True)]
-        for mesh in meshes:
-            columns = [all_reduce(column, (mesh, mesh.axis_names)) for column in columns]
-        sums |= zip(names, zip(*(column.tolist() for column in columns), strict=True), strict=True)
-    return sums

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, all_reduce
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import COMPLETION, lowered_of
 
-from .fingerprints import GlobalPart, part_of_output, part_of_tensor, totals
+from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
 
@@ -193,11 +193,16 @@ class _Recorder(TorchDispatchMode):
 
     def values(self) -> list[Value]:
         """The values, added up over ranks."""
-        of_ranks = self._of_ranks() if self._ranks > 1 else {}
-        terms = {name: (part.meshes, sums) for name, (part, _, sums) in self._seen.items() if name not in of_ranks}
-        sums, values = {**of_ranks, **totals(terms)}, list[Value]()
+        total, values = self._of_ranks() if self._ranks > 1 else {}, list[Value]()
+        over = {name: part.meshes for name, (part, *_) in self._seen.items() if name not in total}
+        for meshes in dict.fromkeys(over.values()):  # one collective for each of the meshes
+            names = [name for name, others in over.items() if others == meshes]
+            columns = [torch.stack(each) for each in zip(*(self._seen[name][2] for name in names), strict=True)]
+            for mesh in meshes:
+                columns = [all_reduce(column, (mesh, mesh.axis_names)) for column in columns]
+            total |= zip(names, zip(*(column.tolist() for column in columns), strict=True), strict=True)
         for name, (part, by_rank, _) in self._seen.items():
-            (*columns, squares, broken), digest = sums[name]
+            (*columns, squares, broken), digest = total[name]
             dtype = str(part.local.dtype).removeprefix("torch.")
             values.append(Value(name, part.sizes, dtype, by_rank, columns, squares**0.5, int(broken), digest))
         return values
