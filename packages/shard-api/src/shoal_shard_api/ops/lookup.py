@@ -28,10 +28,8 @@ from .via_dtensor import DTensorCall
 
 _REPLICATED = ScopedValue("shoal_replicated_indices", False)
 
-LOOKUPS: dict[Callable[..., Any], inspect.Signature] = {
-    F.embedding: inspect.signature(F.embedding),
-    F.embedding_bag: inspect.signature(F.embedding_bag),
-}
+_FUNCTIONS: list[Callable[..., Any]] = [F.embedding, F.embedding_bag]
+LOOKUPS = {function: inspect.signature(function) for function in _FUNCTIONS}
 
 
 @contextmanager

@@ -70,10 +70,9 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
         held = ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
         raise NotExpressibleError(f"the shards are not all cells of a grid over size {shape}: {held}")
     dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1]
-    if not dims and 0 in shape:  # no elements: the only dim whose shards can all be empty
-        dims = [shape.index(0)]
-    elif not dims:  # one rank holds every element: the dim along which the other shards are empty
-        dims = [next((dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop), 0)]
+    if not dims:  # one rank holds every element, or there is none: a dim along which the other shards are empty
+        empty = (dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop)
+        dims = [shape.index(0) if 0 in shape else next(empty, 0)]
     axes = [list(cells[dim]) if filled else [] for dim in dims]  # shard sizes along every mesh axis
     idle = [rank for rank in dict.fromkeys([*(rank for rank, _ in layout), *members]) if rank not in ranks]
     if idle:
