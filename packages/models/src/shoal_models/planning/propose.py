@@ -155,7 +155,7 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.made: dict[int, tuple[StorageReference, int]] = {}
+        self.made: dict[int, tuple[Any, int]] = {}  # references, and bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -163,11 +163,6 @@ class _Storages(TorchDispatchMode):
             storage: Any = local_of(leaf).untyped_storage()
             self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
         return out
-
-    def alive(self, without: set[int]) -> int:
-        """Bytes of those that live, but for some."""
-        made: Any = self.made.items()
-        return sum(nbytes for key, (storage, nbytes) in made if key not in without and not storage.expired())
 
 
 def _attention(
@@ -215,7 +210,8 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named)
         all_reduce(torch.zeros(1), view.comm(0))  # ranks that have not come as far refer to what this one has sent
-        nbytes = storages.alive(parameters)
+        made = storages.made.items()
+        nbytes = sum(size for key, (storage, size) in made if key not in parameters and not storage.expired())
         del out  # not before: it holds the graph
         return nbytes
 
