@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -121,7 +120,7 @@ def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = Non
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
     else:
         save_sharded(trainer.model, directory)
-    with mock.patch.object(trainer.model, "save_pretrained", create=True):  # a method that does nothing
+    with _doing_nothing(trainer.model, "save_pretrained"):
         on_first("cannot write the Trainer's files", lambda: inner(directory, state_dict))
 
 
@@ -140,8 +139,7 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
             torch.save(trainer.lr_scheduler.state_dict(), directory / "scheduler.pt")
         return trainer.state.best_model_checkpoint
 
-    # What is done already does nothing inside.
-    with mock.patch.object(trainer, "save_model"), mock.patch.object(trainer, "_save_optimizer_and_scheduler"):
+    with _doing_nothing(trainer, "save_model", "_save_optimizer_and_scheduler"):
         trainer.state.best_model_checkpoint = on_first("cannot write the Trainer's checkpoint", rest)
 
 
@@ -177,3 +175,16 @@ def _optimizer(trainer: Any) -> torch.optim.Optimizer:
     """The optimizer inside of accelerate's."""
     found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return found
+
+
+@contextmanager
+def _doing_nothing(owner: Any, *names: str) -> Iterator[None]:
+    """A block in which methods of an object do nothing."""
+    before = {name: vars(owner).get(name) for name in names}
+    for name in names:
+        setattr(owner, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, each in before.items():
+            delattr(owner, name) if each is None else setattr(owner, name, each)
