@@ -17,8 +17,6 @@ from shoal_dtensor.errors import LayoutError, PlanError, TiedWeightError, Unsupp
 from shoal_dtensor.internal import (
     ModuleForward,
     Scatter,
-    carry_gradient,
-    carry_over,
     current_arithmetic,
     distributed_by,
     forward_of,
@@ -33,7 +31,7 @@ from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import Boundary
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
-from .fused_parameters import as_blocks, full_of, fuse_blocks, split_blocks
+from .fused_parameters import as_blocks, full_of, fuse_blocks, split_blocks, successor_of
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -174,10 +172,8 @@ def _distributed(
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distributed_by(scatter, param.detach(), mesh, placements)
-    successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
     grad = None if param.grad is None else distributed_by(scatter, param.grad, mesh, placements)
-    carry_gradient(param, successor, grad)
-    carry_over(param, successor)
+    successor = successor_of(param, sharded, grad)
     setattr(param, _SUCCESSOR, successor)
     return successor
 
@@ -224,11 +220,9 @@ def plain_module(module: nn.Module) -> nn.Module:
             current: Tensor | None = param
             if isinstance(current, DTensor):
                 if id(current) not in plain:
-                    successor = nn.Parameter(full_of(current).clone(), current.requires_grad)
-                    plain[id(current)] = current, successor
-                    grad = current.grad
-                    carry_gradient(current, successor, None if grad is None else full_of(grad).clone())
-                    carry_over(current, successor)
+                    whole, grad = full_of(current).clone(), current.grad
+                    whole_grad = None if grad is None else full_of(grad).clone()
+                    plain[id(current)] = current, successor_of(current, whole, whole_grad)
                 owner._parameters[name] = plain[id(current)][1]
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, DTensor):

@@ -20,10 +20,6 @@ from shoal_mesh import DeviceMesh
 from ..sharding.module_sharding import FusedBlocks
 
 
-def _block_name(kind: str, block: str) -> str:
-    return f"{kind}_{block}" if block else kind
-
-
 def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
     return tensor.t() if fused.transposed and tensor.ndim == 2 else tensor
 
@@ -41,15 +37,15 @@ def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]
     """Parameter of each block -> (fused name, its first row in the fused parameter, rows of the fused parameter)."""
     for kind in fused.names:
         start = 0
-        for name, heads in fused.blocks.items():
-            yield _block_name(kind, name), (kind, start, fused.features)
+        for name, heads in fused.parts(kind).items():
+            yield name, (kind, start, fused.features)
             start += heads.features
 
 
 def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
     """Put the local shards of a module's blocks into one buffer again, where they have been replaced."""
     for kind in fused.names:
-        params: list[Any] = [module._parameters[_block_name(kind, name)] for name in fused.blocks]
+        params: list[Any] = [module._parameters[name] for name in fused.parts(kind)]
         if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
             for param, shard in zip(params, _adjacent([param.detach() for param in params]), strict=True):
                 param.data = shard
@@ -74,8 +70,8 @@ def split_blocks(
     for kind in fused.names:
         param = module._parameters.get(kind)
         if param is None:
-            for block in fused.blocks:
-                module.register_parameter(_block_name(kind, block), None)
+            for name in fused.parts(kind):
+                module.register_parameter(name, None)
             continue
         full = param.detach()
         if src_data_rank is not None:
@@ -83,11 +79,8 @@ def split_blocks(
             full = distribute_tensor(full, mesh, (Replicate(),), src_data_rank=src_data_rank).to_local()
         shards = _adjacent(_shards(full, fused, mesh))
         module._parameters[kind] = None
-        for block, shard in zip(fused.blocks, shards, strict=True):
-            replacement = nn.Parameter(shard, requires_grad=param.requires_grad)
-            carry_gradient(param, replacement, None)
-            carry_over(param, replacement)
-            module.register_parameter(_block_name(kind, block), replacement)
+        for name, shard in zip(fused.parts(kind), shards, strict=True):
+            module.register_parameter(name, successor_of(param, shard, None))
     return {name for name, _ in block_rows(fused)}
 
 
@@ -107,8 +100,8 @@ def as_blocks(
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
                 plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
-            for block, shard in zip(fused.blocks, _shards(plain, fused, mesh), strict=True):
-                state_dict[prefix + _block_name(kind, block)] = shard
+            for name, shard in zip(fused.parts(kind), _shards(plain, fused, mesh), strict=True):
+                state_dict[prefix + name] = shard
 
 
 def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
@@ -122,20 +115,25 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
     """The fused plain parameters again, in place of those of the blocks."""
     if "" in fused.blocks:
         return
+
+    def together(blocks: list[Tensor]) -> Tensor:
+        return _rows_first(torch.cat([full_of(block) for block in blocks]), fused).contiguous()
+
     for kind in fused.names:
-        params = [module._parameters.pop(_block_name(kind, block)) for block in fused.blocks]
+        params = [module._parameters.pop(name) for name in fused.parts(kind)]
         present = [param for param in params if param is not None]
-        if not present:
-            continue
-        with torch.no_grad():
-            rows = torch.cat([full_of(param) for param in present])
-            plain = nn.Parameter(_rows_first(rows, fused).contiguous(), requires_grad=present[0].requires_grad)
-            grads = [full_of(param.grad) for param in present if param.grad is not None]
-            complete = len(grads) == len(present)
-            grad = _rows_first(torch.cat(grads), fused).contiguous() if complete else None
-        carry_gradient(present[0], plain, grad)
-        carry_over(present[0], plain)
-        module._parameters[kind] = plain
+        grads = [param.grad for param in present if param.grad is not None]
+        if present:
+            whole, complete = together([*present]), len(grads) == len(present)
+            module._parameters[kind] = successor_of(present[0], whole, together(grads) if complete else None)
+
+
+def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Parameter:
+    """The parameter that replaces one, with its attributes, gradient hooks, and dtype of gradients."""
+    successor = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    carry_gradient(param, successor, grad)
+    carry_over(param, successor)
+    return successor
 
 
 def full_of(tensor: Tensor) -> Tensor:

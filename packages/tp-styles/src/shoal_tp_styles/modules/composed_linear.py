@@ -102,19 +102,22 @@ class _Concatenate(Function):
 class FusedLowering(Lowered):
     """Base of the lowerings of fused modules: their parameters, concatenated."""
 
-    __slots__ = ("blocks", "columns")
+    __slots__ = ("columns", "comms")
 
     def resolve(self) -> None:
         fused = self.sharding.options_of(FusedBlocks)
         splits = fused.splits(self.comm.size)
-        # Name of each block that is a parameter of its own -> the ranks that hold the same heads as this one.
-        meshes = {name: heads.mesh(self.mesh) for name, heads in fused.blocks.items()} if splits else {"": self.mesh}
-        self.blocks: dict[str, Comm | None] = {n: mesh.comm(1) if mesh.ndim > 1 else None for n, mesh in meshes.items()}
+        meshes = [heads.mesh(self.mesh) for heads in fused.blocks.values()]
+        comms = [mesh.comm(1) if mesh.ndim > 1 else None for mesh in meshes]
+        # Of weight and bias: each parameter that they are made of -> the ranks that hold the same heads as this one.
+        self.comms: dict[str, dict[str, Comm | None]] = {
+            kind: dict(zip(fused.parts(kind), comms, strict=True)) if splits else {kind: None} for kind in fused.names
+        }
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
         """The local matrix (or bias) of all blocks, as rows."""
-        comms = {f"{kind}_{block}" if block else kind: comm for block, comm in self.blocks.items()}
+        comms = self.comms[kind]
         local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
             if comm is not None:

@@ -58,11 +58,11 @@ class Heads:
         names = mesh.mesh_dim_names and (f"{mesh.axis_names[0]}_heads", f"{mesh.axis_names[0]}_replicas")
         return mesh.unflatten(0, (self.count, ranks // self.count), names)  # 2 heads on 4 ranks: (2, 2)
 
-    def placements(self, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
-        """Placements on `self.mesh(mesh)` of a parameter with these features along `dim`."""
+    def placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
+        """Placements on `self.mesh(mesh)` of a parameter with these features as rows."""
         if self.replicated(mesh.size()):
-            return Shard(dim, multiple_of=self.size), Replicate()  # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
-        return (HeadShard(dim, self).on(mesh.size()),)
+            return Shard(0, multiple_of=self.size), Replicate()  # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
+        return (HeadShard(0, self).on(mesh.size()),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,10 @@ class FusedBlocks:
     def names(self) -> tuple[str, str]:
         """Names of the fused weight and bias."""
         return f"{self.prefix}weight", f"{self.prefix}bias"
+
+    def parts(self, kind: str) -> dict[str, Heads]:
+        """Parameter of each block, where the fused weight or bias is split -> its features."""
+        return {f"{kind}_{block}" if block else kind: heads for block, heads in self.blocks.items()}
 
     def splits(self, ranks: int) -> bool:
         """Whether each block becomes a parameter of its own.
