@@ -114,7 +114,8 @@ def reduce_scatter_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **opt
     return reduce_scatter_v(tensor, comm, sizes, dim, **options)
 
 
-def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
+def own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
+    """This rank's shard of a replicated tensor, contiguous."""
     sizes = sizes or (tensor.shape[dim] // comm.size,) * comm.size
     start = sum(sizes[: comm.rank])  # of sizes (3, 1, 2), rank 2 has 4 and 5
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
@@ -169,7 +170,7 @@ def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
 @whole_when_compiled
 def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`R -> S(dim)`, backward `gather`: this rank's shard, without communication."""
-    return _moved(tensor, _own_shard, gather, comm, dim, sizes)
+    return _moved(tensor, own_shard, gather, comm, dim, sizes)
 
 
 def copy(tensor: Tensor, comm: Comm) -> Tensor:

@@ -35,6 +35,7 @@ from .collective_functions import (
     copy,
     gather,
     gather_partial,
+    own_shard,
     reduce,
     scatter,
     sharded_dim,
@@ -240,8 +241,7 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
             out, whole = scatter(partial, comm, dim, sizes), local_parameters(param, comm)["bias"]
             if whole is not None and dim == features:
-                per_rank = sizes or (shape[dim] // comm.size,) * comm.size
-                whole = whole.narrow(0, sum(per_rank[: comm.rank]), per_rank[comm.rank])
+                whole = own_shard(whole, comm, 0, sizes)
             out = _plus(out, whole, features)
             return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal_dtensor import Shard
+from shoal_dtensor import Partial, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 
@@ -79,33 +79,24 @@ _COMPUTE: dict[type[nn.Module], Compute] = {
 }
 
 
-class _Channels(Lowered):
-    """Base of both directions: the computation."""
+class Channels(Lowered):
+    """A Conv, ConvTranspose, Bilinear or transposed Linear whose output channels, or input channels, are sharded."""
 
-    __slots__ = ("compute",)
+    __slots__ = ("compute", "rows")
 
     def resolve(self) -> None:
         self.compute: Compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
+        self.rows: bool = isinstance(self.port_out.layout, Partial)
 
-
-class ColumnChannels(_Channels):
-    """A Conv, ConvTranspose, Bilinear or transposed Linear whose output channels are sharded."""
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        declared = self.sharding.inputs or ()
-        arrived = [ports.replicated_input(self, x, port) for x, port in zip(inputs, declared, strict=False)]
-        local: Any = self.local("weight", "bias")
-        out = self.compute(self.module, arrived, local["weight"], local["bias"], *inputs[len(declared) :], **kwargs)
-        return ports.sharded_output(self, out)
-
-
-class RowChannels(_Channels):
-    """A Conv, ConvTranspose or transposed Linear whose input channels are sharded."""
-
-    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        input = ports.sharded_input(self, input)
-        weight: Any = self.local("weight")["weight"]
-        return ports.partial_output(self, self.compute(self.module, [input], weight, None, *args, **kwargs), "bias")
+    def __call__(self, input: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+        count = len(self.sharding.inputs or ())  # two of Bilinear; what follows is for the computation
+        if self.rows:
+            arrived, local = [ports.sharded_input(self, input)], self.local("weight")
+        else:
+            arrived = [ports.replicated_input(self, x) for x in (input, *others[: count - 1])]
+            local = self.local("weight", "bias")
+        out = self.compute(self.module, arrived, local["weight"], local.get("bias"), *others[count - 1 :], **kwargs)
+        return ports.partial_output(self, out, "bias") if self.rows else ports.sharded_output(self, out)
 
 
 class ChannelsOfGroups(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,21 +109,19 @@ class SequenceDropout(Boundary):
         return super().__call__(input) if draws or not plain else input
 
 
-class LocalCounts(NamedTuple):
-    """Names of integers that count heads or features which are sharded; a rank's forward reads its part of each."""
-
-    names: tuple[str, ...]
-
-
 class LocalForward(Boundary):
-    """The module's forward, with the local shards of its own parameters, and its counts, in their place."""
+    """The module's forward, with the local shards of its own parameters in their place.
+
+    The options are names of integers that count sharded heads or features; the forward reads this rank's part of each.
+    """
 
     __slots__ = ("counts",)
 
     def resolve(self) -> None:
-        options, ranks = self.sharding.options, self.comm.size
+        names: Any = self.sharding.options
+        ranks = self.comm.size
         self.counts: dict[str, int] = {}
-        for name in options.names if isinstance(options, LocalCounts) else ():
+        for name in names:
             count = getattr(self.module, name)
             if count % ranks:
                 raise LayoutError(

@@ -11,7 +11,7 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
-from ..modules.own_forward import LocalCounts, LocalForward
+from ..modules.own_forward import LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleSharding, Port
 from .style import DeclaredStyle, check_forward, unsupported
@@ -103,8 +103,8 @@ class OwnParameters(DeclaredStyle):
         for name in self.counts:
             if type(vars(module).get(name)) is not int:
                 raise LayoutError(f"OwnParameters: {name!r} is no integer of {type(module).__name__}")
-        options = LocalCounts(tuple(self.counts)) if self.counts else None
-        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, options=options, own_parameters=True)
+        counts = tuple(self.counts)
+        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, options=counts, own_parameters=True)
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

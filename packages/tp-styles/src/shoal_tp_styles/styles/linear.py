@@ -22,7 +22,7 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
-from ..modules.channels import ColumnChannels, RowChannels
+from ..modules.channels import Channels
 from ..modules.composed_linear import FusedColumn
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
@@ -51,31 +51,29 @@ _TRANSPOSED = (1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTrans
 
 COLWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 0, "bias": 0}, None, -1, ColumnLinear),
-    TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1, ColumnChannels),
+    TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1, Channels),
     nn.Embedding: Features({"weight": 1}, None, -1, ColumnEmbedding),
     nn.EmbeddingBag: Features({"weight": 1}, None, -1, ColumnEmbeddingBag),
-    nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, ColumnChannels, inputs=2),
-    **{conv: Features({"weight": 0, "bias": 0}, None, -1 - n, ColumnChannels) for n, conv in _CONVOLUTIONS},
-    **{conv: Features({"weight": 1, "bias": 0}, None, -1 - n, ColumnChannels) for n, conv in _TRANSPOSED},
+    nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, Channels, inputs=2),
+    **{conv: Features({"weight": 0, "bias": 0}, None, -1 - n, Channels) for n, conv in _CONVOLUTIONS},
+    **{conv: Features({"weight": 1, "bias": 0}, None, -1 - n, Channels) for n, conv in _TRANSPOSED},
 }
 
 ROWWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 1}, -1, None, RowLinear),
-    TransposedLinear: Features({"weight": 0}, -1, None, RowChannels),
+    TransposedLinear: Features({"weight": 0}, -1, None, Channels),
     nn.Embedding: Features({"weight": 0}, None, None, RowEmbedding),
     nn.EmbeddingBag: Features({"weight": 0}, None, None, RowEmbeddingBag),
-    **{conv: Features({"weight": 1}, -1 - n, None, RowChannels) for n, conv in _CONVOLUTIONS},
-    **{conv: Features({"weight": 0}, -1 - n, None, RowChannels) for n, conv in _TRANSPOSED},
+    **{conv: Features({"weight": 1}, -1 - n, None, Channels) for n, conv in _CONVOLUTIONS},
+    **{conv: Features({"weight": 0}, -1 - n, None, Channels) for n, conv in _TRANSPOSED},
 }
 
-_OF_HEADS: dict[type[nn.Module], Features] = {
-    kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)
-}
+_OF_HEADS = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
+
+_Table = Mapping[type[nn.Module], Features]
 
 
-def _features(
-    style: str, table: Mapping[type[nn.Module], Features], module: nn.Module
-) -> tuple[Features, type[Lowered] | None]:
+def _features(style: str, table: _Table, module: nn.Module) -> tuple[Features, type[Lowered] | None]:
     """The module's row of the table, and its lowering; None for a subclass with a forward of its own."""
     for kind in kinds_of(module):
         if kind in table:
@@ -122,11 +120,31 @@ class _FeatureStyle(DeclaredStyle):
             raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
         return self._with(chunks=chunks)
 
-    def _of_groups(self, module: nn.Module, arriving: Placement | None, leaving: Placement | None) -> ModuleSharding:
-        """Of a convolution of several groups, whose channels are sharded inside whatever the style."""
-        self._overlap(module, None)
+    def _declared(
+        self, style: str, table: _Table, module: nn.Module, arriving: Placement | None, leaving: Placement | None
+    ) -> ModuleSharding:
+        """The sharding by a module's row of the table; outside layouts that nobody gives are those inside."""
         arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
-        return sharded_groups(self, module, arriving, leaving)
+        if is_grouped(module):  # its channels are sharded inside whatever the style
+            self._overlap(module, None)
+            return sharded_groups(self, module, arriving, leaving)
+        features, lowering = _features(style, table, module)
+        desired: Placement = Replicate() if features.input is None else Shard(features.input)
+        computed: Placement = Partial() if features.output is None else Shard(features.output)
+        return ModuleSharding(
+            style,
+            {
+                name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
+                for name, dim in features.parameters.items()
+            },
+            # As in torch, ids for the rows of a table arrive sharded too.
+            inputs=(Port(arriving or Shard(-1 if features.input is None else features.input), desired),)
+            * features.inputs,
+            outputs=(Port(computed, leaving or computed),),
+            lowering=lowering,
+            local_outputs=self.use_local_output,
+            options=self._overlap(module, lowering),
+        )
 
     def _overlap(self, module: nn.Module, lowering: type[Lowered] | None) -> Overlap | None:
         """The options of a module's lowering; those that overlap where the style asks for it."""
@@ -184,37 +202,24 @@ class ColwiseParallel(_FeatureStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
-        if is_grouped(module):
-            return self._of_groups(module, Replicate(), None)
         if isinstance(module, RECURRENT):
             if (got := self.multiple_of) > 1:  # its gates each have some units on every rank
                 raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}")
             self._overlap(module, None)
             arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
             return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, self.use_local_output)
-        features, lowering = _features("ColwiseParallel", COLWISE, module)
-        assert features.output is not None, "every column-wise module shards its output"
-        natural = Shard(features.output)
-        port = Port(self.given("input_layouts") or Replicate(), Replicate())
-        options = self._overlap(module, lowering)
-        if options is not None and not (isinstance(port.layout, Shard) and port.layout.multiple_of == 1):
+        sharding = self._declared("ColwiseParallel", COLWISE, module, Replicate(), None)
+        layout = sharding.input_port().layout
+        if self.chunks > 1 and not (isinstance(layout, Shard) and layout.multiple_of == 1):
             raise LayoutError(
                 f"ColwiseParallel.overlapped: runs the gather of a sharded input beside the product, got input_layouts="
-                f"{port.layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the backward's collective "
+                f"{layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the backward's collective "
                 "runs beside the weight gradient in any case"
             )
-        return ModuleSharding(
-            "ColwiseParallel",
-            {name: Shard(dim, multiple_of=self.multiple_of) for name, dim in features.parameters.items()},
-            inputs=(port,) * features.inputs,
-            outputs=(Port(natural, self.given("output_layouts") or natural),),
-            lowering=lowering,
-            local_outputs=self.use_local_output,
-            options=options,
-        )
+        return sharding
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
-        features, lowering = _features("ColwiseParallel.heads", _OF_HEADS, module)
+        features, _ = _features("ColwiseParallel.heads", _OF_HEADS, module)
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not")
@@ -224,17 +229,11 @@ class ColwiseParallel(_FeatureStyle):
             )
         if self.chunks > 1:
             raise UnsupportedModuleError("ColwiseParallel: heads() and overlapped() do not go together; leave out one")
-        fused = isinstance(module, nn.Linear)
-        if fused:
-            check_forward("ColwiseParallel.heads", module, nn.Linear)
-        return ModuleSharding(
-            "ColwiseParallel",
-            {name: HeadShard(dim, heads) for name, dim in features.parameters.items()},
-            inputs=(Port(self.given("input_layouts") or Replicate(), Replicate()),),
-            outputs=(Port(Shard(-1), Shard(-1)),),
-            lowering=FusedColumn if fused else lowering,
-            options=FusedBlocks({"": heads}) if fused else None,
-        )
+        sharding = self._declared("ColwiseParallel", _OF_HEADS, module, Replicate(), None)
+        if not isinstance(module, nn.Linear):
+            return sharding
+        check_forward("ColwiseParallel.heads", module, nn.Linear)
+        return replace(sharding, lowering=FusedColumn, options=FusedBlocks({"": heads}))
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -260,24 +259,7 @@ class RowwiseParallel(_FeatureStyle):
     output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        if is_grouped(module):
-            return self._of_groups(module, None, Replicate())
-        features, lowering = _features("RowwiseParallel", ROWWISE, module)
-        desired: Placement = Replicate() if features.input is None else Shard(features.input)
-        arriving = Shard(-1) if features.input is None else Shard(features.input)
-        parameters = {
-            name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
-            for name, dim in features.parameters.items()
-        }
-        return ModuleSharding(
-            "RowwiseParallel",
-            parameters,
-            inputs=(Port(self.given("input_layouts") or arriving, desired),),
-            outputs=(Port(Partial(), self.given("output_layouts") or Replicate()),),
-            local_outputs=self.use_local_output,
-            lowering=lowering,
-            options=self._overlap(module, lowering),
-        )
+        return self._declared("RowwiseParallel", ROWWISE, module, None, Replicate())
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
