@@ -123,29 +123,6 @@ class ChannelsOfGroups(NamedTuple):
         channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
         return cls(channels, multiple_of, 1, 1, 1)
 
-    @property
-    def input(self) -> Shard:
-        return Shard(self.dim, multiple_of=self.unit * self.into)  # 2 groups of 1 input channel: 2
-
-    @property
-    def output(self) -> Shard:
-        return Shard(self.dim, multiple_of=self.unit * self.out_of)  # 2 groups of 2 output channels: 4
-
-    @property
-    def parameters(self) -> dict[str, Shard]:
-        """The placements of the weight, and of what has an entry for each output channel."""
-        weight, others = (Shard(0, multiple_of=self.unit * rows) for rows in (self.rows, self.out_of))
-        return {"weight": weight, **dict.fromkeys(("bias", "running_mean", "running_var"), others)}
-
-    def per_rank(self, ranks: int) -> list[int]:
-        """Groups of each rank.
-
-        Example:
-            >>> ChannelsOfGroups.of(nn.Conv1d(6, 12, 3, groups=6), 4).per_rank(4)
-            [2, 2, 2, 0]
-        """
-        return shard_sizes(self.groups, Shard(0, multiple_of=self.unit), ranks)
-
 
 class GroupedChannels(Lowered):
     """A module of which each rank holds some groups; one with a forward of its own runs on DTensors."""
@@ -154,7 +131,8 @@ class GroupedChannels(Lowered):
 
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
-        groups = self.options.per_rank(self.comm.size)
+        # 6 groups of 2 output channels, multiples of 4, on 4 ranks: 2, 2, 2, 0
+        groups = shard_sizes(self.options.groups, Shard(0, multiple_of=self.options.unit), self.comm.size)
         self.groups: int = groups[self.comm.rank]
         # 5 groups of 2 input and 3 output channels on 4 ranks: 4 4 2 0 and 6 6 3 0.
         self.into: tuple[int, ...] = tuple(count * self.options.into for count in groups)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import (
     FakeTensor,
@@ -170,52 +170,49 @@ def _bags_of_ranks(lowered: Lowered, input: Tensor, offsets: Tensor, weights: Te
     return all_gather_v(input.contiguous(), comm, tokens, dim), starts, whole, leaving
 
 
-def _declare_bags(call: ModuleCall) -> Iterator[Collective]:
-    """The collectives of `_bags`, and of the output."""
-    given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
-    port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
-    yield from moves(given["input"], port.layout, port.desired)
-    if offsets is not None and isinstance(port.layout, Shard):
-        yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
-        yield Collective("all_gather", nbytes(offsets))
-    if weights is not None:
-        yield from declare_input(replace(call, args=(weights,), kwargs={}))
-    yield from declare_output(call)
+class EmbeddingBag(_Table):
+    """An embedding bag whose features, or vocabulary, are sharded.
 
+    By columns every mode works, since bags are local; by rows sums and means, which are sums over the ranks.
+    """
 
-class ColumnEmbeddingBag(ColumnEmbedding):
-    """An embedding bag whose features are sharded; every mode works, since bags are local."""
-
-    collectives = staticmethod(_declare_bags)
-
-    def __call__(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
-        out = own_forward(self.module, self.local("weight"), tokens, starts, weights)
-        return ports.sharded_output(self, out, port=leaving)
-
-
-class RowEmbeddingBag(_Table):
-    """An embedding bag whose vocabulary is sharded; sums and means, which are sums over the ranks."""
-
-    collectives = staticmethod(_declare_bags)
+    __slots__ = ("rows",)
 
     def resolve(self) -> None:
         super().resolve()
         module: Any = self.module
-        if module.mode == "max" or module.scale_grad_by_freq:
+        self.rows: bool = isinstance(self.port_out.layout, Partial)
+        if self.rows and (module.mode == "max" or module.scale_grad_by_freq):
             raise UnsupportedModuleError(
                 f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', scale_grad_by_freq); "
                 "use ColwiseParallel"
             )
 
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
+        port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
+        yield from moves(given["input"], port.layout, port.desired)
+        if offsets is not None and isinstance(port.layout, Shard):
+            yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
+            yield Collective("all_gather", nbytes(offsets))
+        if weights is not None:
+            yield from declare_input(replace(call, args=(weights,), kwargs={}))
+        yield from declare_output(call)
+
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        module: Any = self.module
         tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
-        check_ids(tokens, self.spec("weight").shape[0])
+        if self.rows:
+            check_ids(tokens, self.spec("weight").shape[0])
+            return ports.partial_output(self, self.summed(tokens, starts, weights), None, port=leaving)
+        out = own_forward(self.module, self.local("weight"), tokens, starts, weights)
+        return ports.sharded_output(self, out, port=leaving)
+
+    def summed(self, tokens: Tensor, starts: Tensor | None, weights: Tensor | None) -> Tensor:
+        """Of each bag the sum (of a mean: divided by the number of tokens) of the rows that are on this rank."""
+        module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         rows, own = weight.shape[0], tokens - self.spec("weight").offset(0)
         counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)  # no id is -1
@@ -229,4 +226,4 @@ class RowEmbeddingBag(_Table):
             factor = counted.to(weight.dtype)
             counts = functional.embedding_bag(zeros, ones, starts, per_sample_weights=factor, **how)
             out = out / counts.clamp(min=1)
-        return ports.partial_output(self, out, None, port=leaving)
+        return out

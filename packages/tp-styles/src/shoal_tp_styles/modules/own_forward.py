@@ -118,10 +118,9 @@ class LocalForward(Boundary):
     __slots__ = ("counts",)
 
     def resolve(self) -> None:
-        names: Any = self.sharding.options
         ranks = self.comm.size
         self.counts: dict[str, int] = {}
-        for name in names:
+        for name in self.sharding.options_of(tuple):
             count = getattr(self.module, name)
             if count % ranks:
                 raise LayoutError(

@@ -204,32 +204,32 @@ class HiddenUnits(Lowered):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """One layer in one direction: outputs of own units, (steps, batch, units), of all if `inner`, and states."""
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
-        units = self.sizes[self.comm.rank]
         drive = linear(x, of_inputs, bias_of_inputs)  # (steps, batch, gates * units), of all steps at once
         if state:
             hidden = gather_partial(state[0], self.comm, 1, self.sizes)
         else:
+            units = self.sizes[self.comm.rank]
             state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (1 + isinstance(self.module, nn.LSTM))
             hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
         of_units, of_all = [], []
         for step, driven in enumerate(drive):
-            state = self.cell(driven, linear(hidden, of_state, bias_of_state), state, units)
+            state = self.cell(driven, linear(hidden, of_state, bias_of_state), state)
             of_units.append(state[0])  # (batch, 3): steps of them are stacked to (steps, batch, 3)
             if inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
                 of_all.append(hidden)
         return torch.stack(of_units), torch.stack(of_all) if inner else of_units[0], state
 
-    def cell(self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...], units: int) -> tuple[Tensor, ...]:
+    def cell(self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The next state, from what the gates get from the input and from the state, (batch, gates and units)."""
         module: Any = self.module
         if isinstance(module, nn.LSTM):
-            into, forget, value, out = _gates(driven + recurrence, units, 4)
+            into, forget, value, out = (driven + recurrence).chunk(4, -1)  # (batch, 4 * 3): four of (batch, 3)
             memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
             return out.sigmoid() * memory.tanh(), memory
         if isinstance(module, nn.GRU):
-            reset, update, value = _gates(driven, units, 3)
-            state_reset, state_update, state_value = _gates(recurrence, units, 3)
+            reset, update, value = driven.chunk(3, -1)
+            state_reset, state_update, state_value = recurrence.chunk(3, -1)
             update = (update + state_update).sigmoid()
             value = (value + (reset + state_reset).sigmoid() * state_value).tanh()
             return ((1 - update) * value + update * state[0],)
@@ -244,10 +244,6 @@ class HiddenUnits(Lowered):
         dropped: Any = dropout(from_local(torch.ones_like(x), Replicate(), self.mesh), module.dropout)
         mask: Tensor = dropped.to_local()
         return x * mask
-
-
-def _gates(x: Tensor, units: int, gates: int) -> list[Tensor]:
-    return list(torch.split_with_sizes(x, [units] * gates, -1))  # (batch, 4 * 3) of an LSTM: four of (batch, 3)
 
 
 def _tensors(state: Any) -> tuple[Tensor, ...]:

@@ -238,7 +238,7 @@ class ModuleSharding:
         outputs: one port per output, None where it passes through; None: all pass through.
         lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the module's own forward
             runs on DTensors.
-        options: what the lowering must know beside placements, of a class of its own; None: nothing.
+        options: what the lowering must know beside placements, by its type; None: nothing.
         local_inputs: the module's forward receives plain local tensors.
         local_outputs: plain local tensors leave the module.
         distributes: parameters become DTensors (False for styles that only prepare inputs or outputs).

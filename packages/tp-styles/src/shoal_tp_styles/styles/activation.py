@@ -146,11 +146,15 @@ def sharded_groups(
     name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
     if isinstance(module, CONVOLUTIONS) and not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
         raise unsupported(name, module, CONVOLUTIONS)
+    # In units of 2 groups of 1 input and 2 output channels: multiples of 2 and of 4.
+    into, out_of, rows = (channels.unit * size for size in (channels.into, channels.out_of, channels.rows))
+    reads, computes = Shard(channels.dim, multiple_of=into), Shard(channels.dim, multiple_of=out_of)
+    of_outputs = dict.fromkeys(("bias", "running_mean", "running_var"), Shard(0, multiple_of=out_of))
     return ModuleSharding(
         name,
-        channels.parameters,
-        inputs=(Port(arriving or channels.input, channels.input),),
-        outputs=(Port(channels.output, leaving or channels.output),),
+        {"weight": Shard(0, multiple_of=rows), **of_outputs},
+        inputs=(Port(arriving or reads, reads),),
+        outputs=(Port(computes, leaving or computes),),
         lowering=GroupedChannels,
         options=channels,
         local_outputs=getattr(style, "use_local_output", True),

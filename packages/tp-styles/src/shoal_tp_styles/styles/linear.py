@@ -24,7 +24,7 @@ from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
 from ..modules.channels import Channels
 from ..modules.composed_linear import FusedColumn
-from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
+from ..modules.embedding import ColumnEmbedding, EmbeddingBag, RowEmbedding
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.sharded_linear import ColumnLinear, RowLinear
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of, out_features
@@ -53,7 +53,7 @@ COLWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 0, "bias": 0}, None, -1, ColumnLinear),
     TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1, Channels),
     nn.Embedding: Features({"weight": 1}, None, -1, ColumnEmbedding),
-    nn.EmbeddingBag: Features({"weight": 1}, None, -1, ColumnEmbeddingBag),
+    nn.EmbeddingBag: Features({"weight": 1}, None, -1, EmbeddingBag),
     nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, Channels, inputs=2),
     **{conv: Features({"weight": 0, "bias": 0}, None, -1 - n, Channels) for n, conv in _CONVOLUTIONS},
     **{conv: Features({"weight": 1, "bias": 0}, None, -1 - n, Channels) for n, conv in _TRANSPOSED},
@@ -63,7 +63,7 @@ ROWWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 1}, -1, None, RowLinear),
     TransposedLinear: Features({"weight": 0}, -1, None, Channels),
     nn.Embedding: Features({"weight": 0}, None, None, RowEmbedding),
-    nn.EmbeddingBag: Features({"weight": 0}, None, None, RowEmbeddingBag),
+    nn.EmbeddingBag: Features({"weight": 0}, None, None, EmbeddingBag),
     **{conv: Features({"weight": 1}, -1 - n, None, Channels) for n, conv in _CONVOLUTIONS},
     **{conv: Features({"weight": 0}, -1 - n, None, Channels) for n, conv in _TRANSPOSED},
 }
