@@ -53,7 +53,7 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks during one forward; what was packed stays packed until its backward."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
-        super().__init__(self.pack, _unpack)
+        super().__init__(self.pack, lambda saved: saved[0].full_tensor() if isinstance(saved, tuple) else saved)
         self.mesh, self.dim = mesh, dim
         plain = (x for x in inputs if not isinstance(x, DTensor) and x.numel())
         self.replicated = {(x.data_ptr(), x.shape, x.stride()) for x in plain}
@@ -76,8 +76,3 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
             whole = DTensor.from_local(tensor.detach(), self.mesh, (Replicate(),), run_check=False)
             self.shards[pointer] = (whole.redistribute(placements=(Shard(self.dim),)),)
         return self.shards[pointer]
-
-
-def _unpack(saved: Any) -> Tensor:
-    tensor: Tensor = saved[0].full_tensor() if isinstance(saved, tuple) else saved
-    return tensor

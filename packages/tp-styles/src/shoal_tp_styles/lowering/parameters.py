@@ -107,17 +107,15 @@ class _DeliveredShards(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only()
         routes: list[GradRoute] = []
-        wanted: list[Tensor | None] = []
+        wanted: list[Tensor | None] = [None] * len(grads)
         seen: set[int] = set()
-        for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
-            route: GradRoute = "unused" if grad is None or node is None else grad_route(node, param)
-            routes.append(route)
-            wanted.append(None)
-            if route != "unused" and grad is not None:
+        for i, (param, grad, (node, _)) in enumerate(zip(ctx.params, grads, ctx.next_functions, strict=True)):
+            routes.append("unused" if grad is None or node is None else grad_route(node, param))
+            if routes[-1] != "unused" and grad is not None:
                 # Nobody else refers to it: `x + y` gets one tensor for both, maybe the user's.  Autograd asks the
                 # same before it makes a gradient the `.grad` of a parameter.
                 own = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
-                wanted[-1] = grad.contiguous() if own else grad.clone()
+                wanted[i] = grad.contiguous() if own else grad.clone()
                 seen.add(id(grad))
         summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
         for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):

@@ -7,8 +7,7 @@ latent    x: R, W: R -> y: R               the gradient of the last features is 
 fused     x: R | S(d) -> y: S(-1)          block by block
 heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked for, by another
 
-The local shards of fused blocks are read as one matrix where they are adjacent in memory, and concatenated by a copy
-where something (a dtype change, a load) has moved them apart.  The gradient of a head that ranks share is summed.
+The gradient of a head that ranks share is summed.
 """
 
 from __future__ import annotations
@@ -81,7 +80,10 @@ class LatentLinear(Lowered):
 
 
 class _Concatenate(Function):
-    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy."""
+    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy.
+
+    A dtype change or a load moves them apart.
+    """
 
     @staticmethod
     def forward(ctx: Any, *shards: Tensor) -> Tensor:
@@ -117,12 +119,8 @@ class FusedLowering(Lowered):
 
     def concatenate(self, kind: str) -> Tensor | None:
         """The local matrix (or bias) of all blocks, as rows."""
-        comms = self.comms[kind]
-        local = self.local(*(name for name, comm in comms.items() if comm is None))
-        for name, comm in comms.items():
-            if comm is not None:
-                local |= self.local(name, comm=comm)
-        shards = [shard for name in comms if (shard := local[name]) is not None]
+        found = (self.local(name, comm=comm)[name] for name, comm in self.comms[kind].items())
+        shards = [shard for shard in found if shard is not None]
         if not shards:
             return None
         matrix = shards[0]
@@ -187,8 +185,9 @@ class AttentionHeads(FusedLowering):
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
         if need_weights and not average_attn_weights:
-            what = "the weights of single heads are on different ranks; average them"
-            raise UnsupportedModuleError(f"HeadParallel: {what}")
+            raise UnsupportedModuleError(
+                "HeadParallel: the weights of single heads are on different ranks; average them"
+            )
         batched = query.ndim == 3
         inputs = [x if batched else x.unsqueeze(0) for x in (query, key, value)]
         if batched and not module.batch_first:

@@ -169,7 +169,7 @@ class FusedBlocks:
         """Whether each block becomes a parameter of its own.
 
         Equal blocks are equal runs of one dim, of which every rank has the same rows: a `StridedShard`. What ranks have
-        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim.
+        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim: `fused_parameters`.
         """
         return len({*self.blocks.values()}) > 1 or any(heads.replicated(ranks) for heads in self.blocks.values())
 

@@ -2,11 +2,6 @@
 
 One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
 sharded features, and the lowering that computes it.
-
-A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each.  Equal blocks stay
-one parameter, with a `StridedShard`.  Blocks of different sizes, and heads that several ranks hold, are no sharding of
-the fused rows: they become one parameter each (`weight_q`, `weight_k`, ...), whose local shards are adjacent in one
-buffer, so the product stays fused and nothing is copied.  A fused `weight` in a state dict is split on loading.
 """
 
 from __future__ import annotations
