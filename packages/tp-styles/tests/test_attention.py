@@ -1,4 +1,4 @@
-"""Covers: modules/composed_linear.py, styles/attention.py."""
+"""Covers: modules/composed_linear.py, styles/activation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: styles/attention.py, composed_linear.py, own_forward.py: latent attention and sinks."""
+"""Covers: styles/activation.py, composed_linear.py, own_forward.py: latent attention and sinks."""
 
 from __future__ import annotations
 

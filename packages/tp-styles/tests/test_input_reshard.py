@@ -1,4 +1,4 @@
-"""Covers: apply/input_reshard.py."""
+"""Covers: styles/prepare.py."""
 
 from __future__ import annotations
 

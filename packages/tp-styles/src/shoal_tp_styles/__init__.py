@@ -12,7 +12,6 @@ from shoal_mesh.internal import facade
 
 from . import losses
 from .__about__ import __version__
-from .apply.input_reshard import input_reshard
 from .errors import UnmatchedPlanWarning
 from .losses import sampling as choose
 from .losses.logits import Vocab
@@ -23,12 +22,18 @@ from .plan.parallelize import parallelize_module, unparallelize_module
 from .plan.preview import Preview, preview
 from .plan.verify import Verification, verify
 from .sharding.module_sharding import Collective, Heads, ModuleCall, ModuleSharding, Port
-from .styles.activation import ChannelParallel, ContextParallel, SequenceParallel
-from .styles.attention import HeadParallel, LatentProjection, OwnParameters
+from .styles.activation import (
+    ChannelParallel,
+    ContextParallel,
+    HeadParallel,
+    LatentProjection,
+    OwnParameters,
+    SequenceParallel,
+)
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from .styles.lora import LoRA, adapter_parameters, merge_adapters
-from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, input_reshard
 from .styles.style import DeclaredStyle, ParallelStyle
 
 __all__ = [

@@ -9,8 +9,7 @@ from shoal_dtensor import Partial, Replicate
 from shoal_dtensor.errors import PlanError
 
 from ..errors import StyleNameError
-from ..styles.activation import SequenceParallel
-from ..styles.attention import LatentProjection, OwnParameters
+from ..styles.activation import LatentProjection, OwnParameters, SequenceParallel
 from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from ..styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from ..styles.prepare import PrepareModuleOutput
