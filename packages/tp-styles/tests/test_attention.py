@@ -1,4 +1,4 @@
-"""Covers: modules/composed_linear.py, styles/activation.py."""
+"""Covers: modules/composed_linear.py, styles/activation.py: heads of an attention on their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: styles/prepare.py."""
+"""Covers: styles/prepare.py: shards of inputs that are saved for backward."""
 
 from __future__ import annotations
 

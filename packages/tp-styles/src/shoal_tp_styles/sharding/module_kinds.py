@@ -38,12 +38,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """What a module counts as, most specific first: by structure, its class, the classes above.
-
-    Example:
-        >>> kinds_of(nn.ReLU())[0].__name__
-        'ReLU'
-    """
+    """What a module counts as, most specific first: by structure, its class, the classes above."""
     parents = tuple(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return (TransposedLinear, *parents) if _is_transposed(module) else parents
 
@@ -65,12 +60,7 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def computed_parameters(module: nn.Module) -> list[str]:
-    """Tensors that are computed from other parameters before each forward: parametrizations, weight_norm, pruning.
-
-    Example:
-        >>> computed_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-        ['weight']
-    """
+    """Tensors that are computed from other parameters before each forward: parametrizations, weight_norm, pruning."""
     names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]  # a ModuleDict
     for name, value in vars(module).items():  # the older utilities keep the result as a plain attribute
         if isinstance(value, Tensor) and any(f"{name}{end}" in module._parameters for end in ("_g", "_orig")):
@@ -79,12 +69,7 @@ def computed_parameters(module: nn.Module) -> list[str]:
 
 
 def out_features(module: nn.Module) -> int | None:
-    """Number of output features of a Linear with a weight of either orientation; None for other modules.
-
-    Example:
-        >>> out_features(nn.Linear(4, 8))
-        8
-    """
+    """Number of output features of a Linear with a weight of either orientation; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.out_features
     return module.get_parameter("weight").shape[1] if _is_transposed(module) else None
@@ -123,19 +108,10 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
 
 
 def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPlacement]:
-    """The placement along the axis of experts of every parameter that belongs to experts.
-
-    Example:
-        >>> from torch import nn
-        >>> class Pair(nn.ModuleList):
-        ...     def forward(self, hidden_states, top_k_index, top_k_weights): ...
-        >>> pair = Pair([nn.Linear(2, 4, bias=False), nn.Linear(2, 4, bias=False)])
-        >>> [placement.on(2) for placement in expert_shards(pair, experts_of("", pair)).values()]
-        [Shard(dim=0, sizes=(4, 0)), Shard(dim=0, sizes=(0, 4))]
-    """
+    """The placement along the axis of experts of every parameter that belongs to experts."""
     if not experts.listed:
-        own = {name: p for name, p in module.named_parameters() if "." not in name}
-        return {name: Shard(0) for name, p in own.items() if p.ndim > 1 and p.shape[0] == experts.count}
+        own = module.named_parameters(recurse=False)
+        return {name: Shard(0) for name, p in own if p.ndim > 1 and p.shape[0] == experts.count}
     owned: dict[str, ParameterPlacement] = {}
     for index, child in enumerate(module.children()):
         for name, param in child.named_parameters():
@@ -151,12 +127,8 @@ def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPla
 # Blocks that the name stands for, and whether the hidden features are what the product returns (else what it sums).
 _WEIGHT_NAMES = {
     "gate_up_proj": (2, True),
-    "gate_proj": (1, True),
-    "up_proj": (1, True),
-    "w1": (1, True),
-    "w3": (1, True),
-    "down_proj": (1, False),
-    "w2": (1, False),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (1, True)),
+    **dict.fromkeys(("down_proj", "w2"), (1, False)),
 }
 
 

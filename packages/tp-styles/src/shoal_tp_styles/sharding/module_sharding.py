@@ -111,12 +111,7 @@ class ExpertOwner:
     rows: int  # elements of dim 0
 
     def on(self, ranks: int) -> Placement:
-        """The placement over so many ranks.
-
-        Example:
-            >>> ExpertOwner(2, 3, 8).on(2)
-            Shard(dim=0, sizes=(0, 8))
-        """
+        """The placement over so many ranks."""
         owner = self.expert // -(-self.experts // ranks)  # 3 experts on 2 ranks: 0 0 1
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
 

@@ -63,9 +63,8 @@ ROWWISE: dict[type[nn.Module], Features] = {
     **{conv: Features({"weight": 0}, -1 - n, None, Channels) for n, conv in _TRANSPOSED},
 }
 
-_OF_HEADS = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
-
 _Table = Mapping[type[nn.Module], Features]
+_OF_HEADS: _Table = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
 
 
 def _features(style: str, table: _Table, module: nn.Module) -> tuple[Features, type[Lowered] | None]:
@@ -268,12 +267,7 @@ class TiedStyle(DeclaredStyle):
 
 
 def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
-    """The style under which the weight of a Linear or Embedding is placed so; None if there is none.
-
-    Example:
-        >>> style_of_tied(nn.Linear(4, 8), Shard(0))
-        TiedStyle(of=ColwiseParallel(output_layouts=Replicate()))
-    """
+    """The style under which the weight of a Linear or Embedding is placed so; None if there is none."""
     known = class_of(module) in (nn.Linear, nn.Embedding)
     if not known or not isinstance(placement, Shard) or placement.sizes is not None:
         return None
