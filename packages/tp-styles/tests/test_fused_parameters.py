@@ -1,4 +1,4 @@
-"""Covers: apply/fused_parameters.py."""
+"""Covers: apply/apply.py: fused parameters."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ May import: _torch, apply, lowering, modules, plan, sharding, styles.
 # ruff: noqa: F401
 
 from ._torch import StorageReference, autocast_dtype
-from .apply.apply import apply_sharding, shardings_of
-from .apply.fused_parameters import block_rows, make_adjacent
+from .apply.apply import apply_sharding, block_rows, make_adjacent, shardings_of
 from .lowering.collective_functions import find_token, keep_token
 from .lowering.lowered import lowered_of, nbytes
 from .lowering.parameters import HOW_TO_QUANTIZE

@@ -21,8 +21,7 @@ from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
 
-from ..apply.apply import plain_module
-from ..apply.fused_parameters import full_of
+from ..apply.apply import full_of, plain_module
 from .resolve import Plan, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 
 

@@ -164,7 +164,7 @@ class FusedBlocks:
         """Whether each block becomes a parameter of its own.
 
         Equal blocks are equal runs of one dim, of which every rank has the same rows: a `StridedShard`. What ranks have
-        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim: `fused_parameters`.
+        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim.
         """
         return len({*self.blocks.values()}) > 1 or any(heads.replicated(ranks) for heads in self.blocks.values())
 
