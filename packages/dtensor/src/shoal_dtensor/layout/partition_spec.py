@@ -104,21 +104,6 @@ def read_placements(
 # --- as a spec keeps them ---------------------------------------------------------------------------------------------
 
 
-def _order_of(placements: Sequence[Placement], asked: Mapping[int, tuple[int, ...]]) -> ShardOrder:
-    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless asked for)."""
-    axes_of: dict[int, tuple[int, ...]] = {}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | StridedShard):
-            axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
-    for dim, axes in asked.items():
-        if sorted(axes) != list(axes_of.get(dim, ())):
-            raise PlacementError(
-                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but the placements "
-                f"{tuple(map(str, placements))} shard it by axes {axes_of.get(dim, ())}"
-            )
-    return tuple((dim, tuple(asked.get(dim, axes_of[dim]))) for dim in sorted(axes_of))
-
-
 def normalize_placements(
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
@@ -150,10 +135,16 @@ def normalize_placements(
             if isinstance(placement, StridedShard) and placement.sizes is None:
                 strided[axis], placement = placement.split_factor, Shard(dim)
         resolved.append(placement)
-    order = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
-    if strided:
-        order = _order_of_strided(resolved, strided, mesh_shape) | order
-    return tuple(resolved), _order_of(resolved, order)
+    order = _order_of(resolved, strided, mesh_shape)
+    asked = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
+    for dim, axes in asked.items():
+        ascending = tuple(sorted(order.get(dim, ())))
+        if sorted(axes) != [*ascending]:
+            raise PlacementError(
+                f"shard_order: axes {axes} given for tensor dim {dim}, but the placements "
+                f"{tuple(map(str, resolved))} shard it by axes {ascending}"
+            )
+    return tuple(resolved), tuple((dim, asked.get(dim, order[dim])) for dim in sorted(order))
 
 
 def _in_runs(
@@ -179,14 +170,14 @@ def _in_runs(
     return StridedShard(dim, split_factor=runs, sizes=sizes)
 
 
-def _order_of_strided(
+def _order_of(
     placements: Sequence[Placement], strided: dict[int, int], mesh_shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Place each axis behind those to its right whose sizes multiply to its split factor."""
+    """The axes that shard each dim: ascending, but behind those to its right whose sizes multiply to a split factor."""
     order: dict[int, tuple[int, ...]] = {}
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard | StridedShard):
             continue
         before, factor, position = order.get(placement.dim, ()), 1, 0
         while factor != strided.get(axis, 1) and position < len(before):
