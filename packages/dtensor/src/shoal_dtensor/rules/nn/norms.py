@@ -8,7 +8,7 @@ Gradients of weight and bias are partial sums where what they are summed over is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from math import prod
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, in_every_form, sharding_axes, with_arguments
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
@@ -74,20 +73,23 @@ def norm(call: OpCall) -> Iterator[Row]:
         yield call.row(entries, traffic=traffic if statistics is R else None)
 
 
-@dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the statistics of a norm are over, where a dim of that is sharded.
+    """What the statistics of a norm are over.
 
     Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3).  A group norm of 3 groups
     splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements each, and parameters (6, 1).
     """
 
-    spec: Spec  # of the input
-    axes: tuple[int, ...]  # the mesh axes over which they are summed
-    count: int  # over how many elements of all ranks each is
-    shape: Sequence[int]  # that of the local input in which they are over whole `dims`
-    dims: list[int]  # those dims
-    parameters: Sequence[int]  # the shape in which weight and bias multiply the input and are added
+    def __init__(self, local_call: LocalCall) -> None:
+        call, self.spec = local_call.call, local_call["input"]
+        local, (over, having), unit = self.spec.local_shape, _dims(call), _unit(call)
+        self.axes = sharding_axes(self.spec, over)  # the mesh axes over which they are summed
+        self.count = unit * prod(self.spec.shape[d] for d in over)  # of how many elements: (8, 6, 5), unit 2: 2 * 5
+        # The shape of the local input in which they are over whole `dims`, and that of weight and bias beside it.
+        self.shape: Sequence[int] = local
+        self.dims, self.parameters = over, [n if d in having else 1 for d, n in enumerate(local)]
+        if "group" in call.bound:
+            self.shape, self.dims = (local[0], local[1] // unit, unit * prod(local[2:])), [2]  # (8, 6, 3): (8, 3, 6)
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
@@ -99,24 +101,10 @@ class Statistics:
         return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])  # (8, 3, 6): (8, 3, 1)
 
 
-def _statistics(local_call: LocalCall) -> Statistics | None:
-    """The statistics of a call; None if no dim is sharded that they are over."""
-    call, spec = local_call.call, local_call["input"]
-    local, (over, having), unit = spec.local_shape, _dims(call), _unit(call)
-    axes, count = sharding_axes(spec, over), unit * prod(spec.shape[d] for d in over)  # (8, 6, 5), unit 2: 2 * 5
-    if not axes or not _is_training(call):
-        return None
-    parameters = [n if d in having else 1 for d, n in enumerate(local)]
-    if "group" not in call.bound:
-        return Statistics(spec, axes, count, local, over, parameters)
-    by_group = (local[0], local[1] // unit, unit * prod(local[2:]))  # (8, 6, 3), unit 2: (8, 3, 6)
-    return Statistics(spec, axes, count, by_group, [2], parameters)
-
-
 def _norm(local_call: LocalCall) -> LocalFunction | None:
     call, is_gradient = local_call.call, "grad_out" in local_call.call.places
-    if (statistics := _statistics(local_call)) is not None:
-        return (_normalise_backward if is_gradient else _normalise)(local_call, statistics)
+    if sharding_axes(local_call["input"], _dims(call)[0]) and _is_training(call):
+        return (_normalise_backward if is_gradient else _normalise)(local_call, Statistics(local_call))
     if "group" not in call.bound:
         return None if is_gradient else _with_given(local_call)
     batch, channels = local_call["input"].local_shape[:2]  # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
