@@ -1,4 +1,4 @@
-"""Covers: redistribute/reductions.py."""
+"""Covers: redistribute/execution/kernels.py: what a reduction does to values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.redistribute.reductions import identity_of, powers, root, wire_itemsize
+from shoal_dtensor.redistribute.execution.kernels import identity_of, powers, root
+from shoal_dtensor.redistribute.search.space import wire_itemsize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)

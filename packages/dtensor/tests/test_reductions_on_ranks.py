@@ -1,4 +1,4 @@
-"""Covers: optim/clip_grad.py, redistribute/reductions.py, rules/math/reduction.py, interop.py."""
+"""Covers: optim/clip_grad.py, redistribute/execution/kernels.py, rules/math/reduction.py, interop.py: on ranks."""
 
 from __future__ import annotations
 

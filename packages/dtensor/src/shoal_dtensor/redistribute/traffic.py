@@ -14,7 +14,7 @@ from ..layout.boxes import intersect, volume
 from ..layout.placements import Partial
 from ..layout.spec import Spec
 from .execution.kernels import blocks_of, members
-from .reductions import wire_itemsize
+from .search.space import wire_itemsize
 from .steps import Plan, Step
 
 

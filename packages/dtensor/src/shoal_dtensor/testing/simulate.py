@@ -17,8 +17,7 @@ from torch import Generator, Tensor
 
 from ..layout.placements import Partial, norm_order
 from ..layout.spec import Spec
-from ..redistribute.execution.kernels import CollectiveCall, kernel, members, transfer_kernel
-from ..redistribute.reductions import identity_of, powers, root
+from ..redistribute.execution.kernels import CollectiveCall, identity_of, kernel, members, powers, root, transfer_kernel
 from ..redistribute.steps import Plan, Step
 
 Coordinate = tuple[int, ...]

@@ -1,4 +1,4 @@
 """Running plans on this rank: kernels, one plan at once, and messages in which many travel.
 
-May import: blocks, reductions, steps.
+May import: blocks, steps.
 """

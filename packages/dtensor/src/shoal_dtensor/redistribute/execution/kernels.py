@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
 
+from ...errors import RedistributeError
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import has_symbols
 from ..blocks import Blocks, boxes_of_rank, exchange_blocks
-from ..reductions import identity_of, powers, root
 from ..steps import Step
 
 if TYPE_CHECKING:
@@ -310,3 +310,44 @@ _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
     "Exchange": _exchange,
     "Transfer": lambda step, _: transfer_kernel(step, step.src.mesh.get_rank()),  # on either mesh
 }
+
+
+# --- what a reduction does to values ----------------------------------------------------------------------------------
+#
+# The powers of a norm travel as float64, so that squares of what fits the type do not overflow (torch's own norm of
+# float32 values from 2e19 on is infinite).  In float64 itself they overflow where the plain norm does.  The sign is
+# kept beside the power: a value that one rank holds alone comes back as it is.
+
+
+def powers(part: Tensor, order: float) -> Tensor:
+    """What is summed up; RedistributeError if the tensor is not of real floating-point numbers."""
+    if not part.is_floating_point():
+        raise RedistributeError(f"a partial norm is of floating-point numbers, got {part.dtype}")
+    wide = part.double()
+    return wide * wide.abs() if order == 2 else wide.abs().pow_(order).copysign_(wide)
+
+
+def root(total: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    """The norm, from the sum of the powers."""
+    size = total.abs()
+    return (size.sqrt_() if order == 2 else size.pow_(1 / order)).copysign_(total).to(dtype)
+
+
+def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that a reduction ignores."""
+    order = norm_order(op)
+    if order is not None:
+        return 0.0 if order > 0 else float("inf")
+    if op in ("sum", "avg", "bor", "bxor"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op in ("min", "band")
+    if op == "band":
+        return -1 if dtype.is_signed else torch.iinfo(dtype).max
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    if dtype.is_complex:
+        raise RedistributeError(f"{op} is not defined for {dtype}")
+    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min

@@ -1,4 +1,4 @@
 """Which plan is cheapest: the states between two layouts, the edges between them with their cost, and the search.
 
-May import: reductions, steps.
+May import: steps.
 """

@@ -20,10 +20,11 @@ from itertools import permutations, product
 from math import comb, perm
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ...errors import RedistributeError
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Replicate, norm_order
-from ..reductions import wire_itemsize
 from .links import Links, axes_of, mask_of
 
 if TYPE_CHECKING:
@@ -189,6 +190,11 @@ def _held(old: ShardedDim, new: ShardedDim) -> float:
     shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
     common = [max(0, min(a + n, b + m) - max(a, b)) / m for a, n, b, m in shards if m]
     return min(common, default=1.0)
+
+
+def wire_itemsize(op: str, dtype: torch.dtype) -> int:
+    """Bytes of an element while it is reduced."""
+    return dtype.itemsize if norm_order(op) is None else torch.float64.itemsize
 
 
 def _commute(ops: set[str]) -> bool:

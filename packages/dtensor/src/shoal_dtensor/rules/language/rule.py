@@ -25,7 +25,7 @@ from shoal_mesh.internal import bound
 from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
 from ...layout.placements import Partial
-from ...redistribute.reductions import identity_of
+from ...redistribute.execution.kernels import identity_of
 from ...scopes import current, entered
 from .op_call import (
     ANY_NORM as ANY_NORM,

@@ -19,7 +19,7 @@ from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
-from ...redistribute.reductions import identity_of
+from ...redistribute.execution.kernels import identity_of
 from ..language.local_ops import along_dim, bytes_of, functional, moved_between_boxes, shard_index, where_sharded
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
