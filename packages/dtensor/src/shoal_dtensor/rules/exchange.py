@@ -171,13 +171,6 @@ class Windows:
         start = inputs[0] * self.stride - self.padding  # inputs 0:3, stride 2, padding 1: -1
         return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1  # -1 + 2 * 2 + 3 = 6
 
-    @property
-    def overlap(self) -> int:
-        """Inputs that two neighbouring windows share, so about the size of a halo."""
-        if self.transposed:
-            return max(-(-(self.reach + 1) // self.stride) - 1, 0) + 2 * self.beside  # kernel 3, by 2: 2 - 1 = 1
-        return max(self.reach + 1 - self.stride, 0)  # kernel 3, stride 1: 2; kernel 2, stride 2: 0
-
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
     """An argument with a number for each of `count` spatial dims, or one for all."""
@@ -211,7 +204,11 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
         8
     """
     row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
-    size = max(windows.overlap, 1) * max(row_bytes, 1)
+    # Inputs that two neighbouring windows share, so about the size of a halo.
+    overlap = windows.reach + 1 - windows.stride  # kernel 3, stride 1: 2; kernel 2, stride 2: 0
+    if windows.transposed:
+        overlap = max(-(-(windows.reach + 1) // windows.stride) - 1, 0) + 2 * windows.beside  # 3, by 2: 2 - 1 = 1
+    size = max(overlap, 1) * max(row_bytes, 1)
     return (lambda ranks: size) if _needs_halo(windows) else None
 
 

@@ -19,7 +19,7 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import along_dim, functional, in_every_form, local_positions, sharding_axes, with_arguments
+from ..language.local_ops import along_dim, functional, local_positions, sharding_axes, where_sharded, with_arguments
 from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, flatten
 
@@ -144,13 +144,10 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
 MAX = 2  # the mode of `embedding_bag`
 
 
-def _embedding(local_call: LocalCall) -> LocalFunction | None:
+@partial(where_sharded, dims=lambda call: (0,))
+def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """With a sharded vocabulary, whose indices do not count from the end."""
-    weight = local_call.inputs[0]
-    if not sharding_axes(weight, (0,)):
-        return None
-    local = partial(local_positions, spec=weight, dim=0, from_end=False)
-    return in_every_form(local_call.call, lookup(local_call, 0, local, behind=1))
+    return lookup(local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1)
 
 
 def embedding_dense_backward(call: OpCall) -> Iterable[Row]:

@@ -126,7 +126,7 @@ Local = Callable[[LocalCall], LocalFunction | None]
 
 
 def where_sharded(
-    local: Callable[[LocalCall, Spec, tuple[int, ...]], LocalFunction],
+    local: Callable[[LocalCall, Spec, tuple[int, ...]], LocalFunction | None],
     dims: Callable[[OpCall], Sequence[int]] | None = None,
 ) -> Local:
     """Decorator: called only where the first tensor is sharded by one of `dims`, with its spec and the mesh axes.
@@ -138,7 +138,8 @@ def where_sharded(
     def decide(local_call: LocalCall) -> LocalFunction | None:
         call, spec = local_call.call, local_call.inputs[0]
         axes = sharding_axes(spec, None if dims is None else dims(call))
-        return in_every_form(call, local(local_call, spec, axes)) if axes else None
+        function = local(local_call, spec, axes) if axes else None
+        return None if function is None else in_every_form(call, function)
 
     return decide
 

@@ -24,7 +24,6 @@ from ..language.local_ops import (
     all_reduced,
     along_dim,
     bytes_of,
-    in_every_form,
     mean_of_sums,
     mean_rows,
     sharding_axes,
@@ -78,19 +77,15 @@ def mean(call: OpCall) -> Iterator[Row]:
         yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
 
 
-def _mean(local_call: LocalCall) -> LocalFunction | None:
+@by_reduced_dims
+def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction | None:
     """The operator itself over even shards; over uneven ones the sum over ranks of (local sum / global count)."""
     dims, count = list(reduced_dims(local_call.call)), _count(local_call)
-    axes = sharding_axes(local_call.inputs[0], dims)
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
     keepdim, dtype = bool(local_call.call.get("keepdim", False)), local_call.outputs[0].dtype
     finish = mean_of_sums(local_call, axes)
-
-    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
-
-    return in_every_form(local_call.call, run)
+    return lambda x, *_, **__: finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
 
 
 def var(call: OpCall) -> Iterator[Row]:

@@ -20,11 +20,11 @@ from ..language.local_ops import (
     bytes_of,
     check_bounds,
     functional,
-    in_every_form,
     in_shard,
     mean_of_sums,
     mean_rows,
     sharding_axes,
+    where_sharded,
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
@@ -125,12 +125,10 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
     return run
 
 
-def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
+@where_sharded
+def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
-    call, spec = local_call.call, local_call.inputs[0]
-    axes, over_classes = sharding_axes(spec), sharding_axes(spec, (_class_dim(call),))
-    if not axes:
-        return None
+    call, over_classes = local_call.call, sharding_axes(spec, (_class_dim(local_call.call),))
     kernel, targets_here = functional(call), _targets_here(local_call, spec)
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
     reduces, is_mean = call["reduction"] != NONE, call["reduction"] == MEAN
@@ -142,7 +140,7 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
         loss = all_reduced(loss, spec, over_classes)
         return (finish(loss / total) if is_mean else loss), total
 
-    return in_every_form(call, run)
+    return run
 
 
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
