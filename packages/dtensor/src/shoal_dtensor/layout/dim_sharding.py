@@ -182,11 +182,9 @@ class DimSharding:
         return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
 
     def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:
-        """Every shard sharded further by one more axis, as `torch.chunk` does it at multiples of `unit`.
-
-        7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a multiple of 2.
-        10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
-        """
+        """Every shard sharded further by one more axis, as `torch.chunk` does it at multiples of `unit`."""
+        # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a multiple of 2.
+        # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
         axes, axis_sizes = (*self.axes, axis), (*self.axis_sizes, ways)
         if type(self.length) is not int:  # a symbol stays one where the shards are even
             if self.even and not self.step % (ways * unit):

@@ -44,11 +44,7 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:
-    """Bytes that a rank has to receive at least, averaged over the ranks, whatever the algorithm.
-
-    Without a reduction: what its box under `dst` has and its box under `src` has not.  With one: to add up
-    p values and leave the result on q ranks, p - 1 and q - 1 transfers of every element.
-    """
+    """Bytes that a rank has to receive at least, averaged over the ranks, whatever the algorithm."""
     mesh = src.mesh
     free = [axis for axis, p in enumerate(dst.placements) if isinstance(p, Partial) and src.placements[axis] is not p]
     reduced = [axis for axis, _ in src.partials if dst.placements[axis] is not src.placements[axis]]
@@ -58,12 +54,12 @@ def least_bytes(src: Spec, dst: Spec) -> float:
     free = [a for a in free if a not in linear]
     ranks = mesh.size()
     values = prod(mesh.shape[a] for a in reduced)
-    if values > 1:
+    if values > 1:  # to add up p values and leave the result on q ranks: p - 1 and q - 1 transfers of every element
         kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
         holders = ranks // kept // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
         holders //= prod(mesh.shape[a] for a in free)
         return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks  # 64 * 6 / 4
-    total = 0
+    total = 0  # what boxes under `dst` have and boxes under `src` have not
     for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
         wanted = dst.box(c)
         have = {src.box(m) for m in members(dst, free, c)}

@@ -51,11 +51,7 @@ REMEMBERED = 4096  # plans, as many as `plan` remembers
 
 
 def run(plan: Plan, local: Tensor) -> Tensor:
-    """This rank's local tensor under `plan.dst`, given the one under `plan.src`.
-
-    The result never shares memory with `local`, except that a plan without steps returns `local` itself.
-    A rank outside the mesh gets back what it passed.
-    """
+    """The local tensor under `plan.dst`, in memory of its own; `local` itself without steps or outside the mesh."""
     for stage in _program(plan):
         local = stage(local)
     return local

@@ -113,11 +113,9 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
 
 
 def joined(space: Space, before: State) -> Iterator[Edge]:
-    """S -> P of axes that one collective reduces with the pending ones; local.
-
-    mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes instead of one and an
-    all-to-all: half the latency for twice the bytes.  Axes that were reduced before stay so.
-    """
+    """S -> P of axes that one collective reduces with the pending ones; local.  Axes reduced before stay so."""
+    # mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes instead of one and an
+    # all-to-all: half the latency for twice the bytes.
     reduced = space.start.pending | space.kept & before.becoming
     axes = axes_of(before.used & ~reduced) if space.joining else ()  # P, S(0): not axis 0, but 1
     for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:  # 0, 1, then both

@@ -120,11 +120,9 @@ class _Search:
         return min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
 
     def starts(self) -> Iterator[State]:
-        """The source; and where axes that are partial at both ends are reduced and made partial again.
-
-        mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves a quarter to gather
-        over the slow one, and making values partial again costs no communication.
-        """
+        """The source; and where axes that are partial at both ends are reduced and made partial again."""
+        # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves a quarter to gather
+        # over the slow one, and making values partial again costs no communication.
         space, start = self.space, self.space.start
         yield start
         if space.alike and (start.dims != space.goal.dims or start.pending or start.becoming):

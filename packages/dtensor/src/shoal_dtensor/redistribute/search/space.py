@@ -177,15 +177,13 @@ def _change(old: ShardedDim, new: ShardedDim) -> Change:
 
 
 def _held(old: ShardedDim, new: ShardedDim) -> float:
-    """The smallest fraction of a rank's new interval of a dim that is in its old one.
-
-    12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs [4, 8), so 2 / 4 is
-    there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
-    """
+    """The smallest fraction of a rank's new interval of a dim that is in its old one."""
     if new in old.outers:
         return old.longest / max(1, new.longest) if old.even else 0.0  # 8 on (2, 2), by both axes -> by one: 2 / 4
     if old.axes != new.axes:
         return 0.0  # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
+    # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs [4, 8), so 2 / 4 is
+    # there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
     before, after = old.sharding, new.sharding
     shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
     common = [max(0, min(a + n, b + m) - max(a, b)) / m for a, n, b, m in shards if m]

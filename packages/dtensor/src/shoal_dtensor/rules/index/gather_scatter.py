@@ -167,10 +167,7 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
 
 
 def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
-    """With a sharded vocabulary: two rows of zeros are added, one for indices of other ranks, one for padding.
-
-    Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which is not counted.
-    """
+    """With a sharded vocabulary: two rows of zeros are added, one for indices of other ranks, one for padding."""
     weight, call = local_call["weight"], local_call.call
     if not sharding_axes(weight, (0,)):
         return None
@@ -180,6 +177,7 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         table, indices = args[place : place + 2]
         positions, is_local = local_positions(indices, weight, 0, from_end=False)
+        # Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which is not counted.
         positions = positions.masked_fill(~is_local, size).masked_fill(indices == padding, size + 1)
         padded = torch.cat([table, table.new_zeros((2, table.shape[1]))])
         return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)

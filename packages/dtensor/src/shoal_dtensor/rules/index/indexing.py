@@ -86,10 +86,7 @@ def index(call: OpCall) -> Iterator[Row]:
 
 
 def _index(local_call: LocalCall) -> LocalFunction | None:
-    """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced.
-
-    Left partial, it would read as another result by `to_local`.
-    """
+    """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced."""
     call, spec = local_call.call, local_call["self"]
     where = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
@@ -108,6 +105,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         return positions, is_local
 
     read = lookup(local_call, 0, local, local_call.outputs[0].ndim - where.first - where.ndim)
+    # Left partial, it would read as another result by `to_local`.
     axes, reduction = sharding_axes(spec, sharded), lookup_partial(call["self"]).reduce_op
     return lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction)
 
@@ -201,18 +199,15 @@ def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list
 def _in_shard(  # noqa: PLR0913  # all that is written
     x: Tensor, dims: Sequence[int], positions: list[Tensor], rows: Tensor, is_local: Tensor, first: int, adds: bool
 ) -> tuple[list[Tensor], Tensor]:
-    """Positions and rows that write what is local and nothing else; as many as before, for no host knows how many are.
-
-    Others write what the last local one writes, or what is there if none is.  Where rows are added they add nothing,
-    each somewhere else: a device adds equal positions one after another.
-    """
+    """Positions and rows that write only what is local; as many as before, for no host knows how many are."""
     if 0 in x.shape or not len(is_local):
         return [p[:0] for p in positions], rows[:0]
     column = is_local.view(-1, *[1] * (rows.ndim - 1))
-    if adds:
+    if adds:  # the others add nothing, each somewhere else: a device adds equal positions one after another
         at = torch.arange(len(is_local), device=x.device)
         spread = [torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)]
         return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
+    # The others write what the last local one writes, or what is there if none is.
     last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
     there = [p.index_select(0, last) for p in positions]
     present = torch.ops.aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)

@@ -65,13 +65,8 @@ def bytes_of(*tensors: TensorMeta) -> int:
 
 
 def all_reduce_traffic(nbytes: float) -> Traffic:
-    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather.
-
-    Example:
-        >>> all_reduce_traffic(100)(4)
-        150.0
-    """
-    return lambda ranks: 2 * nbytes * (ranks - 1) / ranks
+    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather."""
+    return lambda ranks: 2 * nbytes * (ranks - 1) / ranks  # 100 bytes on 4 ranks: 150.0
 
 
 def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
@@ -129,10 +124,7 @@ def where_sharded(
     local: Callable[[LocalCall, Spec, tuple[int, ...]], LocalFunction | None],
     dims: Callable[[OpCall], Sequence[int]] | None = None,
 ) -> Local:
-    """Decorator: called only where the first tensor is sharded by one of `dims`, with its spec and the mesh axes.
-
-    What it returns is written for the functional form, and put into the form of the operator.
-    """
+    """Decorator: called, for the functional form, only where mesh axes shard the first tensor by one of `dims`."""
 
     @wraps(local)
     def decide(local_call: LocalCall) -> LocalFunction | None:
@@ -170,14 +162,9 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
 
 
 def from_the_front(index: Tensor, length: int) -> Tensor:
-    """Valid indices into `length` elements, those that count from the end (-1 is the last) counted from the front.
-
-    Example:
-        >>> from_the_front(torch.tensor([-1, 2]), 5)
-        tensor([4, 2])
-    """
+    """Valid indices into `length` elements, those that count from the end (-1 is the last) counted from the front."""
     check_bounds(index, (index >= -length) & (index < length), length)
-    return torch.where(index < 0, index + length, index)
+    return torch.where(index < 0, index + length, index)  # [-1, 2] into 5: [4, 2]
 
 
 def local_positions(index: Tensor, spec: Spec, dim: int, *, from_end: bool = True) -> tuple[Tensor, Tensor]:

@@ -114,10 +114,7 @@ def multinomial(call: OpCall) -> Iterator[Row]:
 
 @where_sharded
 def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """The operator on the gathered input; each rank keeps its shard of the result.
-
-    A rank outside of the mesh draws as many numbers.
-    """
+    """The operator on the gathered input; each rank keeps its shard of the result."""
     op, (result,) = local_call.call.op, local_call.outputs
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
@@ -125,7 +122,7 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
         check_in_step(spec.mesh, generator_of(chances.device) if generator is None else generator)
         whole = chances.new_ones(spec.shape) if spec.coordinate is None else run(gather, chances)
         samples: Tensor = op(whole, *args, generator=generator, **kwargs)
-        if result.coordinate is None:
+        if result.coordinate is None:  # outside of the mesh, where as many numbers are drawn
             return samples.new_empty(0)
         return samples[slices_of(result.box(result.coordinate))].clone()
 

@@ -40,24 +40,19 @@ def _number_operands(call: OpCall) -> int:
 
 
 def _offset(local_call: LocalCall) -> LocalFunction | None:
-    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0.
-
-    Theirs is of the number's type, which has a say in the dtype of the result.
-    """
+    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
     call, result = local_call.call, local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
     name = next((name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)), None)
     if not axes or name is None or result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
         return None
-    return with_arguments(call, **{name: type(call[name])(0)})
+    return with_arguments(call, **{name: type(call[name])(0)})  # a number's type has a say in the result's dtype
 
 
 def _sums(call: OpCall) -> PartialRows:
-    """`a + b`: partial sums on both sides; an average on one side and a fixed value on the other.
-
-    Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the rank that has the
-    maximum, and in floats an all-infinite shard gives inf - inf.
-    """
+    """`a + b`: partial sums on both sides; an average on one side and a fixed value on the other."""
+    # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the rank that has the
+    # maximum, and in floats an all-infinite shard gives inf - inf.
     name = call.op.__name__.partition(".")[0]
     # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))

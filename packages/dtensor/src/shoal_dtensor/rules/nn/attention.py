@@ -24,15 +24,13 @@ GRADIENTS = ("query", "key", "value", "attn_bias")
 
 
 def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
-    """The entry of an argument when a dim of the query is sharded; masks broadcast from the right.
-
-    Of 8 query and 4 key heads, a `group` of 2 query heads is one step.
-    """
+    """The entry of an argument when a dim of the query is sharded; masks broadcast from the right."""
     meta, query = call[name], call["query"]
     if name in MASKS:
         return aligned(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
+    # Of 8 query and 4 key heads, a `group` of 2 query heads is one step.
     return S(dim, group) if name in QUERY_SIDE and meta.ndim > dim else R
 
 
@@ -78,10 +76,7 @@ def attention(call: OpCall) -> Iterator[Row]:
 
 
 def _attend(local_call: LocalCall) -> LocalFunction | None:
-    """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask.
-
-    Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
-    """
+    """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask."""
     call, query = local_call.call, local_call["query"]
     dim = query.ndim - 2
     if not call["is_causal"] or not sharding_axes(query, (dim,)):
@@ -91,6 +86,7 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         like = args[place]
+        # Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
         behind = torch.ones((queries, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
         mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
         return attend(*args, **kwargs | {"attn_mask": mask})

@@ -44,10 +44,7 @@ def loss(call: OpCall) -> Iterator[Row]:
 
 
 def _loss(local_call: LocalCall) -> LocalFunction | None:
-    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count).
-
-    Of a gradient the one of the sum / global count.
-    """
+    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
     call, is_mean = local_call.call, local_call.call["reduction"] == MEAN
     axes = sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}) if is_mean else []
     is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
@@ -65,7 +62,7 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
         total, *rest = [result] if isinstance(result, Tensor) else result
         if has_nothing:  # some kernels leave a sum of no samples as the memory was
             total.zero_()
-        total = finish(total.div_(count))
+        total = finish(total.div_(count))  # of a gradient the one of the sum / global count
         return (total, *rest) if rest else total
 
     return run

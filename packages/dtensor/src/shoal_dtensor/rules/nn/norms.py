@@ -36,10 +36,7 @@ def _unit(call: OpCall) -> int:
 
 
 def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
-    """For every dim of the input, last those of statistics: its entry, that of weight and bias, that of statistics.
-
-    Statistics over the dim are replicated, and so are weight and bias that lack it.
-    """
+    """For every dim of the input, last those of statistics: its entry, that of weight and bias, that of statistics."""
     over, parameters = _dims(call)
     free = [d for d in range(call["input"].ndim) if d not in over]
     for d in (*free, *over):
@@ -118,10 +115,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
-    """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count.
-
-    RMS norm, which has no bias, takes 0 for the mean.
-    """
+    """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count."""
     call = local_call.call
     names, parameters, outputs = call.schema.positional, statistics.parameters, local_call.outputs
     eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
@@ -130,7 +124,7 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         given = dict(zip(names, args, strict=False)) | kwargs
         x, weight, bias = given["input"], given["weight"], given.get("bias")
         centred, made = _wide(x).reshape(statistics.shape), []
-        if "bias" in given:
+        if "bias" in given:  # RMS norm, which has none, takes 0 for the mean
             made = [*statistics.means(centred)]
             centred = centred - made[0]
         (variance,) = statistics.means(centred * centred)

@@ -40,11 +40,9 @@ def cat(call: OpCall) -> Iterator[Row]:
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
-    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers.
-
-    Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
-    and those of replicated operands, without being the one that joins them.
-    """
+    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
+    # Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
+    # and those of replicated operands, without being the one that joins them.
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
@@ -85,10 +83,8 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
 
 
 def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
-    """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there.
-
-    Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
-    """
+    """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there."""
+    # Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
     source, (result,), pads = local_call["self"], local_call.outputs, _pads(local_call.call)
     if not any(source.dim_shardings[d].axes for d in pads):
         return None

@@ -91,13 +91,11 @@ class SliceGradMap:
 
 
 def selection(call: OpCall, length: int) -> SliceMap:
-    """The range that a slice selects of `length` elements, as Python's slices do, or an index as a slice of one.
-
-    It is computed, not asked of `slice.indices`, which takes no symbols.
-    """
+    """The range that a slice selects of `length` elements, as Python's slices do, or an index as a slice of one."""
     if "index" in call.bound:
         at = call["index"] % length
         return SliceMap(at, at + 1)
+    # Computed, not asked of `slice.indices`, which takes no symbols.
     ends = (0 if call["start"] is None else call["start"], length if call["end"] is None else call["end"])
     start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)  # x[-3:] of 8: 5, 8
     return SliceMap(start, max(start, stop), call["step"])

@@ -70,11 +70,9 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
 def _group_mappings(
     dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
 ) -> Iterator[tuple[S, S]]:
-    """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs.
-
-    Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
-    there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the source has 2 and one of the target 1.
-    """
+    """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs."""
+    # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
+    # there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the source has 2 and one of the target 1.
     total = prod(source[i] for i in dims)  # (2, 6) -> (4, 3) is one group of 12
     for i, j in product(dims, results):
         before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
