@@ -168,12 +168,9 @@ def from_the_front(index: Tensor, length: int) -> Tensor:
 
 
 def local_positions(index: Tensor, spec: Spec, dim: int, *, from_end: bool = True) -> tuple[Tensor, Tensor]:
-    """The local positions of global indices into a sharded dim, and whether they are local; others get position 0.
-
-    Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the first is not local.
-    Without `from_end` no index may count from the end.
-    """
-    if from_end:
+    """The local positions of global indices into a sharded dim, and whether they are local; others get position 0."""
+    # Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the first is not local.
+    if from_end:  # else no index may count from the end
         return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)
     check_bounds(index, (index >= 0) & (index < spec.shape[dim]), spec.shape[dim])
     return in_shard(index, spec, dim)

@@ -26,14 +26,11 @@ from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Ro
 
 
 def fill(call: OpCall) -> Iterator[Row]:
-    """Sharded as the first input, of which only the sizes are read, along dims that are as long.
-
-    A partial tensor that is written to stays one; a new tensor like it is replicated.
-    """
+    """Sharded as the first input, of which only the sizes are read, along dims that are as long."""
     source, result = call["self"].shape, call.outputs[0].shape
     for d, n in enumerate(source):
         yield call.row(self=S(d), out=S(d) if len(source) == len(result) and n == result[d] else R)
-    if call.written:
+    if call.written:  # a partial tensor that is written to stays one; a new tensor like it is replicated
         yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
     else:
         yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))

@@ -89,10 +89,8 @@ def kron(call: OpCall) -> Iterator[Row]:
 
 
 def batched(call: OpCall) -> Iterator[Row]:
-    """Rows for leading dims that all operands share; the last two dims of the inputs are matrices.
-
-    An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots) is replicated.
-    """
+    """Rows for leading dims that all operands share; the last two dims of the inputs are matrices."""
+    # An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots) is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
     for d, n in enumerate(main.shape[:-2]):
         batches = [t.ndim > d and t.shape[d] == n for t in (*call.tensors, *call.outputs)]

@@ -122,10 +122,8 @@ def _order(call: OpCall) -> float:
 
 
 def norm(call: OpCall) -> Iterator[Row]:
-    """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken.
-
-    The norm of partial norms is partial too, but it is what clipping returns, and `to_local` would read a rank's part.
-    """
+    """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken."""
+    # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a rank's part.
     order, simple = _order(call), {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
     yield from rows_along(call, P(simple.get(order) or f"norm{order!r}"))
 

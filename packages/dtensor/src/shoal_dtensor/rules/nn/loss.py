@@ -85,18 +85,14 @@ def _class_dim(call: OpCall) -> int:
 
 
 def nll_loss(call: OpCall) -> Iterator[Row]:
-    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned.
-
-    With sharded classes the losses are all-reduced too: as partial sums they would read as other losses by `to_local`.
-    Of the gradient each rank has the part for its scores.
-    """
+    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned."""
     classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
     is_gradient = "grad_output" in call.places
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
         target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
-        if d == classes:
+        if d == classes:  # losses are all-reduced too: as partial sums they would read as other losses by `to_local`
             result, summed = (S(d), None) if is_gradient else (R, both)
             yield call.row(self=S(d), weight=S(0), out0=result, traffic=summed, ordered=True)
         elif is_gradient:

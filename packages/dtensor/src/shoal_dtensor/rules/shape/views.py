@@ -189,10 +189,8 @@ def _expand(local_call: LocalCall) -> LocalFunction:
 
 
 def unfold(call: OpCall) -> Iterator[Row]:
-    """And its gradient: windows that do not overlap and leave nothing over are a split; others need their neighbours'.
-
-    12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements are of 4, 8 or 12.
-    """
+    """And its gradient: windows that do not overlap and leave nothing over are a split; others need neighbours'."""
+    # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements are of 4, 8 or 12.
     is_gradient, step = "grad_in" in call.places, call["step"]
     whole = call.outputs[0] if is_gradient else call["self"]
     if whole.ndim:
