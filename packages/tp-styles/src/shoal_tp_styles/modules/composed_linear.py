@@ -119,8 +119,12 @@ class FusedLowering(Lowered):
 
     def concatenate(self, kind: str) -> Tensor | None:
         """The local matrix (or bias) of all blocks, as rows."""
-        found = (self.local(name, comm=comm)[name] for name, comm in self.comms[kind].items())
-        shards = [shard for shard in found if shard is not None]
+        comms = self.comms[kind]
+        local = self.local(*(name for name, comm in comms.items() if comm is None))  # one node for all
+        for name, comm in comms.items():
+            if comm is not None:
+                local |= self.local(name, comm=comm)
+        shards = [shard for name in comms if (shard := local[name]) is not None]
         if not shards:
             return None
         matrix = shards[0]
