@@ -42,7 +42,7 @@ def test_one_rank_without_it_is_none_with_it(why: str, culprit: int) -> None:
         "another host": mock.patch.object(Path, "read_text", return_value="another boot"),
         "another machine": mock.patch("platform.machine", return_value="aarch64"),
         "no memfd": mock.patch("os.memfd_create", mock.Mock(side_effect=OSError)),
-        "no access": mock.patch("os.open", mock.Mock(side_effect=PermissionError)),
+        "no access": mock.patch("builtins.open", mock.Mock(side_effect=PermissionError)),
     }
     with ExitStack() as stack:
         if rank == culprit:

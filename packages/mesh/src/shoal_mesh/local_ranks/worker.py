@@ -139,7 +139,13 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
     function = pickle.loads(job.function)  # as in any program: its imports run first, then communication starts
-    _ensure_group(job, rank, size)
+    if not dist.is_initialized():  # the last job has destroyed it, or there was none
+        port, prefix = job.store
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        set_own_device(rank, job.backend)
+        dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+        # A job may end the group at once.
+        meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")
     torch.manual_seed(0)
     random.seed(0)
     function = getattr(getattr(function, "hypothesis", None), "inner_test", function)  # @given around @on_ranks
@@ -162,18 +168,6 @@ def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return body(instance, *args, **kwargs)
     finally:
         getattr(instance, "tear_down_rank", lambda: None)()
-
-
-def _ensure_group(job: Job, rank: int, size: int) -> None:
-    """The default group, when the last job has destroyed it or there was none."""
-    if dist.is_initialized():
-        return
-    port, prefix = job.store
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    set_own_device(rank, job.backend)
-    dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
-    # A job may end the group at once.
-    meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")
 
 
 def _failure(error: BaseException) -> Failure:

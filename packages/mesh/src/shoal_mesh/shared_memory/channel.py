@@ -241,13 +241,11 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
 
 def _create(nbytes: int, token: int) -> int:
     """An anonymous file of that size with the token in front, or -1."""
-    if not hasattr(os, "memfd_create"):
-        return -1
     try:
         file = os.memfd_create("shoal_mesh")
         os.ftruncate(file, nbytes)
         os.pwrite(file, token.to_bytes(8, sys.byteorder), 0)
-    except OSError:  # a sandbox without it, or no memory: the group keeps its backend
+    except (AttributeError, OSError):  # another system, a sandbox without it, or no memory: the group keeps its backend
         return -1
     return file
 
@@ -255,15 +253,10 @@ def _create(nbytes: int, token: int) -> int:
 def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
     """The file mapped, if it can be opened and is the one meant."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # another user's process, or another view of /proc
+        with open(path, "r+b", buffering=0) as file:
+            memory = mmap.mmap(file.fileno(), nbytes)
+    except (OSError, ValueError):  # of another user, in another view of /proc; ValueError: another file, and shorter
         return None
-    try:
-        memory = mmap.mmap(file, nbytes)
-    except (OSError, ValueError):  # ValueError: another file, and shorter
-        return None
-    finally:
-        os.close(file)
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 
 
@@ -293,8 +286,6 @@ def ranks_per_host(group: ProcessGroup) -> int:
 
 def machine() -> int:
     """A number that two processes have in common where one sees the other in /proc; 0 where there is none."""
-    if sys.platform != "linux":
-        return 0
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         processes = os.stat("/proc/self/ns/pid").st_ino
