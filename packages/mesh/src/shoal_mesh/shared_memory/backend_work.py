@@ -136,9 +136,7 @@ def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -
         deadline = time.monotonic() + seconds
         while not store.check([*keys.values()]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        came = [rank for rank in ranks if store.check([keys[rank]])]
-        said = store.multi_get([keys[rank] for rank in came])
-        return {rank: text.decode() for rank, text in zip(came, said, strict=True)}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
     return _answer(ask, seconds)
 
