@@ -44,15 +44,11 @@ def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) 
     return flat.view(sum(receive), *operand.shape[1:])
 
 
-def _alike(operand: Tensor, *_: object) -> Tensor:
-    return operand.new_empty(operand.shape)
-
-
 # Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
-        _alike,
+        lambda operand, *_: operand.new_empty(operand.shape),
     ),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
@@ -72,7 +68,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "broadcast(Tensor operand, int root, str group) -> Tensor": (
         lambda operand, root, group: broadcast(operand.contiguous(), _comm(group), root),
-        _alike,
+        lambda operand, *_: operand.new_empty(operand.shape),
     ),
 }
 
@@ -81,8 +77,8 @@ def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What compilers ask for an operator's shape, in every graph: by then inductor is loaded, if it compiles."""
 
     def traced(*arguments: Any) -> Tensor:
-        ours = getattr(torch.ops, NAMESPACE)
-        _torch.kept_in_order(getattr(ours, name).default, f"torch.ops.{NAMESPACE}.{name}.run")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        _torch.kept_in_order(packet.default, f"torch.ops.{NAMESPACE}.{name}.run")
         return shape(*arguments)
 
     return traced
