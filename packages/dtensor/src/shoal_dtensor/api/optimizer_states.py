@@ -127,18 +127,16 @@ def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], targe
             for name, param in named.items()
             if given.get(name) or optimizer.state.get(param)
         }
-        options = [{**_options_of(group, groups), "params": group["params"]} for group in own]
+        options = []
+        for group in own:  # has the options of the last given group that shares a parameter, else its own
+            names = group["params"]
+            sharing = [each for each in groups if each["params"] == names or {*names} & {*each["params"]}]
+            options.append({**[group, *sharing][-1], "params": names})
         by_name = {"state": entries, "param_groups": options}
         load = type(optimizer).load_state_dict  # torch may have put a call of this function in the optimizer
         load(optimizer, dict(state) if _is_by_number(given) else by_name)
         if steps_as(optimizer, SGD.__module__):
             _forget_first_buffers(optimizer)
-
-
-def _options_of(group: Mapping[str, Any], given: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The last given group that shares a parameter; the group itself if there is none."""
-    names = set(group["params"])
-    return [group, *(each for each in given if each["params"] == group["params"] or names & {*each["params"]})][-1]
 
 
 def _is_by_number(given: Mapping[Any, Any]) -> bool:

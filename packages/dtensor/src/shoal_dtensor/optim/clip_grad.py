@@ -120,7 +120,6 @@ class _Contribution(NamedTuple):
 
 
 def _check_plain(owners: Sequence[Tensor]) -> None:
-    """Refuse plain gradients of DTensors."""
     for owner in owners:
         if isinstance(owner, DTensor) and owner.grad is not None and not isinstance(owner.grad, DTensor):
             raise MixedTensorError(

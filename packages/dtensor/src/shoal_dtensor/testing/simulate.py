@@ -101,7 +101,6 @@ def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Te
 
 
 def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> Tensor:
-    """The block of a buffer for a member."""
     return buffer.split_with_sizes(list(call.sizes) or [len(buffer) // members] * members)[member]
 
 
