@@ -32,21 +32,17 @@ class ScopedValue(Generic[T]):
 
     Autograd may run it on threads of its own, which have no context variables of the caller, but the objects that its
     thread holds: a value is kept in both.
-
-    Attributes:
-        default: the value outside of all blocks.
-        own: the value of this context alone, without a call in Python; `default` also on autograd's threads.
-        blocks: not empty while some thread is in a block.
     """
 
     __slots__ = ("_key", "_variable", "blocks", "default", "own")
 
     def __init__(self, name: str, default: T) -> None:
         self._key = name
-        self.default: T = default
+        self.default: T = default  # the value outside of all blocks
         self._variable = ContextVar(name, default=default)
+        # the value of this context alone, without a call in Python; `default` also on autograd's threads
         self.own: Callable[[], T] = self._variable.get
-        self.blocks: list[None] = []
+        self.blocks: list[None] = []  # not empty while some thread is in a block
 
     def get(self) -> T:
         """The value that holds here."""

@@ -67,13 +67,6 @@ def whole_when_compiled(function: Function) -> Function:
 
     So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and keep state on
     tensors. It is one of a module, by whose name the graph calls it; eager calls pass straight through.
-
-    Example:
-        >>> @whole_when_compiled
-        ... def doubled(x: torch.Tensor) -> torch.Tensor:
-        ...     return x * 2
-        >>> doubled(torch.ones(2))
-        tensor([2., 2.])
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _WHOLE[name] = function

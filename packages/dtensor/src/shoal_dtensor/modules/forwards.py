@@ -29,26 +29,19 @@ from ..layout.placements import Placement
 
 
 class ModuleForward(ABC):
-    """Base of what stands in for forwards.
-
-    Attributes:
-        mesh: the axes on which it acts.
-        inner: the callable that was the module's forward before; None for its class's forward.
-        sampling: who sees to it that random numbers are those of one device.  `own`: the callable draws as one device.
-            `watched`: it runs the module's code, whose functions are watched.  `refused`: it runs code that draws for
-            rows that one device has in another order.
-        one_axis: whether it draws as one device on its own axis alone.
-    """
+    """Base of what stands in for forwards."""
 
     __slots__ = ("_module", "inner", "mesh")
 
+    # Who sees to it that random numbers are those of one device.  `own`: the callable draws as one device.  `watched`:
+    # it runs the module's code, whose functions are watched.  `refused`: that draws for rows in another order.
     sampling: ClassVar[Literal["own", "watched", "refused"]] = "own"
-    one_axis: ClassVar[bool] = False
+    one_axis: ClassVar[bool] = False  # whether it draws as one device on its own axis alone
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
         self._module = weakref.ref(module)
-        self.mesh: DeviceMesh = mesh
-        self.inner: ModuleForward | None = inner
+        self.mesh: DeviceMesh = mesh  # the axes on which it acts
+        self.inner: ModuleForward | None = inner  # the module's forward before; None for its class's
 
     @property
     @abstractmethod
@@ -176,12 +169,8 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
 def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None) -> None:
     """Where a mode is entered, give modules on a mesh that no style shards the forwards that it needs.
 
-    Where gradients are to be summed over the mesh, `over_data` are their dtypes.
-
-    Raises:
-        UnsupportedModuleError: if there is none for one of them.
-        StyleError: if gradients would be reduced in another dtype than they are computed in.
-        TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
+    Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no forward for, or
+    cannot sum, it refuses.
     """
     if _current is not None:
         for module in modules:

@@ -101,10 +101,6 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
     """The owners of a module's parameters; raises, before anything is changed, if they cannot give them back.
 
     The mesh has the axes of the style that the module gets, None where one is undone.
-
-    Raises:
-        LayoutError: if the style acts on a data axis, or a parameter has hooks or is one of `ignored_params`.
-        StyleError: if gradients are kept.
     """
     owners = owners_of(module)
     params = {id(param) for param in module.parameters()}
@@ -147,13 +143,8 @@ def given_back(owners: Sequence[Owner]) -> Iterator[None]:
 def in_turns(
     items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
-    """Items that need the same owners together, others apart, so that few give back at a time; `in_order` all together.
-
-    Example:
-        >>> items = [("up 0", ["unit 0"]), ("up 1", ["unit 1"]), ("down 0", ["unit 0"])]
-        >>> in_turns(items)  # type: ignore[arg-type]  # names for owners
-        [(['up 0', 'down 0'], ['unit 0']), (['up 1'], ['unit 1'])]
-    """
+    """Items that need the same owners together, others apart: few give back at once; `in_order` all together."""
+    # up 0 of unit 0, up 1 of unit 1, down 0 of unit 0: [([up 0, down 0], [unit 0]), ([up 1], [unit 1])]
     turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
     for number, (item, needed) in enumerate(items):
         alike, owners = turns.setdefault("all" if in_order else tuple(needed) or number, ([], {}))

@@ -54,12 +54,7 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def drawers_of(root: nn.Module) -> list[nn.Module]:
-    """The modules of a tree whose own forward may draw, by their class or by the names in their code.
-
-    Example:
-        >>> drawers_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-        [Dropout(p=0.1, inplace=False)]
-    """
+    """The modules of a tree whose own forward may draw, by their class or by the names in their code."""
     return [module for module in root.modules() if _may_draw(module)]
 
 

@@ -36,10 +36,7 @@ current_watch: Callable[[], Watch | None] = _watch.get
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     """Have the random numbers that a parallel module's code draws be those of one device.
 
-    Args:
-        root: the module.
-        batch_axes: the axes of data parallelism along which its inputs are shards of a batch, if it is replicated or
-            sharded over some.
+    Along `batch_axes`, those of data parallelism if there are any, its inputs are shards of a batch.
     """
     unwatch_draws(root)
     if batch_axes is not None:
