@@ -43,15 +43,14 @@ def fill_counter(
             fill = fill._replace(args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
         local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
     if not shape:
-        local, shape, box = local.unsqueeze(0), (1,), ((0, 1),)
-        operand = None if operand is None else operand.unsqueeze(0)
+        shape, box = (1,), ((0, 1),)
+    low, high = box[-1]
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)  # numbers of the box's rows among the global ones
     for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
         rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)  # rows 2:4: [2, 3]
-    table = (len(rows), local.shape[-1])
+    table = (len(rows), high - low)
     target = local.view(table) if local.is_contiguous() else local.new_empty(table)
     odds = None if operand is None else operand.reshape(table)
-    low, high = box[-1]
     for left in range(low, high, _CHUNK):
         right = min(left + _CHUNK, high)
         step = max(1, _CHUNK // (right - left))  # rows of 100 values: 163 at a time
