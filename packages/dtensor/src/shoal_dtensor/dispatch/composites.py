@@ -1,12 +1,9 @@
 """Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
 
-`dist.all_reduce(weight.grad, group=data_parallel)` means the sum of the tensors that the ranks of the group hold.
-Where each of them holds the same shard of such a tensor, that is the sum of their shards: if the group has no other
-rank of the tensor's mesh, or is all ranks along mesh axes along which it is replicated.  A reduction of values that are
-partial along other axes must commute with theirs.  All else is refused.
-
-An operator on lists does the same to every element: it runs on one after the other where some are redistributed, for
-one may write what is redistributed for another, or on those of one mesh by themselves.
+A collective runs on shards where each rank of its group holds the same shard: if the group has no other rank of the
+tensor's mesh, or is all ranks along mesh axes along which the tensor is replicated.  A reduction of values that are
+partial along other axes must commute with theirs.  All else is refused.  An operator on lists runs on one element after
+the other where some are redistributed, for one may write what is redistributed for another, or mesh by mesh.
 """
 
 from __future__ import annotations

@@ -297,9 +297,9 @@ def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
             element = kind.getElementType().kind()
             if element == "TensorType":
                 return tensors
-            if element in _NUMERIC:
-                return _types if not by_value else _values if element in _CONSTANT else _typed_values
-            return anything
+            if element in _NUMERIC and not by_value:
+                return _types
+            return _values if element in _CONSTANT else anything
         if by_value and name in _CONSTANT:
             return None
         return _number if name in _NUMERIC and not by_value else anything
@@ -335,11 +335,6 @@ def _types(arg: Any, key: list[Any], types: Any) -> Any:
 
 def _values(arg: Any, key: list[Any], types: Any) -> Any:
     key.append(tuple(arg))
-    return arg
-
-
-def _typed_values(arg: Any, key: list[Any], types: Any) -> Any:
-    key += (tuple(arg), tuple(map(type, arg)))
     return arg
 
 

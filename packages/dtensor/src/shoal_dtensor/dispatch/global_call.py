@@ -62,8 +62,7 @@ def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 def specs_in(values: Iterable[Any]) -> list[Spec]:
     """The specs in several arguments, in order."""
     specs: list[Spec] = []
-    for value in values:
-        mapped(value, Spec, specs.append)
+    mapped([*values], Spec, specs.append)
     return specs
 
 

@@ -147,9 +147,7 @@ def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
         digest = torch.full((), int.from_bytes(text, "little"), device=dense.device)
         flat = dense.as_strided((dense.numel(),), (1,))  # a dim of one element may have any stride
         for part in torch.split(flat.view(torch.uint8), _DIGESTED):
-            padded = part.new_zeros(-(-len(part) // 8) * 8)
-            padded[: len(part)] = part
-            words = padded.view(torch.int64)
+            words = torch.constant_pad_nd(part, (0, -len(part) % 8)).view(torch.int64)  # of a copy, which is aligned
             places = torch.arange(len(words), device=words.device)
             digest = _scrambled(digest + _scrambled(words + _scrambled(places)).sum())
         total = _scrambled(total + (digest if digest.device.type == device else digest.item()))
@@ -282,15 +280,10 @@ def _references_of_temporary() -> int:
 # Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
 # tensor that they did not get as an argument, they have made.
 _COMPOSING = frozenset(
-    {
-        "torch._jit_internal",
-        "torch._linalg_utils",
-        "torch._lowrank",
-        "torch.functional",
-        "torch.masked._ops",
-        "torch.nn.functional",
-        "torch.nn.modules.linear_cross_entropy",
-    }
+    (
+        *("torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops"),
+        *("torch.nn.functional", "torch.nn.modules.linear_cross_entropy"),
+    )
 )
 _PACKAGE = __name__.rpartition(".")[0]
 

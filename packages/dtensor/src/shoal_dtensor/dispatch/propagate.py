@@ -229,7 +229,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
     positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
-    where = _places_of(call, positions) if plans else []
+    where = _places_of(call) if plans else []
     stores = [name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))]
     copied = call.schema.is_view and bool(plans or sharding.communicating or copies or rule.kind == "copy")
     watched = what if not allowed and not sharding.communicating else ""
@@ -250,11 +250,10 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     )
 
 
-def _places_of(call: OpCall, positions: Mapping[str, int]) -> list[Place]:
-    """Where each tensor of a call is, by its flat index; of its arguments, these have positions."""
+def _places_of(call: OpCall) -> list[Place]:
+    """Where each tensor of a call is, by its flat index."""
     places: list[Place] = []
-    for name in (*call.schema.inputs, *call.schema.outs):
-        value, at = call.get(name), positions.get(name, name)
+    for at, value in (*enumerate(call.args), *call.kwargs.items()):
         if is_list(value):
             places += [(at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)]
         elif isinstance(value, TensorMeta):

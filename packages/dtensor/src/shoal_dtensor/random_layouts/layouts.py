@@ -91,8 +91,6 @@ def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
     """The tensor, its dims in memory as those of another one: draws into it fill the same elements."""
-    if is_compiling():
-        return tensor
     order = _memory_order(like)
     if order == _memory_order(tensor):
         return tensor
