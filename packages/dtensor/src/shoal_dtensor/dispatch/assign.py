@@ -150,21 +150,21 @@ def _resolve(
     for axis, row in enumerate(combination):
         if any(isinstance(entry, S) for entry in row.inputs):
             axes_of.setdefault(id(row), (row, []))[1].append(axis)
+    metas = (*(spec.tensor_meta for spec in problem.specs), *problem.outputs)
+    operands = [(*row.inputs, *row.outputs) for row in combination]
     for chosen in product(*(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())):
         pairs = zip(axes_of.values(), chosen, strict=True)
         shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
-        inputs = [
-            _spec_by([row.inputs[i] for row in combination], spec.tensor_meta, shardings, mesh)
-            for i, spec in enumerate(problem.specs)
-        ]
-        outputs = [
-            _spec_by([row.outputs[i] for row in combination], meta, shardings, mesh)
-            for i, meta in enumerate(problem.outputs)
-        ]
-        if all(inputs) and all(outputs):
-            pairs_of_inputs = zip(problem.specs, filter(None, inputs), strict=True)
-            kept = tuple([spec if spec.same_layout(to) else to for spec, to in pairs_of_inputs])
-            yield kept, tuple(filter(None, outputs))
+        specs: list[Spec] = []
+        for i, meta in enumerate(metas):
+            entries = [of_row[i] for of_row in operands]
+            by_dim = placed(entries, shardings, meta.shape)
+            if by_dim is None:
+                break
+            specs.append(Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim))
+        else:
+            kept = [a if a.same_layout(b) else b for a, b in zip(problem.specs, specs, strict=False)]
+            yield tuple(kept), tuple(specs[len(kept) :])
 
 
 def _factor_shardings(
@@ -204,11 +204,6 @@ def _factor_sharding(
 
 
 DimShardings = dict[int, tuple[Row, AnyDimSharding]]
-
-
-def _spec_by(entries: Sequence[Entry], meta: TensorMeta, shardings: DimShardings, mesh: DeviceMesh) -> Spec | None:
-    by_dim = placed(entries, shardings, meta.shape)
-    return None if by_dim is None else Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
 
 
 def placements_of(entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]) -> tuple[Placement, ...]:
