@@ -202,10 +202,7 @@ def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
-    """What to warn of whenever `what` runs, with a line for each plan or collective; "" if it needs none, or may.
-
-    CommunicationForbiddenError if it must not.
-    """
+    """What to warn of whenever `what` runs, with a line for each of its needs; "" if it may; raises if it must not."""
     if not needs or scope.communication == "allow":
         return ""
     message = f"{what} needs implicit communication:\n" + "\n".join(needs)

@@ -214,12 +214,9 @@ def checkpoints() -> list[Any]:
 
 
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
-    """Have the functions that checkpoints run now `enter` a scope when backward runs them again.
-
-    Not those `outside`, in which it was entered: they will enter it themselves.
-    """
+    """Have the functions that checkpoints run now `enter` a scope when backward runs them again."""
     for record in checkpoints():
-        if any(record is other for other in outside):
+        if any(record is other for other in outside):  # in which it was entered: they will enter it themselves
             continue
         name = "run_function" if hasattr(record, "run_function") else "recompute_fn"  # of reentrant ones, of others
         function = getattr(record, name)

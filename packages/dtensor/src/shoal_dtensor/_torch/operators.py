@@ -64,11 +64,9 @@ def out_of_sight() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """A block that logs no error of fake tensors, and after which torch keeps no frame, and so no tensor, of callers.
-
-    Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a variable of that frame,
-    and a frame refers to its caller: a cycle that only a collection ends.
-    """
+    """A block that logs no error of fake tensors, and after which torch keeps no frame, so no tensor, of callers."""
+    # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a variable of that frame,
+    # and a frame refers to its caller: a cycle that only a collection ends.
     imported, log = "torch._dynamo" in sys.modules, logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # the errors are raised as well
     try:

@@ -33,15 +33,12 @@ TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a te
 
 
 class TensorNote:
-    """What is left on a tensor object as an attribute; it goes along into no copy and no file.
-
-    A file has an empty size in its place, which is false and which, unlike None, a load of weights only can build.
-    """
+    """What is left on a tensor object as an attribute; it goes along into no copy and no file."""
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
-        return torch.Size, ()
+        return torch.Size, ()  # which is false and which, unlike None, a load of weights only can build
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
@@ -61,10 +58,8 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are, to compare with where they are later; an empty tensor has a place of its own too.
-
-    An address would not do: it is zero for all empty tensors, and that of freed memory is given to others.
-    """
+    """Where a tensor's elements are, to compare with where they are later; an empty tensor has its own place too."""
+    # An address would not do: it is zero for all empty tensors, and that of freed memory is given to others.
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
@@ -78,10 +73,8 @@ def count_write(tensors: Any) -> None:
 
 
 def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for use below a tensor subclass, where torch does not look at marks for "conjugate (or negate) later".
-
-    Kernels made of other operators may use such marks for intermediate results.
-    """
+    """`function` for use below a tensor subclass, where torch ignores marks for "conjugate (or negate) later"."""
+    # Kernels made of other operators may use such marks for intermediate results.
     exclude = torch._C._SetExcludeDispatchKeyGuard
     keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 

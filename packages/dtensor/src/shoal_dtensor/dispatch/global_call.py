@@ -79,10 +79,7 @@ class GlobalOutputs(NamedTuple):
 def by_meta_kernel(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
 ) -> GlobalOutputs:
-    """The outputs of a call on global tensors, given as `specs`; none if they depend on data.
-
-    What the operator refuses is an OperatorArgumentError, or an OperatorIndexError.
-    """
+    """The outputs of a call on global tensors, given as `specs`; none if they depend on data."""
     build = _builder(args, kwargs)
     try:
         metas = _metas_of(shapes_of(op, build, specs[0].mesh.device_type))

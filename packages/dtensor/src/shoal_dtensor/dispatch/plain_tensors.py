@@ -180,11 +180,9 @@ def verify_plain(
 
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
-    """`P or S -> R`: have the gradient of a plain tensor, that counts as replicated, arrive whole and plain.
-
-    Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module that made the tensor,
-    the mean over data-parallel ranks) takes the gradient of a plain tensor for one.
-    """
+    """`P or S -> R`: have the gradient of a plain tensor, that counts as replicated, arrive whole and plain."""
+    # Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module that made the
+    # tensor, the mean over data-parallel ranks) takes the gradient of a plain tensor for one.
     if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():
         tensor.register_hook(_as_plain)  # type: ignore[no-untyped-call]  # of torch
 

@@ -161,10 +161,8 @@ def _relaxed(spec: Spec, sharded: bool) -> Spec:
 
 
 def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
-    """The elements of a `foreach` call as calls, with the flat indices of their inputs and outputs in the whole one.
-
-    Lists are walked in step, other arguments are shared.
-    """
+    """The elements of a `foreach` call as calls, with the flat indices of their inputs and outputs in the whole one."""
+    # Lists are walked in step, other arguments are shared.
     values = (*call.args, *call.kwargs.values())
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):

@@ -149,10 +149,7 @@ def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
-    """Refuse writes to some of an operator's tensors that would not do what they do on one device.
-
-    Those are views whose storage is not their base's (`copies`), and tensors with elements that share memory.
-    """
+    """Refuse writes to views whose storage is not their base's (`copies`), and to elements that share memory."""
     if copies.intersection(writes):
         raise InPlaceError(
             f"{op} writes to a view whose base had to be redistributed to take it, so the write would not "
@@ -191,11 +188,9 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
 
 
 def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A local function that writes to its first argument, also where another argument overlaps with it.
-
-    Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others would stop without it.
-    Where shards differ in size, the arguments are read before the first one is written to, on every rank.
-    """
+    """A local function that writes to its first argument, also where another argument overlaps with it."""
+    # Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others would stop without
+    # it.  Where shards differ in size, the arguments are read before the first one is written to, on every rank.
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -209,16 +204,13 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let autograd know that these arguments were written to: what it has saved of them is out of date.
-
-    Refused: a list that autograd records with a tensor twice, or beside a view of it, would be given one history where
-    there are two, as torch gives plain ones.
-    """
+    """Let autograd know that these arguments were written to: what it has saved of them is out of date."""
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         count_write(written)
         if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
             continue
+        # A list with a tensor twice, or beside a view of it, would be given one history where there are two.
         ids = {*map(id, written)}
         twice = len(ids) < len(written) or any(id(tensor._base) in ids for tensor in written)
         if twice and any(tensor.requires_grad for tensor in written):
@@ -229,16 +221,13 @@ def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mappi
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
-    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place.
-
-    Autograd repeats the views of a tensor that has changed, here on the new shape: gradients would be wrong, so the
-    function refuses a tensor with views where they are recorded.
-    """
+    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place."""
     view = view_of(op)
     if view is None:
         return None
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # Autograd repeats the views of a tensor that has changed, here on the new shape.
         if (torch.is_grad_enabled() or tensor.requires_grad) and not is_tracing() and has_views(tensor):
             raise InPlaceError(
                 f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for backward: gradients "

@@ -78,11 +78,8 @@ class ModuleForward(ABC):
         return None
 
     def output_blocks(self) -> Sequence[Sequence[int]] | None:
-        """Of an output that is shards of several blocks behind each other: each block's sizes on all ranks.
-
-        None for other outputs; no block where several ranks hold the same elements.
-        """
-        return None
+        """Of an output that is shards of several blocks behind each other: each one's sizes on all ranks; else None."""
+        return None  # an empty sequence where several ranks hold the same elements
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
@@ -117,10 +114,8 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
 
 @lru_cache(maxsize=1024)
 def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionType:
-    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for the inputs it takes.
-
-    The same function for all modules of one class: a compiler guards it, so they share a graph.
-    """
+    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for its inputs."""
+    # The same function for all modules of one class: a compiler guards it, so they share a graph.
     call: Any = kind.__call__
     function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__

@@ -75,13 +75,11 @@ class Watch(FunctionMode):
     # --- inputs -------------------------------------------------------------------------------------------------------
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
-        """Note that plain tensors with as many rows as the first are this rank's rows of a batch.
-
-        The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
-        """
+        """Note that plain tensors with as many rows as the first are this rank's rows of a batch."""
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
+        # The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
         local, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
         of_ranks = [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
         of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]

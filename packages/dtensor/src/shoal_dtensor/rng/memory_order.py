@@ -89,10 +89,8 @@ def stretches(
 
 
 def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Box]]:
-    """The boxes that a flat range is made of, in order, each with its distance from the range's first element.
-
-    Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3, 4..7, 8..9.
-    """
+    """The boxes that a flat range is made of, in order, each with its distance from the range's first element."""
+    # Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3, 4..7, 8..9.
     if not shape:
         yield base, ()
         return

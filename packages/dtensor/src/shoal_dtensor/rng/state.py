@@ -133,11 +133,8 @@ def has_generators(device_type: str) -> bool:
 
 
 def key_of(generator: torch.Generator | None) -> tuple[int, int]:
-    """Two 32-bit words that follow from a generator's state, which moves on by one draw.
-
-    Without a generator they come from the default CPU generator whatever the tensor's device, so a
-    program draws the same keys on CPU and CUDA.
-    """
+    """Two 32-bit words that follow from a generator's state, which moves on by one draw."""
+    # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU and CUDA.
     if generator is None or generator.device.type == "cpu":
         words = torch.empty(2, dtype=torch.int64).random_(0, 1 << 32, generator=generator).tolist()
         return words[0], words[1]

@@ -67,10 +67,8 @@ def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: to
 def fill_stream(
     local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
 ) -> None:
-    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would.
-
-    The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
-    """
+    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would."""
+    # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     in_order = memory.has(local) and memory.box == whole_box(memory.shape) and memory.arranged(local).is_contiguous()
     if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
         fill(local, generator, operand)
@@ -240,10 +238,8 @@ def fill_cuda(
 
 @lru_cache(maxsize=512)
 def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0) -> Rounds | None:
-    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives.
-
-    The residue is the number of the tensor's elements modulo the distribution's granule.
-    """
+    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives."""
+    # The residue is the number of the tensor's elements modulo the distribution's granule.
     generator = _private_generator(device)
     scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)
 
