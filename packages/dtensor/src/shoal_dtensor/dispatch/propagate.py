@@ -251,7 +251,8 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
 def _places_of(call: OpCall) -> list[Place]:
     """Where each tensor of a call is, by its flat index."""
     places: list[Place] = []
-    for at, value in (*enumerate(call.args), *call.kwargs.items()):
+    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    for at, value in arguments:
         if is_list(value):
             places += [(at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)]
         elif isinstance(value, TensorMeta):
