@@ -331,7 +331,7 @@ def tensors_of(call: Call) -> list[Tensor]:
 def calls_of(op: Any, count: int) -> list[Call]:
     """Up to `count` calls of an overload."""
     if op in known():
-        return known()[op][:count]
+        return [call for call in known()[op][:count] if not call.resizes()]  # which DTensors refuse
     elementwise = not all_rules.TABLE[op].by_value or torch.Tag.nondeterministic_seeded in op.tags
     return derived(op, known(), count, made_up=elementwise)
 

@@ -43,6 +43,12 @@ class Call:
             return False
         return True
 
+    def resizes(self) -> bool:
+        """Whether what it writes to gets another shape, as addbmm_ does to a first argument that broadcasts."""
+        if not self.op._schema.name.endswith("_") or not self.args or not isinstance(self.args[0], Tensor):
+            return False
+        return bool(self.run().shape != self.args[0].shape)
+
     def __str__(self) -> str:
         return f"{self.op}{kind((self.args, dict(self.kwargs)))}"
 
