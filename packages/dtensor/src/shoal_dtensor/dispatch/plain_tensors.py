@@ -278,11 +278,11 @@ def _references_of_temporary() -> int:
 # Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
 # tensor that they did not get as an argument, they have made.
 _COMPOSING = frozenset(
-    (
-        *("torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops"),
-        *("torch.nn.functional", "torch.nn.modules.linear_cross_entropy"),
-    )
-)
+    {
+        "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops",
+        "torch.nn.functional", "torch.nn.modules.linear_cross_entropy",
+    }
+)  # fmt: skip
 _PACKAGE = __name__.rpartition(".")[0]
 
 # Functions of these modules that set an argument which was left out: (function, argument).

@@ -148,6 +148,10 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
     The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten rounds of two 32 x
     32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with the least significant first, into four
     words in `[0, 2**32)`; of int64 tensors among the counter's words, those of the shape to which they broadcast.
+
+    Example:
+        >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
+        ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -192,8 +192,17 @@ def windows_of(
 
 
 def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | None:
-    """The traffic of windows along a sharded dim of `source`; None where they need no halo, however it is sharded."""
-    # Windows of 2 by 2, of 4 inputs sharded as 3 + 1: the second one needs an input of the first rank.
+    """The traffic of windows along a sharded dim of `source`; None where they need no halo, however it is sharded.
+
+    Example:
+        Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an input of the first rank.
+
+        >>> row = TensorMeta((4, 2), (2, 1), torch.float32)
+        >>> halo_traffic(Windows(4, 4, kernel=1), row, 0) is None
+        True
+        >>> halo_traffic(Windows(4, 2, kernel=2, stride=2), row, 0)(4)
+        8
+    """
     row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
     # Inputs that two neighbouring windows share, so about the size of a halo.
     overlap = windows.reach + 1 - windows.stride  # kernel 3, stride 1: 2; kernel 2, stride 2: 0

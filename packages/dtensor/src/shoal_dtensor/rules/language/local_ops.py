@@ -65,8 +65,13 @@ def bytes_of(*tensors: TensorMeta) -> int:
 
 
 def all_reduce_traffic(nbytes: float) -> Traffic:
-    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather."""
-    return lambda ranks: 2 * nbytes * (ranks - 1) / ranks  # 100 bytes on 4 ranks: 150.0
+    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather.
+
+    Example:
+        >>> all_reduce_traffic(100)(4)
+        150.0
+    """
+    return lambda ranks: 2 * nbytes * (ranks - 1) / ranks
 
 
 def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
