@@ -231,11 +231,6 @@ def group_ranks(group: ProcessGroup) -> dict[int, int]:
     return _c10d._world.pg_group_ranks[group]
 
 
-def group_name(group: ProcessGroup) -> str:
-    """The name that functional collectives know the group by."""
-    return str(group.group_name)
-
-
 def group_by_name(name: str) -> ProcessGroup:
     """The live group of that name; raises RuntimeError when there is none."""
     return cast(ProcessGroup, getattr(_c10d, "_resolve_process_group")(name))  # noqa: B009 - not in the stubs

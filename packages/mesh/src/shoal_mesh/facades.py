@@ -45,7 +45,11 @@ def facade(
     """
 
     def attribute(name: str) -> Never:
-        hint = _hint(package, name, instead)
+        around = package.rpartition("shoal_")[0]  # where the layers are vendored
+        hint = instead.get(name) or (f"it is in {around}{HOMES[name]}" if name in HOMES else "")
+        for part in () if hint or name.startswith("_") else ("errors", "internal"):
+            if find_spec(f"{package}.{part}") and name in vars(import_module(f"{package}.{part}")):
+                hint = hint or f"it is in {package}.{part}"
         if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"{package} has no {name}: {hint}", name=package)
         raise AttributeError(
@@ -53,12 +57,3 @@ def facade(
         )
 
     return lambda: names, attribute
-
-
-def _hint(package: str, name: str, instead: Mapping[str, str]) -> str:
-    """Where a name is that a package has not, or what does its work; '' for a name that nobody knows."""
-    for part in () if name in instead or name in HOMES or name.startswith("_") else ("errors", "internal"):
-        if find_spec(f"{package}.{part}") and name in vars(import_module(f"{package}.{part}")):
-            return f"it is in {package}.{part}"
-    around = package.rpartition("shoal_")[0]  # where the layers are vendored
-    return instead.get(name) or (f"it is in {around}{HOMES[name]}" if name in HOMES else "")

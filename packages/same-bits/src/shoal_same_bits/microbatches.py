@@ -69,7 +69,8 @@ class _GradientTree:
         self.passes += 1
         while self.nodes and self.nodes[-1][0] == size:
             _, left = self.nodes.pop()
-            size, grads = 2 * size, [_sum(a, b) for a, b in zip(left, grads, strict=True)]
+            pairs = zip(left, grads, strict=True)
+            size, grads = 2 * size, [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         self.nodes.append((size, grads))
 
     def finish(self) -> None:
@@ -78,12 +79,6 @@ class _GradientTree:
             raise StyleError(f"{self.count} microbatches were announced, and there were {self.passes} backward passes")
         for param, grad in zip(self.params, self.nodes.pop()[1], strict=True):
             param.grad = grad
-
-
-def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left.add_(right)
 
 
 @takes(model=nn.Module, microbatches=Sequence)

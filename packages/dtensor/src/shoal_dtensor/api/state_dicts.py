@@ -288,7 +288,12 @@ def _laid_out(
         if not isinstance(info, torch.Tensor) or not info.dim():
             return info
         full: Any = values.get(path)
-        full = _broadcast(full, info, device) if options.broadcast_from_rank0 else full.detach()
+        if options.broadcast_from_rank0 and (full is None or dist.get_rank() != 0):
+            full = torch.empty(info.shape, dtype=info.dtype, device=device)
+        full = full.detach()
+        if options.broadcast_from_rank0:
+            full = full.to(device).contiguous()
+            dist.broadcast(full, src=0)
         like = wanted.get(path)
         if not isinstance(like, DTensor):
             return full.to(like.device) if isinstance(like, torch.Tensor) else full
@@ -311,15 +316,6 @@ def _structure(state: Any, options: Any) -> dict[str, Any]:
     if others or not isinstance(structure, dict):
         raise StateDictError(f"a state dict must be a dict, got {type([structure, *others][-1]).__name__}")
     return structure
-
-
-def _broadcast(full: torch.Tensor | None, info: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`V -> R`: a tensor of rank 0, of which `info` has the shape and dtype."""
-    if full is None or dist.get_rank() != 0:
-        full = torch.empty(info.shape, dtype=info.dtype, device=device)
-    full = full.detach().to(device).contiguous()
-    dist.broadcast(full, src=0)
-    return full
 
 
 def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:

@@ -186,9 +186,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     return (proxy_optimizer, *args[1:]), kwargs
 
 
-def install_local_step() -> None:
-    """Have the hook called before every optimizer's step."""
-    register_optimizer_step_pre_hook(_before_step)
+# Has the hook called before every optimizer's step.
+install_local_step = partial(register_optimizer_step_pre_hook, _before_step)
 
 
 # --- Muon: one gather of the update, everything else on local shards --------------------------------------------------

@@ -181,11 +181,7 @@ class CoalescedBatch:
 
 
 _CURRENT: ContextVar[CoalescedBatch | None] = ContextVar("shoal_dtensor_batch", default=None)
-
-
-def current_batch() -> CoalescedBatch | None:
-    """The batch of the innermost `coalesce()`, None outside."""
-    return _CURRENT.get()
+current_batch = _CURRENT.get  # the batch of the innermost `coalesce()`, None outside
 
 
 @contextmanager

@@ -297,7 +297,8 @@ class DTensor(torch.Tensor):
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
         """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
-        return compiled[1:] == given[1:] and serialization.placed_alike(compiled[0], given[0])
+        placed = attrgetter("mesh", "placements", "shard_order", "dtype")
+        return compiled[1:] == given[1:] and bool(placed(compiled[0]) == placed(given[0]))
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:

@@ -11,7 +11,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -214,12 +213,6 @@ def of_wrapper(
     elif tuple(shape) != tuple(spec.shape) or tuple(stride) != spec.stride:
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
     return spec
-
-
-def placed_alike(one: Spec, other: Spec) -> bool:
-    """Whether two specs differ in nothing but sizes and strides."""
-    facts = attrgetter("mesh", "placements", "shard_order", "dtype")
-    return one is other or bool(facts(one) == facts(other))
 
 
 def refuse_graph_cache(tensor: Any) -> NoReturn:

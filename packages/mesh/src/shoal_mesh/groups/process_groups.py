@@ -169,7 +169,7 @@ class Comm:
         backend = _torch.backend_config(group)
         comm = cls(
             _group=group,
-            name=_torch.group_name(group),
+            name=group.group_name,
             axes=axes,
             size=len(ranks),
             rank=ranks.index(world.rank()),
@@ -291,7 +291,7 @@ def _renew(comm: Comm) -> None:
     group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
     if _torch.backend_config(group) != comm.backend:
         raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
-    comm._group, comm.name, comm.transport, comm._world = group, _torch.group_name(group), None, world
+    comm._group, comm.name, comm.transport, comm._world = group, group.group_name, None, world
 
 
 def forget_groups() -> None:

@@ -291,7 +291,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
     def _run_foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
             group = _torch.group_of_op(args)
-            label, size = (_torch.group_name(group), group.size()) if group is not None else ("?", 0)
+            label, size = (group.group_name, group.size()) if group is not None else ("?", 0)
             op = _FUNCTIONAL.get(name, name)
         else:
             label = next((a for a in reversed(args) if isinstance(a, str)), "?")

@@ -65,9 +65,12 @@ class StragglerTable:
         """Take the calls of every rank, and the time at which each came to its end."""
         collectives: defaultdict[tuple[str, int], list[Call]] = defaultdict(list)
         for own in calls:
-            _note_computed(own)
             counts: Counter[str] = Counter()
+            spans, free = deque(sorted(span for call in own for span in call.blocked)), 0.0
             for call in own:
+                while spans and spans[0][0] < call.started:
+                    free = max(free, spans.popleft()[1])
+                call.computed = max(call.started - free, 0.0)
                 collectives[call.group, counts[call.group]].append(call)
                 counts[call.group] += 1
         for together in collectives.values():
@@ -162,15 +165,6 @@ def _settle(together: list[Call]) -> None:
         last.others = sum(call.computed for call in others) / len(others)
         waited = sum(call.waited for call in others) / len(others)
         last.held_up = max(min(waited, last.computed - last.others), 0.0)
-
-
-def _note_computed(own: Sequence[Call]) -> None:
-    """Note for every call of a rank the seconds since the rank was last blocked."""
-    spans, free = deque(sorted(span for call in own for span in call.blocked)), 0.0
-    for call in own:
-        while spans and spans[0][0] < call.started:
-            free = max(free, spans.popleft()[1])
-        call.computed = max(call.started - free, 0.0)
 
 
 def _begun(event: Event, rank: int) -> Call:

@@ -130,7 +130,7 @@ def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -
     """What those of some ranks that report a failure of the group have started last; None if the store is silent."""
 
     def ask(store: Store) -> dict[int, str]:
-        name = _torch.group_name(group)
+        name = group.group_name
         keys = {rank: f"shoal_failed/{name}/{rank}" for rank in ranks}
         store.set(keys[me], last_of_backend(name))
         deadline = time.monotonic() + seconds

@@ -55,7 +55,7 @@ class Peers:
         self.size: int = group.size()
         self.words = memory.cast("Q")
         self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
-        self.name: str = _torch.group_name(group)
+        self.name: str = group.group_name
         self._group, self._pids = weakref.ref(group), pids
         pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
         self.lines = [[page + LINE * i for page in pages] for i in range(streams)]  # by stream and rank

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -295,18 +294,15 @@ def _publish(stage: Path, target: Path) -> None:
         return
     if not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
-    shutil.copytree(target, stage, copy_function=_keep, ignore=_weights, dirs_exist_ok=True)
+    # What of the old checkpoint has no place beside the new one.
+    safetensors, pickled = "model-[0-9]*-of-[0-9]*.safetensors", "pytorch_model-[0-9]*-of-[0-9]*.bin"
+    weights = shutil.ignore_patterns("model.safetensors", safetensors, "pytorch_model.bin", pickled, "*.index.json")
+    shutil.copytree(target, stage, copy_function=_keep, ignore=weights, dirs_exist_ok=True)
     if not _exchange(stage, target):
         old = target.with_name(f".{target.name}.replaced")
         target.rename(old)
         stage.rename(target)
         old.rename(stage)  # which the caller removes
-
-
-def _weights(_: str, names: list[str]) -> list[str]:
-    """What of the old checkpoint has no place beside the new one."""
-    kinds = (r"model(-\d+-of-\d+)?\.safetensors", r"pytorch_model(-\d+-of-\d+)?\.bin", r".*\.index\.json")
-    return [name for name in names if re.fullmatch("|".join(kinds), name)]
 
 
 def _keep(source: str, new: str) -> None:

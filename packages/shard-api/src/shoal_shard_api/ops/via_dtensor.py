@@ -143,7 +143,12 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
             f"redistribute it to Shard on every mesh axis {spec.mesh.axis_names}, or take full_tensor()"
         )
     layout, local = layout_of(spec), dtensor.to_local()
-    devices = {rank: _device(rank, spec.mesh.device_type) for rank, _ in layout}
+    kind = spec.mesh.device_type
+    count = max(torch.get_device_module(kind).device_count(), 1)  # of the host's devices the rank has that of its index
+    devices = {
+        rank: RemoteDevice(f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % count}")
+        for rank, _ in layout
+    }
     if like is None:
         group = spec.mesh.comm(tuple(range(spec.mesh.ndim))).group
     else:  # a rank without a shard has a device of the same type
@@ -154,14 +159,6 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
     properties = TensorProperties(dtype=spec.dtype, requires_grad=local.requires_grad)
     metadata = sharding.build_metadata(torch.Size(spec.shape), properties)
     return cls._wrap(sharding, metadata, [local], group, stride=spec.stride)
-
-
-def _device(rank: int, device_type: str) -> RemoteDevice:
-    """The default placement of a rank: the device whose index is the rank modulo the devices of its host."""
-    if device_type == "cpu":
-        return RemoteDevice(f"rank:{rank}/cpu")
-    count = torch.get_device_module(device_type).device_count()
-    return RemoteDevice(f"rank:{rank}/{device_type}:{rank % max(count, 1)}")
 
 
 # --- functions by way of DTensors -------------------------------------------------------------------------------------
