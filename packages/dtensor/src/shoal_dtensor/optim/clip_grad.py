@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, reduce
 from math import inf, ldexp, sqrt
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +86,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
             f"error_if_nonfinite=False scales by it all the same"
         )
-    holders: Any = [SimpleNamespace(grad=shard) for shard in shards]
-    nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
+    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total
 
 
@@ -96,6 +94,12 @@ def clip_grad_norm_(
 def _shards(grads: list[Any]) -> list[Tensor]:
     """The local shards.  A compiler that traced the attribute would take writing to them for none to the DTensors."""
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+class _Holder(NamedTuple):
+    """What torch takes for a parameter: something with a gradient, that a compiler can trace."""
+
+    grad: Tensor
 
 
 class _Part(NamedTuple):
