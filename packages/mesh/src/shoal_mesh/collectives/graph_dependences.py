@@ -61,14 +61,13 @@ def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor
     if torch.compiler.is_dynamo_compiling() or any(type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)):
         return collective(*arguments)
     meta = torch.fx.traceback.current_meta
-    place = meta.get("partitioner_tag")
-    if place == "is_backward":
-        meta["partitioner_tag"] = "must_be_in_backward"
+    if meta.get("partitioner_tag") != "is_backward":
+        return collective(*arguments)
+    meta["partitioner_tag"] = "must_be_in_backward"
     try:
         return collective(*arguments)
     finally:
-        if place == "is_backward":
-            meta["partitioner_tag"] = place
+        meta["partitioner_tag"] = "is_backward"
 
 
 def bound(tensor: Tensor, *to: Tensor) -> Tensor:
