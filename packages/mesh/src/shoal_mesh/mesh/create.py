@@ -154,7 +154,7 @@ def safe_globals() -> list[Any]:
     return [rebuild_mesh, MeshFields, Layout, range, BackendChoice]
 
 
-class _MeshResources:
+class _mesh_resources:  # a name of torch, where it is an instance
     """A name that programs import from torch: the enclosing mesh, the root of a mesh, devices and hosts there are."""
 
     @staticmethod
@@ -176,6 +176,3 @@ class _MeshResources:
     @classmethod
     def num_hosts(cls, device_type: str) -> int:
         return max(1, dist.get_world_size() // max(1, cls.num_devices_per_host(device_type)))
-
-
-_mesh_resources = _MeshResources()
