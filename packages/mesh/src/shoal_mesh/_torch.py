@@ -214,13 +214,6 @@ def timeout_of(group: ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
-def known_groups() -> list[ProcessGroup]:
-    """Every live group that this rank is a member of, oldest first."""
-    # new_group leaves a number there on ranks outside of the new group.
-    known: list[object] = list(_c10d._world.pg_group_ranks)
-    return [group for group in known if isinstance(group, ProcessGroup)]
-
-
 def is_live(group: ProcessGroup) -> bool:
     """Whether the group has not been destroyed."""
     return group in _c10d._world.pg_map

@@ -120,15 +120,11 @@ def _of_aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-_WITH_UNMARKED_WRITES = _of_aten(
+# They write `running_mean` and `running_var` when they train, although their schemas do not say so.
+WITH_UNMARKED_WRITES = _of_aten(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts "
     "batch_norm_update_stats"
 )
-
-
-def unmarked_writes(op: OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that the operator writes, when it trains, although its schema does not say so."""
-    return ("running_mean", "running_var") if op._schema.name in _WITH_UNMARKED_WRITES else ()
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:

@@ -102,11 +102,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many are active
 
 
-def function_of(node: Any) -> type[torch.autograd.Function] | None:
-    """The autograd function of a node; None of torch's own nodes."""
-    return getattr(node, "_forward_cls", None)
-
-
 def selectively_checkpointed() -> bool:
     """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
     selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode

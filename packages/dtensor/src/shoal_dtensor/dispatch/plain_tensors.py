@@ -30,7 +30,6 @@ from .._torch.tensors import (
     FakeTensor,
     current_node,
     disabled_torch_function,
-    function_of,
     in_backward,
     make_wrapper,
     pytree,
@@ -209,7 +208,8 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = function_of(node)  # None: torch's node, which passes gradients on; others that do not say end it
+        # None: a node of torch's own, which passes gradients on; others that do not say end it.
+        function = getattr(node, "_forward_cls", None)
         tell = getattr(function, "gradient_shares", None)
         shares: Sequence[int] | None = () if function is None else tell and tell(node)
         if shares == ():

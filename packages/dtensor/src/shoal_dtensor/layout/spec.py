@@ -77,7 +77,7 @@ class Spec(Interned):
         "tensor_meta",
     )  # fmt: skip
     _CHANGED_BY: ClassVar[str] = "; use with_()"
-    at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is a DTensor: what an import must not do
+    at_first: ClassVar[list[Callable[[], object]]] = []  # called before there is a DTensor: what an import must not do
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     mesh: DeviceMesh

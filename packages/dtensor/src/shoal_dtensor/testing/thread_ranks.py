@@ -136,12 +136,6 @@ class ThreadGroup:
 ThreadMesh = DeviceMesh  # what a thread's view is
 
 
-def axes_used(mesh: DeviceMesh) -> set[int]:
-    """The mesh axes over which any rank of the mesh started a collective."""
-    simulation = Simulation.of(mesh)
-    return {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
-
-
 def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> list[DeviceMesh]:
     """Each rank's view of a mesh, row-major, that communicate with each other: for `on_threads`.
 

@@ -32,7 +32,7 @@ from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
 from ..rules.language.rule import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, local_function, with_norms
 from .simulate import coordinates, deal, gather, part_of
-from .thread_ranks import axes_used, on_threads, thread_meshes
+from .thread_ranks import Simulation, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
 Shardings = Mapping[int, AnyDimSharding | None]  # of each mesh axis, for the factor of its row
@@ -215,7 +215,8 @@ class CallTrial:
             problems = [*self._problems(results, of_ranks[0])]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
-        used = axes_used(meshes[0])
+        simulation = Simulation.of(meshes[0])
+        used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
         if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
             problems.insert(0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
         if problems:

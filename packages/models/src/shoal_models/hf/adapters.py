@@ -46,8 +46,11 @@ def parallelize_adapters(model: Model) -> Model:
     """
     around: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]  # by peft
     found = [(layer, *record) for layer in around for record in shardings_of(layer.base_layer)]
+    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")  # DoRA and its kin; embeddings
     for layer, record, _ in found:
-        if record.lowering not in (ColumnLinear, RowLinear) or record.options is not None or _unsupported(layer):
+        plain = record.lowering in (ColumnLinear, RowLinear) and record.options is None
+        is_lora = all(isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
+        if not (plain and is_lora) or any(len(getattr(layer, name, None) or ()) for name in variants):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a layer with the style "
                 f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under ColwiseParallel and "
@@ -60,12 +63,6 @@ def parallelize_adapters(model: Model) -> Model:
     unwatch_draws(model)
     watch_draws(model)  # of the adapters' Dropouts too
     return model
-
-
-def _unsupported(layer: Any) -> bool:
-    plain = all(isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
-    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")  # DoRA and its kin; embeddings
-    return not plain or any(len(getattr(layer, name, None) or ()) for name in variants)
 
 
 def merging_adapters() -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal_dtensor import DTensor, Placement, Replicate, Shard, Spec, implicit_replication
+from shoal_dtensor import DTensor, Replicate, Shard, Spec, implicit_replication
 from shoal_dtensor.internal import Box, ScopedValue, TorchDispatchMode, format_box, grid, pytree, spans, volume
 from shoal_mesh import DeviceMesh
 
@@ -107,13 +107,6 @@ def to_dtensor(tensor: Any) -> DTensor:
     """The DTensor of the same shards."""
     local = next((each for each in tensor._local_tensors if each.numel() > 0), tensor._local_tensors[0])
     return _from_local(local, spec_for(tensor))
-
-
-def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Layout -> placements: the DTensor of any ShardedTensor on a given mesh; all ranks call it."""
-    spec = Spec(mesh, placements, tensor.size(), tensor.stride(), tensor.dtype)
-    (local,) = move(tensor._local_tensors, tensor._layout, layout_of(spec), tensor._comm)
-    return _from_local(local, spec)
 
 
 def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -280,7 +273,10 @@ class DTensorCall:
             return to_dtensor(tensor)
         spec = self.specs[id(tensor)]
         along = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
-        return to_dtensor_on(tensor, self.home, self._placements_at_home(tensor.shape) or along)
+        placements = self._placements_at_home(tensor.shape) or along
+        there = Spec(self.home, placements, tensor.size(), tensor.stride(), tensor.dtype)
+        (local,) = move(tensor._local_tensors, tensor._layout, layout_of(there), tensor._comm)
+        return _from_local(local, there)
 
     def _placements_at_home(self, shape: torch.Size) -> tuple[Shard, ...] | None:
         """The placements of an argument of this shape on the home mesh, None if there is none."""

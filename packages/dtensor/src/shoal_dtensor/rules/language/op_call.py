@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from ..._torch.operators import OpOverload, unmarked_writes
+from ..._torch.operators import WITH_UNMARKED_WRITES, OpOverload
 from ...errors import ShoalTensorError
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
@@ -134,7 +134,7 @@ class OpSchema:
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.outs = tuple(a.name for a in arguments if a.is_out)
         self.written = tuple(name for name in aliased if name not in self.outs)
-        self.unmarked = unmarked_writes(op)
+        self.unmarked = ("running_mean", "running_var") if op._schema.name in WITH_UNMARKED_WRITES else ()
         self.returns = tuple(r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned))
         self.is_list = tuple(is_list for _, is_list in returned)
         self.returned_inputs = tuple(owners)
