@@ -13,7 +13,7 @@ from shoal_mesh import DeviceMesh
 from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
 from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, progress, resolve, sharded_parameters, try_plan
 
-from .recipes import Blocks, Entries, read_above
+from .recipes import Entries, ModelBlocks, read_above
 
 
 @takes(model=nn.Module)
@@ -47,7 +47,7 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
             "2": RowwiseParallel(),
         } (4,)
     """
-    blocks = Blocks(model)
+    blocks = ModelBlocks(model)
     options = blocks.recipes()
     first: Entries = {path: style for entries in options.values() for path, style in entries[0].items()}
     plan = AutoPlan(first)
@@ -76,7 +76,7 @@ def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devic
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
-def _whole(blocks: Blocks, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _whole(blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
     model, sharded = blocks.model, {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
     for path, module in model.named_modules():

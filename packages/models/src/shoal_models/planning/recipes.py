@@ -91,7 +91,7 @@ def _source(kind: type[Any]) -> str:
         return ""
 
 
-class Blocks:
+class ModelBlocks:
     """The modules of a model by wildcard path, and their roles."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -110,7 +110,7 @@ class Blocks:
         """For each block, entries that may shard it, best first.
 
         Example:
-            >>> blocks = Blocks(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))
+            >>> blocks = ModelBlocks(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))
             >>> [[*entries] for entries in blocks.recipes()[""]]
             [['0', '2'], ['0', '2']]
         """
