@@ -22,12 +22,12 @@ from shoal_tp_styles import ColwiseParallel, parallelize_module, verify
 BOUNDS = {
     "cached operator": (1, 0),
     "operator's first call": (14, 24),
-    "redistribution": (19, 20),
+    "redistribution": (18, 19),
     "column linear, forward": (3, 3),
     "column linear, backward": (4, 3),
     "fully_shard unit, forward": (18, 28),
     "fully_shard unit, backward": (22, 33),
-    "verify": (26, 45),
+    "verify": (25, 45),
     "all-reduce": (8, 8),
 }
 
