@@ -95,7 +95,7 @@ def mends_backlinks(app: Any, page: str, _template: str, context: dict[str, Any]
 
     def anchor(link: re.Match[str]) -> str:
         space, _, name = link[1].partition(".")
-        places = (link[1], *(f"{space}.{inner}.{name}" for inner in ("errors", "internal", "rules")))
+        places = (link[1], *(f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")))
         return f'#{next((place for place in places if place in documented), link[1])}"'
 
     if page.startswith("_modules/shoal_"):
