@@ -48,8 +48,8 @@ def facade(
         around = package.rpartition("shoal_")[0]  # where the layers are vendored
         hint = instead.get(name) or (f"it is in {around}{HOMES[name]}" if name in HOMES else "")
         for part in () if hint or name.startswith("_") else ("errors", "internal"):
-            if find_spec(f"{package}.{part}") and name in vars(import_module(f"{package}.{part}")):
-                hint = hint or f"it is in {package}.{part}"
+            if not hint and find_spec(f"{package}.{part}") and name in vars(import_module(f"{package}.{part}")):
+                hint = f"it is in {package}.{part}"
         if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"{package} has no {name}: {hint}", name=package)
         raise AttributeError(

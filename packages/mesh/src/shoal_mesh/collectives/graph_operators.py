@@ -44,11 +44,15 @@ def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) 
     return flat.view(sum(receive), *operand.shape[1:])
 
 
+def _alike(operand: Tensor, *_: object) -> Tensor:
+    return operand.new_empty(operand.shape)
+
+
 # Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
-        lambda operand, *_: operand.new_empty(operand.shape),
+        _alike,
     ),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
@@ -68,7 +72,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "broadcast(Tensor operand, int root, str group) -> Tensor": (
         lambda operand, root, group: broadcast(operand.contiguous(), _comm(group), root),
-        lambda operand, *_: operand.new_empty(operand.shape),
+        _alike,
     ),
 }
 

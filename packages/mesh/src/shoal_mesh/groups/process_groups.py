@@ -334,8 +334,7 @@ def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) 
     if choice.options is not None or choice.tag:
         return None
     config = _torch.full_backend_config(choice.backend) if choice.backend else _torch.backend_config(world)
-    known: list[object] = list(WORLDS.pg_group_ranks)  # the oldest first
-    for group in known:
+    for group in list[object](WORLDS.pg_group_ranks):  # the oldest first
         if not isinstance(group, ProcessGroup):
             continue  # the number that new_group leaves on ranks outside of the new group
         if group.size() != len(members) or _torch.backend_config(group) != config:
