@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import shoal_dtensor
+import shoal_tp_styles as styles
 from one_device import as_one_device
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_dtensor.errors import LayoutTypeError
@@ -20,7 +22,10 @@ from shoal_tp_styles import (
     DeclaredStyle,
     HeadParallel,
     LayoutError,
+    LoRA,
     ModuleSharding,
+    OwnParameters,
+    PackedColwiseParallel,
     Port,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -84,6 +89,41 @@ def test_styles_are_values() -> None:
     assert style.aligned(8).multiple_of == 8 and style.multiple_of == 1
     with pytest.raises(LayoutError, match="positive number"):
         style.aligned(0)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(input_layouts=Shard(1)).overlapped(2).on("tp"),
+        ColwiseParallel(output_layouts=Replicate(), use_local_output=False).heads(2, 64).on(("dp", "tp")),
+        RowwiseParallel().aligned(8).on(1),
+        PackedColwiseParallel(blocks=3),
+        SequenceParallel(sequence_dim=0),
+        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)),
+        OwnParameters(dims={"sinks": 0}),
+        OwnParameters(counts=("heads",)),
+        LoRA(base=ColwiseParallel().aligned(4)),
+    ],
+)
+def test_the_text_of_a_style_is_python_that_makes_it(style: DeclaredStyle) -> None:
+    assert (
+        eval(repr(style), {**vars(shoal_dtensor), **{name: getattr(styles, name) for name in styles.__all__}}) == style
+    )
+
+
+def test_the_text_of_a_style_leaves_out_what_is_not_given() -> None:
+    @dataclasses.dataclass(unsafe_hash=True, kw_only=True, repr=False)
+    class Mine(DeclaredStyle):
+        scales: dict[str, int] = dataclasses.field(default_factory=dict)
+        steps: int = dataclasses.field(default=0, init=False)
+
+        def sharding(self, module: nn.Module) -> ModuleSharding:
+            return ModuleSharding("Mine", {})
+
+    mine = Mine()
+    assert repr(mine) == "Mine()"
+    mine.steps = 3
+    assert repr(mine.aligned(2)) == "Mine(steps=3).aligned(2)"
 
 
 STYLES = [ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, HeadParallel]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 from torch import nn
 
 from shoal_dtensor.internal import holds_tensors, takes
 from shoal_mesh import DeviceMesh
-from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
+from shoal_tp_styles import LatentProjection, ParallelStyle
 from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, progress, resolve, sharded_parameters, try_plan
 
 from .recipes import Entries, ModelBlocks, read_above
@@ -117,16 +116,5 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
             "head": ColwiseParallel(),
         }
     """
-    lines = [f'    "{path}": {_text(style)},' for path, style in plan.items()]
+    lines = [f'    "{path}": {style!r},' for path, style in plan.items()]
     return "\n".join(["{", *lines, "}"])
-
-
-def _text(style: ParallelStyle) -> str:
-    if not isinstance(style, DeclaredStyle):
-        return repr(style)
-    shown = []
-    for field in fields(style):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.init and field.repr and style.given(field.name) != default:
-            shown.append(f"{field.name}={style.given(field.name)!r}")
-    return f"{type(style).__name__}({', '.join(shown)})"

@@ -80,8 +80,8 @@ class _FeatureStyle(DeclaredStyle):
     """What both styles have in common."""
 
     use_local_output: bool = True
-    of_heads: Heads | None = field(default=None, init=False)
-    chunks: int = field(default=1, init=False)
+    of_heads: Heads | None = field(default=None, init=False, metadata={"call": ".heads({0.count}, {0.size})"})
+    chunks: int = field(default=1, init=False, metadata={"call": ".overlapped({})"})
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection to `count` heads of `size` features, or by rows from them.
@@ -108,7 +108,7 @@ class _FeatureStyle(DeclaredStyle):
 
         Example:
             >>> ColwiseParallel(input_layouts=Shard(1)).overlapped(2)
-            ColwiseParallel(chunks=2, input_layouts=Shard(dim=1))
+            ColwiseParallel(input_layouts=Shard(dim=1)).overlapped(2)
         """
         if chunks < 1:
             raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")

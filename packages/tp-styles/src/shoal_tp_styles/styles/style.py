@@ -84,8 +84,7 @@ class ParallelStyle(ABC):
 
     def _with(self, **changes: Any) -> Self:
         changed = copy.copy(self)
-        for name, value in changes.items():
-            object.__setattr__(changed, name, value)
+        vars(changed).update(changes)
         return changed
 
 
@@ -111,9 +110,9 @@ class DeclaredStyle(ParallelStyle):
     """
 
     src_data_rank: int | None = field(default=0, init=False, repr=False)
-    axis: str | int | tuple[str, ...] | None = field(default=None, init=False)
+    axis: str | int | tuple[str, ...] | None = field(default=None, init=False, metadata={"call": ".on({!r})"})
     lower: bool = field(default=True, init=False, repr=False)
-    multiple_of: int = field(default=1, init=False)
+    multiple_of: int = field(default=1, init=False, metadata={"call": ".aligned({})"})
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -142,8 +141,10 @@ class DeclaredStyle(ParallelStyle):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        shown = {f.name: self.given(f.name) for f in fields(self) if f.repr and self.given(f.name) != f.default}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        shown = [(f, self.given(f.name)) for f in fields(self) if f.repr and self.given(f.name) not in (f.default, {})]
+        given = ", ".join(f"{f.name}={value!r}" for f, value in shown if "call" not in f.metadata)
+        calls = "".join(f.metadata["call"].format(value) for f, value in shown if "call" in f.metadata)
+        return f"{type(self).__name__}({given}){calls}"
 
     def given(self, name: str) -> Any:
         """The value of a field; of layouts that were left out None, and a single one by itself."""
