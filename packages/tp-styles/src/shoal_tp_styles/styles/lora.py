@@ -62,14 +62,12 @@ class LoRA(DeclaredStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
+        if not self.train_base:
+            module.requires_grad_(False)  # before it gets the adapter's
         weight = module.weight
         module.register_parameter("lora_A", nn.Parameter(weight.new_empty(self.rank, module.in_features)))
         module.register_parameter("lora_B", nn.Parameter(weight.new_empty(module.out_features, self.rank)))
         initialize_adapter(module)
-        if not self.train_base:
-            for param in (module.weight, module.bias):
-                if param is not None:
-                    param.requires_grad_(False)
         return super()._apply(module, device_mesh)
 
 
