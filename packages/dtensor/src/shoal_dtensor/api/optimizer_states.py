@@ -136,18 +136,14 @@ def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], targe
         load = type(optimizer).load_state_dict  # torch may have put a call of this function in the optimizer
         load(optimizer, dict(state) if _is_by_number(given) else by_name)
         if steps_as(optimizer, SGD.__module__):
-            _forget_first_buffers(optimizer)
+            # Loaded state that says there is none: with dampening, a first step is none from a buffer of zeros.
+            for group in optimizer.param_groups:
+                for param in group["params"] if group["dampening"] else ():
+                    buffer = optimizer.state.get(param, {}).get("momentum_buffer")
+                    if buffer is not None and buffer.isnan().all():
+                        del optimizer.state[param]
 
 
 def _is_by_number(given: Mapping[Any, Any]) -> bool:
     """Whether this is the state in the state dict of an optimizer, by numbers of parameters."""
     return bool(given) and all(isinstance(key, int) for key in given)
-
-
-def _forget_first_buffers(optimizer: Optimizer) -> None:
-    """Take away loaded state that says there is none: with dampening, a first step is none from a buffer of zeros."""
-    for group in optimizer.param_groups:
-        for param in group["params"] if group["dampening"] else ():
-            buffer = optimizer.state.get(param, {}).get("momentum_buffer")
-            if buffer is not None and buffer.isnan().all():
-                del optimizer.state[param]

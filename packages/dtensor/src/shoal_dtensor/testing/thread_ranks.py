@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -168,13 +169,16 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
     return on_threads([partial(run, view) for view in views], views)
 
 
-def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh], seed: int = 0) -> list[T]:
+def on_threads(
+    functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh], seed: int = 0, threads: Executor | None = None
+) -> list[T]:
     """What the functions return, each run on a thread of its own; the first failure is raised for all.
 
     Args:
         functions: one per rank.
         meshes: theirs.
         seed: of every rank's default generator.
+        threads: what runs the functions, all of them at a time; new threads for this call when left out.
 
     Raises:
         Exception: what a function raised; the others are woken from the barriers they wait at.
@@ -201,8 +205,10 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
         finally:
             simulation.give_turn()
 
-    with torch.random.fork_rng(devices=()), ThreadPoolExecutor(len(functions)) as threads:
-        ranks = [threads.submit(work, function) for function in functions]
+    pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
+    with torch.random.fork_rng(devices=()), pool as workers:
+        ranks = [workers.submit(work, function) for function in functions]
+        wait(ranks)
     for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)):
         rank.result()  # raises what it raised; those last that another one's failure has woken
     return [rank.result() for rank in ranks]

@@ -10,6 +10,7 @@ communicates over with what they declare.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -83,17 +84,17 @@ def validate(
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
-    trial = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel)
-    report = Report()
-    for row in trial.rows:
-        cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
-        used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
-        if row.traffic is not None and cases and not any(used):
-            where = f"{op} {_format_call(trial.call)} {_format_rows((row,))}"
-            report.idle.append(f"{where}: declares traffic, starts no collective")
-    for first, second in product(trial.rows, trial.rows) if pairs else ():
-        for shardings in _pair_shardings(trial, first, second):
-            trial.try_out(report, (2, 2), (first, second), shardings)
+    trial, report = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel), Report()
+    with ThreadPoolExecutor(max((4, *ways))) as trial.threads:  # started for each case, they take as long as it
+        for row in trial.rows:
+            cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
+            used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
+            if row.traffic is not None and cases and not any(used):
+                where = f"{op} {_format_call(trial.call)} {_format_rows((row,))}"
+                report.idle.append(f"{where}: declares traffic, starts no collective")
+        for first, second in product(trial.rows, trial.rows) if pairs else ():
+            for shardings in _pair_shardings(trial, first, second):
+                trial.try_out(report, (2, 2), (first, second), shardings)
     return report
 
 
@@ -151,6 +152,7 @@ class CallTrial:
         self.kwargs: dict[str, Any] = dict(kwargs)
         self.rule = rule
         self.exact = exact
+        self.threads: Executor | None = None
         self.kernel: Any = kernel or op
         self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
         read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
@@ -211,7 +213,7 @@ class CallTrial:
         try:
             communicates = any(row.traffic is not None for row in rows)
             functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
-            results = on_threads(functions, meshes, SEED) if communicates else [*map(_alone, functions)]
+            results = on_threads(functions, meshes, SEED, self.threads) if communicates else [*map(_alone, functions)]
             problems = [*self._problems(results, of_ranks[0])]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]

@@ -56,7 +56,12 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
         [(S(0, unit=12), S(0)), (S(0, runs=2), S(1))]
     """
     if 0 in source:
-        return _equal_ends(source, target)
+        # Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay.
+        n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
+        left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]  # 2, 0 of (2, 0, 3): [0, 1]
+        right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
+        others = [(i, i + shift) for i in right if i not in left and i + shift not in left]  # 3 and 3: [(2, 3)]
+        return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
     mappings: list[tuple[S, S]] = []
     for dims, results in groups(source, target):
         for in_runs in (False, True):
@@ -96,15 +101,6 @@ def _lcm(one: int, other: int) -> int:
         if multiple % divisor == 0:
             return multiple
     return lcm(int(one), int(other))
-
-
-def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
-    """Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay."""
-    n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
-    left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]  # 2, 0 of (2, 0, 3): [0, 1]
-    right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
-    others = [(i, i + shift) for i in right if i not in left and i + shift not in left]  # 3 and 3: [(2, 3)]
-    return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
 
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
