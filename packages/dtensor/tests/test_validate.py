@@ -201,6 +201,22 @@ def test_a_collective_that_no_row_declares_is_a_finding() -> None:
     assert (report.wrong, report.idle) == ([], [])
 
 
+def test_cases_are_judged_by_themselves() -> None:
+    """They share meshes: one rank raises where the other waits for it, then both meet; and one row never meets."""
+
+    def local(local_call: LocalCall) -> Any:
+        if local_call.inputs[0].local_shape == (3, 4):
+            raise ValueError("broken")
+        return reducing(local_call) if local_call.inputs[0].placements[0].is_shard() else torch.relu
+
+    def rows(call: OpCall) -> list[Row]:
+        return [call.row(self=at, out=at, traffic=lambda ranks: 8 * ranks) for at in (S(0), S(1), P("max"))]
+
+    report = validate(aten.relu.default, real(4, 4), rule=Rule(rows, local), ways=(2,), pairs=False)
+    assert len(report.wrong) == 1 and report.wrong[0].endswith("ValueError: broken"), report.wrong
+    assert [line.endswith("P(max): declares traffic, starts no collective") for line in report.idle] == [True]
+
+
 def test_traffic_without_a_collective_is_a_finding() -> None:
     rule = Rule(lambda call: [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8)])
     report = validate(aten.relu.default, real(4), rule=rule, ways=(2,), pairs=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -147,12 +147,10 @@ class CallTrial:
     def __init__(
         self, op: Any, args: Any, kwargs: Mapping[str, Any], rule: Rule, *, exact: bool = True, kernel: Kernel = None
     ) -> None:
-        self.op = op
-        self.args = args
+        self.op, self.args, self.rule, self.exact = op, args, rule, exact
         self.kwargs: dict[str, Any] = dict(kwargs)
-        self.rule = rule
-        self.exact = exact
         self.threads: Executor | None = None
+        self.meshes_of = cache(thread_meshes)
         self.kernel: Any = kernel or op
         self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
         read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
@@ -197,7 +195,9 @@ class CallTrial:
 
     def try_out(self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings) -> set[int]:
         """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
-        meshes = thread_meshes(shape)
+        meshes = self.meshes_of(shape)
+        simulation = Simulation.of(meshes[0])
+        simulation.used.clear()
         for mesh in meshes:
             count_as_checked(mesh)  # a collective of the first random operator, not of the rule
         entries = zip(*(row.inputs + row.outputs for row in rows), strict=True)  # of each operand, along the mesh axes
@@ -217,7 +217,7 @@ class CallTrial:
             problems = [*self._problems(results, of_ranks[0])]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
-        simulation = Simulation.of(meshes[0])
+            self.meshes_of.cache_clear()  # ranks wait for each other no more
         used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
         if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
             problems.insert(0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
