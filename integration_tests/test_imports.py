@@ -136,10 +136,14 @@ def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtenso
 def test_each_layer_imports_within_its_time(tmp_path: Path, layers: Any) -> None:
     names = [layer.name for layer in layers]
     # The first run compiles and fills the cache of bytecode, as installing a package does.
-    runs = [probe(*names, PYTHONPYCACHEPREFIX=str(tmp_path))["seconds"] for _ in range(8)]
-    torchs, *layers = [min(times) for times in zip(*runs, strict=True)]
-    budget = IMPORT_BUDGET * torchs
-    assert max(layers) <= budget, f"seconds of torch {torchs}, over it, bottom to top: {layers}; allowed {budget}"
+    runs = [probe(*names, PYTHONPYCACHEPREFIX=str(tmp_path))["seconds"] for _ in range(3)]
+    while True:  # whatever else the machine does adds to a time, so the least of some is the nearest
+        torchs, *over = [min(times) for times in zip(*runs, strict=True)]
+        budget = IMPORT_BUDGET * torchs
+        if max(over) <= budget:
+            return
+        assert len(runs) < 8, f"seconds of torch {torchs}, over it, bottom to top: {over}; allowed {budget}"
+        runs.append(probe(*names, PYTHONPYCACHEPREFIX=str(tmp_path))["seconds"])
 
 
 def imports(path: Path) -> Iterator[tuple[ast.stmt, str, int]]:
