@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,21 @@ from .reduction import Group, GroupReduction, Reducer, deliver
 from .sharded_parameters import DataAxes, ShardedParameter
 
 
-@dataclass(slots=True, eq=False)
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that does not hold what it calls: that holds leaves' nodes, and these the leaves, unseen by Python."""
+    found = WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        if (bound := found()) is None:
+            raise StyleError(
+                "replicate: the module of a parameter in this pass is gone; keep what replicate() returned"
+            )
+        return bound(*args)
+
+    return call
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Replica:
     """A parameter that every data-parallel rank has a replica of."""
 
@@ -40,6 +55,7 @@ class Replica:
     target: ShardedParameter  # to what gradients are reduced: the parameter itself, or a shard that optimizers update
     version: tuple[object, ...] | None = None  # of the shard when the replica was gathered; None if it has to be
     seen: Tensor | None = None  # what modules see of a leaf that is trained and whose shard they hold
+    asked: tuple[Any, ...] = ()  # what `ask` was given, the leaf's node, and the hook
 
     @property
     def held(self) -> nn.Parameter:
@@ -56,21 +72,20 @@ class Replica:
             self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
             run_when_ready(seen.grad_fn)  # it is older than all forwards: its gradient would wait for the pass's end
             return []
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        self.asked = take, torch.autograd.graph.get_gradient_edge(leaf).node, leaf.register_hook(_weak(self._hook))
+        return [self.asked[-1]]
 
-        def hook(grad: Tensor | None) -> Tensor | None:
-            if grad is None or leaf_route(node) != "return":
-                return None
-            if [*leaf._backward_hooks][-1] != handle.id:
-                raise StyleError(
-                    "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
-                    "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
-                    "register it before, or call backward()"
-                )
-            return take(grad)
-
-        handle = leaf.register_hook(hook)
-        return [handle]
+    def _hook(self, grad: Tensor | None) -> Any:
+        (take, node, handle), leaf = self.asked, cast(Any, self.leaf)
+        if grad is None or leaf_route(node) != "return":
+            return None
+        if [*leaf._backward_hooks][-1] != handle.id:
+            raise StyleError(
+                "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
+                "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
+                "register it before, or call backward()"
+            )
+        return take(grad)
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
@@ -173,10 +188,10 @@ class GradientBuckets:
             self._handles = [
                 handle for at, p in enumerate(self.parameters) for handle in p.ask(partial(self._take, at))
             ]
-        self._handles += [node.register_prehook(self.begin) for node in self._nodes]
+        self._handles += [node.register_prehook(_weak(self.begin)) for node in self._nodes]
         # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes before it.
         for parameter in self.parameters:
-            self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]  # torch
+            self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived)))  # type: ignore[no-untyped-call]  # torch
 
     def remove(self) -> None:
         for handle in self._handles:

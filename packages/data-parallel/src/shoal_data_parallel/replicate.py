@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,46 +94,33 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         raise LayoutError(f"replicate: this {type(module).__name__} is replicated already")
     if bucket_bytes <= 0:
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
-    state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
-    state.check()
-    _agree(module, state.axes)
-    for tensor in (*state.held(), *module.buffers()):
-        local = local_of(tensor).detach()
-        if src_data_rank is not None and not local.is_meta:
-            local.copy_(broadcast(local.contiguous(), state.axes.comm, src_data_rank))
-    state.take()
-    _install(state, module)
-    return module
-
-
-def _install(state: Replicas, module: Any) -> None:
-    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
-    register_owner(state)
-    state.attach()
-    vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)
-    module.register_forward_pre_hook(state.before, prepend=True)
-    module.register_forward_hook(state.after, always_call=True)
-    watch_draws(module, state.axes.mesh)
-
-
-def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
     if isinstance(mesh, str):
         around = current_mesh()
         if around is None:
             raise StyleError(f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with mesh:`")
         mesh = around[mesh]
     axes = DataAxes(mesh, sharded=0)
-    return replace(axes, sharded=mesh.ndim) if shards else axes
-
-
-def _agree(module: nn.Module, axes: DataAxes) -> None:
-    """Raise on all ranks unless they have parameters of the same names, shapes and dtypes."""
-    if "fake" in axes.comm.backend:
-        return
-    rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(axes.mesh.device_type)
-    check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
+    axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
+    state = Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params)
+    state.check()
+    if "fake" not in axes.comm.backend:
+        rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+        own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(axes.mesh.device_type)
+        check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
+    for tensor in (*state.held(), *module.buffers()):
+        local = local_of(tensor).detach()
+        if src_data_rank is not None and not local.is_meta:
+            local.copy_(broadcast(local.contiguous(), axes.comm, src_data_rank))
+    state.take()
+    complete_forms(axes.mesh, module, over_data=(None, reduce_dtype))
+    register_owner(state)
+    state.attach()
+    vars(module)[_STATE] = state
+    module.__class__ = extended(ReplicateModule, cast(Any, module).__class__)
+    module.register_forward_pre_hook(state.before, prepend=True)
+    module.register_forward_hook(state.after, always_call=True)
+    watch_draws(module, axes.mesh)
+    return module
 
 
 class Replicas(Reducer):

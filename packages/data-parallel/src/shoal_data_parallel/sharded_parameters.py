@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,15 +97,11 @@ class ShardedParameter:
     def zeros(self) -> Tensor:
         """A gradient of the leaf that changes nothing."""
         leaf: Any = self.leaf
-        zeros: Tensor = DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec)
-        return zeros
+        return cast(Tensor, DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec))
 
     def view(self, local: Tensor) -> Tensor:
         """What modules see of a gathered local tensor; shares its memory."""
-        if self.inner is None:
-            return local.detach()
-        seen: Tensor = DTensor(local.detach(), self.inner)
-        return seen
+        return local.detach() if self.inner is None else cast(Tensor, DTensor(local.detach(), self.inner))
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:

@@ -40,10 +40,12 @@ class Gathered:
     versions: Versions  # of the leaves when they were gathered (`Unit.versions`)
     # the gathered local tensors, one per parameter; without memory while they are freed
     tensors: list[Tensor] = field(default_factory=list)
-    # what modules see of the tensors, with its place in autograd's graph
-    views: list[Tensor] = field(default_factory=list)
     filled: bool = False  # whether the tensors have memory
     written: Sequence[int] = ()  # how often each tensor had been written to when it was filled
+
+
+class Views(list[Tensor]):
+    """What modules see of gathered tensors. A unit holds it only so long: its graph holds the unit, unseen by gc."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,7 @@ class Forward:
     unit: Unit  # the unit
     gathered: Gathered  # the values that it used
     trained: list[int]  # indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to
+    views: ref[Views]
     units: Sequence[Unit]  # all units of the same outermost module
     nodes: Sequence[Any] = ()
     before: Sequence[Unit] = ()  # the unit whose forward ended before, so that its backward begins next
@@ -100,7 +103,7 @@ class Unit(Group):
         self.current = Gathered([])  # the gathered parameters; of no version before the first forward
         self.used: Forward | None = None  # the last forward
         self.open: set[Forward] = set()  # the forwards whose backward is running
-        self.shows_gathered: bool = False  # whether the modules see gathered parameters rather than the leaves
+        self.shown: Views | None = None  # what the modules see of gathered parameters, rather than the leaves
         self._coming: tuple[ShardsInFlight, Versions] | None = None
         self.running: Forward | None = None
         self.waiting: set[nn.Module] = set()  # the modules whose forward is still to come in the one that is running
@@ -228,9 +231,9 @@ class Unit(Group):
 
     # --- what modules see -----------------------------------------------------------------------------------------
 
-    def show(self, tensors: Sequence[Tensor] | None = None) -> None:
+    def show(self, tensors: Views | None = None) -> None:
         """Have the modules see these tensors; the leaves when left out."""
-        self.shows_gathered = tensors is not None
+        self.shown = tensors
         for i, parameter in enumerate(self.parameters):
             parameter.put(parameter.leaf if tensors is None else tensors[i])
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from shoal_dtensor.internal import (
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .reduction import GroupReduction, arrived, deliver
-from .unit import Forward, Unit, unit_of
+from .unit import Forward, Unit, Views, unit_of
 
 
 def lead(unit: Unit, inner: Sequence[Unit]) -> None:
@@ -58,7 +59,7 @@ def lead(unit: Unit, inner: Sequence[Unit]) -> None:
 
 def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
     """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
-    if is_compiling() or unit.shows_gathered or unit.frees:
+    if is_compiling() or unit.shown is not None or unit.frees:
         return
     forward, unit.called = _enter_again(unit), module
     forward.units = unit.schedule.units
@@ -90,7 +91,7 @@ def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs:
 
 @eager_only
 def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    continues = unit.running is not None and unit.shows_gathered and module in unit.waiting
+    continues = unit.running is not None and unit.shown is not None and module in unit.waiting
     unit.guards.append(nullcontext())
     if not continues:
         unit.running, unit.waiting = None, set(unit.modules)
@@ -107,14 +108,15 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 @eager_only
 def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Free after the forward, also after one that raised; prepare the backward."""
+    forward, schedule = unit.running, unit.schedule
+    views = forward.views() if forward is not None else None
     if unit.guards:
         unit.guards.pop().__exit__(None, None, None)
-    forward, schedule = unit.running, unit.schedule
     output = _cast(output, unit.policies[0].output_dtype)
     for tensor in pytree.tree_leaves(output) if forward is not None else ():
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # gathered when its backward begins
             node: Any = tensor.grad_fn
-            node.register_prehook(lambda grads, forward=forward: running_backward().open(forward))
+            node.register_prehook(lambda grads, forward=forward: running_backward().open(forward, views))
     unit.waiting.discard(module)
     if not unit.waiting and not unit.guards:
         if forward is not None:  # units begin their backward in the opposite order, the outermost first
@@ -173,22 +175,20 @@ def _begin(unit: Unit) -> Forward:
 
 def enter(unit: Unit) -> Forward:
     """Gather, and have the modules see the gathered parameters."""
-    if not unit.shows_gathered:
+    if unit.shown is None:
         for parameter in unit.parameters:
             parameter.adopt()
     gathered = unit.gather()
-    views = [p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True)]
+    views = Views(p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True))
     unit.trained = unit.find_trained()
-    forward = Forward(unit, gathered, unit.trained, units=[unit])
+    forward = Forward(unit, gathered, unit.trained, ref(views), [unit])
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
         recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
-    if unit.used is not None and unit.used.gathered is not gathered:
-        unit.used.gathered.views.clear()  # their graph holds the forward, and so them: nobody would collect it
-    gathered.views, unit.used = views, forward
+    unit.used = forward
     unit.show(views)
     return forward
 
@@ -196,9 +196,9 @@ def enter(unit: Unit) -> Forward:
 def _enter_again(unit: Unit) -> Forward:
     """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
     used = unit.used
-    if used is None or not used.gathered.filled or used.gathered.versions != unit.versions:
+    views = used.views() if used is not None and used.gathered.filled else None
+    if used is None or views is None or used.gathered.versions != unit.versions:
         return enter(unit)
-    views = used.gathered.views
     recorded = used.trained == unit.find_trained() and all(views[i].requires_grad for i in used.trained)
     if torch.is_grad_enabled() and not recorded:
         return enter(unit)
@@ -222,7 +222,7 @@ class _GatheredUnit(Function):
 
 def _show_arriving(forward: Forward) -> None:
     """Have the gradients of matrices added to kept ones as soon as they are there, not when all of the unit's are."""
-    views = [*forward.gathered.views]
+    views = forward.unit.shown or Views()
     for i in (i for i in forward.trained if views[i].ndim > 1):  # those of vectors are small
         views[i] = views[i].view_as(views[i])
         node: Any = views[i].grad_fn
@@ -238,20 +238,22 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
     given back.  All else goes to the hooks outside, such as those of a checkpoint or an offload around the unit.
     """
-    gathered, outside = forward.gathered, outer_saved_tensors_hooks()
+    gathered, views, outside = forward.gathered, forward.views(), outer_saved_tensors_hooks()
     own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
             return forward, tensor  # a tensor that may have no memory when it is read
-        return tensor if outside is None else outside[0](tensor)
+        if outside is not None:
+            return outside[0](tensor)
+        return tensor if tensor.grad_fn is None else tensor.detach()  # the node of an output would hold itself
 
     def unpack(saved: Any) -> Any:
         if not (isinstance(saved, tuple) and saved and saved[0] is forward):
             return saved if outside is None else outside[1](saved)
         if not gathered.filled:
-            running_backward().open(forward)
+            running_backward().open(forward, views)
         return saved[1]
 
     return saved_tensors_hooks(pack, unpack)
@@ -280,7 +282,7 @@ class UnitBackward:
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, Routes] = {}
 
-    def open(self, forward: Forward) -> None:
+    def open(self, forward: Forward, views: Views | None) -> None:
         """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
         unit = forward.unit
         if forward in unit.open:
@@ -291,7 +293,8 @@ class UnitBackward:
                 f"fully_shard: parameters of {unit.name!r} were written to between a forward and its backward, so the "
                 "values that the forward used are gone; call the optimizer's step after the backward"
             )
-        unit.show(unit.gather().views)
+        unit.gather()
+        unit.show(views)
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
