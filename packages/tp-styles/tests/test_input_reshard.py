@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
-from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import all_ranks, on_ranks
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
@@ -39,3 +41,15 @@ def test_input_reshard_saves_a_shard_and_keeps_gradients() -> None:
         for param, expected in zip(module.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
     assert input_reshard(single, axis) is single and not single._forward_pre_hooks
+
+
+def test_a_forward_without_a_backward_is_freed() -> None:
+    """A node that saved its own output would hold itself, unseen by Python's garbage collector."""
+    with fake_world(4):
+        module = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        input_reshard(module, init_device_mesh("cpu", (4,)), 0)
+        weight = ref(module[0].weight)
+        module(torch.ones(8, 8))
+        del module
+        gc.collect()
+        assert weight() is None

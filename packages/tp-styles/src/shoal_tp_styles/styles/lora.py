@@ -64,9 +64,8 @@ class LoRA(DeclaredStyle):
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
         if not self.train_base:
             module.requires_grad_(False)  # before it gets the adapter's
-        weight = module.weight
-        module.register_parameter("lora_A", nn.Parameter(weight.new_empty(self.rank, module.in_features)))
-        module.register_parameter("lora_B", nn.Parameter(weight.new_empty(module.out_features, self.rank)))
+        module.register_parameter("lora_A", nn.Parameter(module.weight.new_empty(self.rank, module.in_features)))
+        module.register_parameter("lora_B", nn.Parameter(module.weight.new_empty(module.out_features, self.rank)))
         initialize_adapter(module)
         return super()._apply(module, device_mesh)
 

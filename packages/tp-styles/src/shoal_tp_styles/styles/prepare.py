@@ -251,9 +251,10 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
 
     def pack(self, tensor: Tensor) -> Any:
         """What is saved instead of a tensor; of a plain one that is sharded a tuple."""
+        is_leaf, tensor = tensor.is_leaf, tensor.detach()  # a node that saves its own output would hold itself
         if isinstance(tensor, DTensor):
             replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
-            return tensor.redistribute(placements=(Shard(self.dim),)) if replicated and not tensor.is_leaf else tensor
+            return tensor.redistribute(placements=(Shard(self.dim),)) if replicated and not is_leaf else tensor
         pointer = tensor.data_ptr()
         if tensor.ndim <= self.dim or (pointer, tensor.shape, tensor.stride()) not in self.replicated:
             return tensor
