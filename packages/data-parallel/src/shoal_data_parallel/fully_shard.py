@@ -85,19 +85,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     policies = mp_policy, offload_policy
     unit = Unit(modules, axes, [*(ignored_params or ())], shard_placement_fn, policies, reshard_after_forward)
-    params, owners = [param for param, _ in unit.own()], [owner for module in modules for owner in owners_of(module)]
-    replicated = {id(param) for owner in owners if owner.owner == "replicate" for param in owner.held()}
-    if any(id(param) in replicated for param in params):
-        raise LayoutError(
-            "fully_shard: a parameter is replicated by `replicate` already; fully_shard averages gradients itself, and "
-            "over two axes replicates over the first"
-        )
-    check_plain_tensors("fully_shard", params)
-    if any(param.grad is not None for param in params):
-        raise StyleError(
-            "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
-            "axes; drop them first, with zero_grad()"
-        )
+    _check_own(modules, [param for param, _ in unit.own()])
     unit.take()
     lead(unit, [inner for module in modules for inner in units_of(module)])
     for one in modules:
@@ -126,10 +114,18 @@ def _checked_axes(modules: Sequence[nn.Module], reshard_after_forward: object, m
         mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
     axes = DataAxes(mesh)
     if mesh.ndim > 2:
-        raise LayoutError(
-            f"fully_shard: expected one or two data axes, got {mesh!r}; pass a slice such as mesh['data']"
-        )
+        raise LayoutError(f"fully_shard: expected one or two data axes, got {mesh!r}; pass them as mesh['data']")
     return axes
+
+
+def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
+    owners = [owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"]
+    replicated = {id(param) for owner in owners for param in owner.held()}
+    if any(id(param) in replicated for param in params):
+        raise LayoutError("fully_shard: `replicate` has a parameter; of two axes fully_shard replicates over the first")
+    check_plain_tensors("fully_shard", params)
+    if any(param.grad is not None for param in params):
+        raise StyleError("fully_shard: parameters have gradients, averaged or not; drop them first, with zero_grad()")
 
 
 # --- what users call on sharded modules, and functions for other forwards and stages ----------------------------------

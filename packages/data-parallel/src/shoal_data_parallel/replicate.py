@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,12 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         mesh = around[mesh]
     axes = DataAxes(mesh, sharded=0)
     axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
-    state = Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params)
+    _install(Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params), module, src_data_rank)
+    return module
+
+
+def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
+    axes = state.axes
     state.check()
     if "fake" not in axes.comm.backend:
         rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
@@ -112,15 +117,14 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         if src_data_rank is not None and not local.is_meta:
             local.copy_(broadcast(local.contiguous(), axes.comm, src_data_rank))
     state.take()
-    complete_forms(axes.mesh, module, over_data=(None, reduce_dtype))
+    complete_forms(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, cast(Any, module).__class__)
+    module.__class__ = extended(ReplicateModule, module.__class__)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
     watch_draws(module, axes.mesh)
-    return module
 
 
 class Replicas(Reducer):
