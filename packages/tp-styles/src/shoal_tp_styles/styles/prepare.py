@@ -259,6 +259,6 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
         if tensor.ndim <= self.dim or (pointer, tensor.shape, tensor.stride()) not in self.replicated:
             return tensor
         if pointer not in self.shards:  # several readers of one input save one shard
-            whole = DTensor.from_local(tensor.detach(), self.mesh, (Replicate(),), run_check=False)
+            whole = DTensor.from_local(tensor, self.mesh, (Replicate(),), run_check=False)
             self.shards[pointer] = (whole.redistribute(placements=(Shard(self.dim),)),)
         return self.shards[pointer]
