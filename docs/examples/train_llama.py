@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from job import Job, JobError, read_job
 from llama import Llama
-from pictures import draw_layout, draw_losses
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -173,6 +172,8 @@ def train(job: Job) -> bool:
 
 def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float) -> bool:
     """Train the same model on this process alone, report both, and draw the pictures."""
+    from pictures import draw_layout, draw_losses  # one rank draws: matplotlib takes a second to import
+
     alone = Trainer(job, None)
     before = {name: weight.detach().clone() for name, weight in alone.weights.items()}
     speed_alone = alone.run(job.steps, "one process")
