@@ -40,8 +40,9 @@ _JOBS = count()  # of this process
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
 _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
 
-# What test files import and takes long: what the parent has of it is imported once, before ranks are forked.
-_SLOW_IMPORTS = ("pytest", "hypothesis", "torch._dynamo", "torch.testing._internal.common_methods_invocations")
+# What takes long to import: what the parent has of it is imported once, before ranks are forked.
+_SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
+_SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
 
 
 class ForkServer:
@@ -55,10 +56,10 @@ class ForkServer:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
-        package = __name__.rpartition(".")[0]
         preload = [name for name in _SLOW_IMPORTS if name in sys.modules]
+        preload += ["torch._dynamo"] * ("pytest" in sys.modules)  # which the first optimizer in a test imports
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-c", f"from {package}.worker import serve_forks; serve_forks({preload!r})"],
+            [sys.executable, "-c", f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"],
             stdin=subprocess.PIPE,
             env=env,
             text=True,
@@ -274,9 +275,8 @@ class RankPool:
         paragraphs += [f"--- {ranks} ---\n{trace.rstrip()}" for ranks, trace in traces.items()]
         paragraphs += [f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung]
         paragraphs += [f"--- rank {rank} printed ---\n{text.rstrip()}" for rank, text in logs.items() if text.strip()]
-        cause = next((f.error for f in failures.values() if f.error is not None), None)
-        error = RankError("\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung)
-        raise error from (pickle.loads(cause) if cause is not None else None)
+        cause = next((pickle.loads(f.error) for f in failures.values() if f.error is not None), None)
+        raise RankError("\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung) from cause
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """The stack of each hung rank, as faulthandler dumps it."""
