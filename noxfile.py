@@ -1,4 +1,4 @@
-"""Every check of the repository: `nox` runs the default ones, `nox --list` shows all.
+"""Every check of the repository: `nox` runs those of CHECKS, two at a time; `nox --list` shows all sessions.
 
 Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so third-party packages are
 installed once, into `.nox/third-party`, which never holds a layer of shoal. Each session's environment adds that
@@ -14,9 +14,11 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +35,7 @@ nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["checks"]
 
 ROOT = Path(__file__).parent
 BELOW = {  # of each package the layers that it declares
@@ -43,7 +46,17 @@ STACK = tuple(sorted(BELOW, key=lambda package: len(BELOW[package])))  # bottom 
 FAST = "not parity and not slow"
 GROUPS = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build", "release")
 BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")  # installed without what they depend on
-RANKS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+RANKS_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONDONTWRITEBYTECODE": None,  # hundreds of processes import the same files
+}
+LONG = ("test(dtensor)", "integration", "test(mesh)", "test(tp-styles)", "device")  # begin first
+CHECKS = (
+    *("lint", *LONG),
+    *sorted({f"{kind}({package})" for kind in ("test", "types") for package in STACK} - {*LONG}),
+    *("docs", "demo", "packages"),
+)
 
 
 def group(*names: str, project: Path = ROOT) -> list[str]:
@@ -154,10 +167,35 @@ def build(session: nox.Session, *packages: str) -> Path:
     return dist
 
 
-def pytest(session: nox.Session, *args: str, env: dict[str, str] = RANKS_ENV) -> None:
+def pytest(session: nox.Session, *args: str, env: Mapping[str, str | None] = RANKS_ENV) -> None:
     """Run tests; out/times keeps how long each took."""
     times = ROOT / "out" / "times" / f"{session.name}-{Path(args[-1]).name}.xml"
     session.run("python", "-m", "pytest", *args, f"--junitxml={times}", *session.posargs, env=env)
+
+
+@nox.session(venv_backend="none")
+def checks(session: nox.Session) -> None:
+    """Every session of CHECKS, two at a time, for half of the time ranks leave one of two cores idle.
+
+    What a session prints is shown when it has ended. One that fails keeps no other from running.
+    """
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "nox", "-s", name, "--", *session.posargs)
+        return subprocess.run(
+            command, cwd=ROOT, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    failed = []
+    with ThreadPoolExecutor(2) as lanes:
+        names = {lanes.submit(run, name): name for name in CHECKS}
+        for future in as_completed(names):
+            done = future.result()
+            sys.stdout.write(done.stdout)
+            session.log(f"* {names[future]}: {'failed' if done.returncode else 'success'}")
+            failed += [names[future]] if done.returncode else []
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session
