@@ -1,4 +1,4 @@
-"""Covers: pool.py: ranks end with their parent."""
+"""Covers: pool.py: what ranks are forked from, and that they end with their parent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from shoal_mesh.local_ranks.pool import ForkServer
+from shoal_mesh.testing import rank_pool
 
 PARENT = """
 import os, sys, time
@@ -29,6 +32,17 @@ def test_ranks_end_with_their_parent() -> None:
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in pids)
+
+
+def test_the_fork_server_has_one_thread_whatever_it_has_imported() -> None:
+    """A fork while another thread holds a lock would have that lock for ever."""
+    imported = rank_pool(2).run(_imported)
+    assert imported == [True, True]
+    assert len(os.listdir(f"/proc/{ForkServer.get().process.pid}/task")) == 1
+
+
+def _imported() -> bool:
+    return {"pytest", "torch._dynamo"} <= sys.modules.keys()
 
 
 def _alive(pid: int) -> bool:
