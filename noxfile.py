@@ -189,11 +189,15 @@ def checks(session: nox.Session) -> None:
     failed = []
     with ThreadPoolExecutor(2) as lanes:
         names = {lanes.submit(run, name): name for name in CHECKS}
-        for future in as_completed(names):
-            done = future.result()
-            sys.stdout.write(done.stdout)
-            session.log(f"* {names[future]}: {'failed' if done.returncode else 'success'}")
-            failed += [names[future]] if done.returncode else []
+        try:
+            for future in as_completed(names):
+                done = future.result()
+                sys.stdout.write(done.stdout)
+                session.log(f"* {names[future]}: {'failed' if done.returncode else 'success'}")
+                failed += [names[future]] if done.returncode else []
+        except KeyboardInterrupt:  # which those that run get too
+            lanes.shutdown(cancel_futures=True)
+            raise
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
