@@ -222,7 +222,7 @@ def types(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "mypy", f"packages/{package}/src", f"packages/{package}/tests")
 
 
-@nox.session(default=False)
+@nox.session
 def public_types(session: nox.Session) -> None:
     """Pyright knows the type of every public name of the packages, as their users' editors do."""
     install(session)
@@ -306,7 +306,7 @@ def packages(session: nox.Session) -> None:
         session.run("python", "-W", "ignore", "-c", f"import shoal_{package.replace('-', '_')}")
 
 
-@nox.session(default=False, reuse_venv=False)
+@nox.session(reuse_venv=False)
 @nox.parametrize("package", STACK, ids=STACK)
 def wheel(session: nox.Session, package: str) -> None:
     """Install a wheel in an empty environment with what it declares, run the tests that its sdist carries."""
@@ -323,7 +323,7 @@ def wheel(session: nox.Session, package: str) -> None:
     pytest(session, "-m", FAST)
 
 
-@nox.session(default=False)
+@nox.session
 def lock(session: nox.Session) -> None:
     """Resolve all dependency groups and write constraints.txt; with `-- --upgrade` all but torch may move."""
     target = ROOT / "constraints.txt"
@@ -345,7 +345,7 @@ def lock(session: nox.Session) -> None:
     target.write_text("\n".join(lines) + "\n")
 
 
-@nox.session(default=False)
+@nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def vendor(session: nox.Session, package: str) -> None:
     """Copy a layer and those below into a host package, rewrite one import prefix, run the layer's tests there."""
@@ -353,21 +353,21 @@ def vendor(session: nox.Session, package: str) -> None:
     pytest(session, "integration_tests/test_vendored.py", "-k", f"whole_suite and {package}", "-m", "")
 
 
-@nox.session(default=False)
+@nox.session
 def parity(session: nox.Session) -> None:
     """Compare with torch's own classes."""
     install(session, *STACK)
     pytest(session, "-m", "parity")
 
 
-@nox.session(default=False)
+@nox.session
 def slow(session: nox.Session) -> None:
     """The tests that take long: full sweeps."""
     install(session, *STACK)
     pytest(session, "-m", "slow and not parity")
 
 
-@nox.session(default=False)
+@nox.session
 def hugging_face(session: nox.Session) -> None:
     """The tests beside peft, accelerate, Lightning and torchao, which no other session has."""
     install(session, *STACK)
@@ -381,7 +381,7 @@ def hugging_face(session: nox.Session) -> None:
     pytest(session, *files, "integration_tests/layers/test_quantized_data_parallel.py")
 
 
-@nox.session(default=False)
+@nox.session
 def torchtitan(session: nox.Session) -> None:
     """The trainer of torchtitan with shoal's imports on meshes of 4 and 8 ranks, beside one process on torch."""
     install(session, *STACK)
@@ -391,7 +391,7 @@ def torchtitan(session: nox.Session) -> None:
     session.run("python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV)
 
 
-@nox.session(default=False, venv_backend="none")
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""
     path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
@@ -399,7 +399,7 @@ def gpu(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env={**RANKS_ENV, "PYTHONPATH": path})
 
 
-@nox.session(default=False)
+@nox.session
 def bench(session: nox.Session) -> None:
     """All benchmarks, or those named after `--`; reports in out/bench, and one table of what users run."""
     install(session, *STACK)
@@ -418,7 +418,7 @@ def bench(session: nox.Session) -> None:
         session.error(f"failed, or missed a bar: {', '.join(missed)}")
 
 
-@nox.session(default=False)
+@nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def coverage(session: nox.Session, package: str) -> None:
     """Line coverage of one package by its own tests, on the ranks of the pool too."""
@@ -434,14 +434,14 @@ def coverage(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "coverage", "report", *rc)
 
 
-@nox.session(default=False)
+@nox.session
 def op_sweep(session: nox.Session) -> None:
     """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
     install(session, *STACK)
     session.run("python", "-m", "integration_tests.op_sweep", *session.posargs, env=RANKS_ENV)
 
 
-@nox.session(default=False)
+@nox.session
 def module_sweep(session: nox.Session) -> None:
     """Every module and optimizer of torch's databases on 4 ranks; writes docs/module_coverage.md."""
     install(session, *STACK)
@@ -451,7 +451,7 @@ def module_sweep(session: nox.Session) -> None:
     )
 
 
-@nox.session(default=False)
+@nox.session
 def architecture_sweep(session: nox.Session) -> None:
     """Architectures of transformers, sharded by their own and by automatic plans; writes docs/architectures.md."""
     install(session, *STACK)
@@ -460,7 +460,7 @@ def architecture_sweep(session: nox.Session) -> None:
     session.run("python", *args, env={**RANKS_ENV, "PYTHONPATH": support})
 
 
-@nox.session(default=False)
+@nox.session
 def hunt(session: nox.Session) -> None:
     """Random programs against one device: `nox -s hunt -- random_programs FIRST COUNT`.
 
@@ -472,13 +472,13 @@ def hunt(session: nox.Session) -> None:
     session.run("python", "-m", *session.posargs, env={**RANKS_ENV, "PYTHONPATH": support})
 
 
-@nox.session(default=False, reuse_venv=False, python="3.11")
+@nox.session(reuse_venv=False, python="3.11")
 def minimums(session: nox.Session) -> None:
     """The oldest supported torch and Python."""
     with_torch(session, "torch==2.11.*")
 
 
-@nox.session(default=False, reuse_venv=False)
+@nox.session(reuse_venv=False)
 def newest(session: nox.Session) -> None:
     """The newest torch that the packages allow, and the newest of everything else: nothing is constrained."""
     with_torch(session, *declared("mesh"))
