@@ -85,8 +85,8 @@ def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(steps):
         for name, parameter in model.named_parameters():
-            torch.manual_seed(sum(map(ord, name)) + step)
-            gradient = torch.randn(parameter.shape)
+            drawn = torch.Generator().manual_seed(sum(map(ord, name)) + step)
+            gradient = torch.randn(parameter.shape, generator=drawn)
             if isinstance(parameter, DTensor):
                 spec = parameter.spec
                 gradient = distribute_tensor(gradient, spec.mesh, spec.placements, src_data_rank=None)

@@ -84,8 +84,8 @@ def made(seed: int, *, sharded: bool) -> Any:
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
     """A step with gradients that are the same for every layout; one parameter has none in the first."""
     for name, parameter in model.named_parameters():
-        torch.manual_seed(sum(map(ord, name)) + number)
-        gradient: Any = torch.randn(parameter.shape, dtype=parameter.dtype)
+        drawn = torch.Generator().manual_seed(sum(map(ord, name)) + number)
+        gradient: Any = torch.randn(parameter.shape, dtype=parameter.dtype, generator=drawn)
         if isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.spec.mesh, parameter.placements, src_data_rank=None)
         parameter.grad = gradient if parameter.requires_grad and (number or name != "up.bias") else None
