@@ -9,6 +9,7 @@ import sys
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from shoal_mesh import DeviceMesh, MeshError, all_gather, all_reduce, comm_over, init_device_mesh, restart_world
 from shoal_mesh._torch import timeout_of
 from shoal_mesh.errors import MeshMismatchError, MeshTypeError, NoGroupError
+from shoal_mesh.groups import world
 from shoal_mesh.groups.process_groups import note_group
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.local_ranks.pool import RankPool
@@ -36,6 +38,25 @@ def test_ranks_that_disagree_all_get_the_same_error() -> None:
     with pytest.raises(MeshMismatchError, match="names"):
         DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     init_device_mesh("cpu", (4,), mesh_dim_names=(f"m{dist.get_rank()}",), validate=False)
+
+
+@on_ranks(3)
+def test_objects_of_any_size_are_gathered_and_small_ones_in_one_message() -> None:
+    group = ensure_world("cpu")
+    sent: list[int] = []
+    gather = world._all_gather_bytes
+
+    def counted(group: Any, data: bytes) -> list[bytes]:
+        sent.append(len(data))
+        return gather(group, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "_all_gather_bytes", counted)
+        for longest in (0, 220, *range(226, 240), 300, 5000):
+            sent.clear()
+            texts = ["x" * (longest - 30 * rank) for rank in range(3)]
+            assert all_gather_objects(group, texts[dist.get_rank()]) == texts
+            assert sent[0] == 256 and (longest > 220 or len(sent) == 1) and (longest < 240 or len(sent) == 2), sent
 
 
 @on_ranks(4)

@@ -135,12 +135,6 @@ def refuse_its_own_mesh(mesh: object) -> None:
             )
 
 
-def _own_name(value: object) -> tuple[str, dict[str, object]]:
-    """How generated code spells an instance, and what that name stands for."""
-    name = f"{type(value).__name__}_{id(value)}"
-    return name, {name: value}
-
-
 def constant_when_compiled(cls: Class) -> Class:
     """Class decorator: torch.compile takes instances for constants of its graph.
 
@@ -166,7 +160,7 @@ def constant_when_compiled(cls: Class) -> Class:
     fits = issubclass(type(cls), type) and getattr(cls, "__hash__", None) is not None
     try:
         if fits and not hasattr(cls, "__fx_repr__"):
-            cls.__fx_repr__ = _own_name  # type: ignore[attr-defined]  # what torch.fx looks for
+            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]  # what torch.fx looks for
     except TypeError:  # a type that is written in C
         fits = False
     if not fits:

@@ -22,6 +22,7 @@ from ..argument_types import by_ranks, name_ranks, require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
+_FIRST = 256  # bytes of a gathered object that come with its length: most need no second message
 
 
 def world_place() -> tuple[int, int, str] | None:
@@ -80,14 +81,8 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
 
     settle(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
-    dist.init_process_group(
-        backend,
-        store=_torch.PrefixStore(f"shoal_restart_{number}", store),
-        rank=own,
-        world_size=size,
-        timeout=span,
-        device_id=bound,
-    )
+    store = _torch.PrefixStore(f"shoal_restart_{number}", store)
+    dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=span, device_id=bound)
     return require_world()
 
 
@@ -244,9 +239,13 @@ def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
     if "fake" in _torch.backend_config(group):
         return [value] * group.size()
     data = pickle.dumps(value)
-    lengths = [int.from_bytes(row, "little") for row in _all_gather_bytes(group, len(data).to_bytes(8, "little"))]
-    rows = _all_gather_bytes(group, data.ljust(max(lengths), b"\0"))
-    return [pickle.loads(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    data = len(data).to_bytes(8, "little") + data
+    rows = _all_gather_bytes(group, data[:_FIRST].ljust(_FIRST, b"\0"))
+    longest = 8 + max(int.from_bytes(row[:8], "little") for row in rows)
+    if longest > _FIRST:
+        rest = _all_gather_bytes(group, data[_FIRST:].ljust(longest - _FIRST, b"\0"))
+        rows = [row + more for row, more in zip(rows, rest, strict=True)]
+    return [pickle.loads(row[8:]) for row in rows]  # a pickle says where it ends
 
 
 def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:

@@ -43,6 +43,7 @@ _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may w
 # What takes long to import: what the parent has of it is imported once, before ranks are forked.
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
+_FAMILY = f"{__package__.partition('shoal_')[0]}shoal_"  # this layer and those above, wherever they are vendored
 
 
 class ForkServer:
@@ -56,8 +57,9 @@ class ForkServer:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
-        preload = [name for name in _SLOW_IMPORTS if name in sys.modules]
-        preload += ["torch._dynamo"] * ("pytest" in sys.modules)  # which the first optimizer in a test imports
+        preload = [name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_FAMILY)]
+        if "pytest" in sys.modules:
+            preload.append("torch._dynamo")  # which the first optimizer in a test imports
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-c", f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"],
             stdin=subprocess.PIPE,
