@@ -29,8 +29,7 @@ def _log(event: Event) -> None:
     what = f"{event.op} {event.reduce_op}".rstrip()
     shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
     axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
-    time = event.seconds * 1e6
-    _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, time, why)
+    _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, event.seconds * 1e6, why)
 
 
 def log_to_stderr(*topics: str) -> None:

@@ -43,7 +43,8 @@ _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may w
 # What takes long to import: what the parent has of it is imported once, before ranks are forked.
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
-_FAMILY = f"{__package__.partition('shoal_')[0]}shoal_"  # this layer and those above, wherever they are vendored
+_LAYERS = ("mesh", "dtensor", "data_parallel", "context_parallel", "tp_styles", "models", "same_bits", "shard_api")
+_FAMILY = tuple(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS)  # also where vendored
 
 
 class ForkServer:
