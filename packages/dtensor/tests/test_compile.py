@@ -184,8 +184,8 @@ def test_inductor_keeps_the_order_of_collectives_where_ranks_need_other_memory()
     x: Any = distribute_tensor(wholes[0], mesh, [Shard(1), Replicate()], src_data_rank=None)
     y: Any = distribute_tensor(wholes[1], mesh, [Shard(0), Shard(0)], src_data_rank=None)
     torch._dynamo.reset()
-    options = {"fx_graph_cache": False, "cpp.simdlen": 1}  # scalar kernels compile faster and have the same collectives
-    fast = torch.compile(several, fullgraph=True, options=options)
+    # Scalar kernels compile faster, between the same collectives.
+    fast = torch.compile(several, fullgraph=True, options={"fx_graph_cache": False, "cpp.simdlen": 1})
     for got, expected in zip(fast(x.requires_grad_(), y.requires_grad_()), several(*wholes), strict=True):
         torch.testing.assert_close(got.full_tensor(), expected)
 
