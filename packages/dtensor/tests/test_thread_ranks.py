@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
+import pytest
 import torch
 
 from shoal_dtensor import DTensor, Partial, Replicate, coalesce
 from shoal_dtensor.testing import on_threads, thread_meshes
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, all_reduce
 
 
 def test_communicators_know_their_ranks() -> None:
@@ -30,3 +32,13 @@ def test_reductions_over_different_axes_do_not_travel_together() -> None:
 
     meshes = thread_meshes((2, 2))
     assert on_threads([partial(reduced, mesh) for mesh in meshes], meshes) == [[1.0, 10.0]] * 4
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_fail_at_once() -> None:
+    def reduced(mesh: DeviceMesh) -> torch.Tensor:
+        return all_reduce(torch.ones(1), (mesh, mesh.get_rank() % 2))
+
+    meshes = thread_meshes((2, 2))
+    with pytest.raises(threading.BrokenBarrierError, match=r"ranks \(.*, some do not come"):
+        on_threads([partial(reduced, mesh) for mesh in meshes], meshes)
+    assert on_threads([partial(all_reduce, torch.ones(1), (mesh, 0)) for mesh in meshes], meshes) == [2.0] * 4

@@ -7,11 +7,13 @@ answer the calls that `shoal_mesh.collectives` makes.  One rank runs at a time, 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -27,37 +29,31 @@ from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
 
-TIMEOUT = 60.0  # seconds that a rank waits for the others
 _DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)  # of a collective that is over
 
 
 class Simulation:
-    """What the ranks of a mesh share: their turns, and where each group of them meets."""
+    """What the ranks of a mesh share: whose turn it is, and where each group of them meets."""
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        # By a group's ranks, in its order: where its members wait for each other, and what each of them brings.
-        self.meetings: dict[tuple[int, ...], tuple[threading.Barrier, list[Any]]] = {}
         self.used: set[tuple[int, ...]] = set()  # groups in which a collective was started
-        self._turn = threading.Lock()
-        self._states: dict[int, Tensor] = {}  # ranks share the process's default generator: each puts its state there
+        # By a group's ranks: what each member that has come brings, by its index, and the turns they wait for.
+        self.meetings: dict[tuple[int, ...], tuple[dict[int, Any], list[threading.Semaphore]]] = {}
+        self.next: deque[threading.Semaphore] = deque()  # of the ranks that can go on
 
-    def take_turn(self) -> None:
-        """Wait for this thread's turn."""
-        self._turn.acquire()
-        state = self._states.get(threading.get_ident())
-        if state is not None:
-            torch.set_rng_state(state)
-
-    def give_turn(self) -> None:
-        """Let another thread run."""
-        self._states[threading.get_ident()] = torch.get_rng_state()
-        self._turn.release()
+    def pass_on(self) -> None:
+        """Let the next rank run; where none can go on, those that wait for others fail."""
+        if not self.next:
+            for _, waiting in self.meetings.values():
+                self.next.extend(waiting)
+            self.meetings.clear()
+        if self.next:
+            self.next.popleft().release()
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
-        self.meetings.setdefault(ranks, (threading.Barrier(len(ranks), timeout=TIMEOUT), [None] * len(ranks)))
         index = ranks.index(rank)
         return Comm(
             cast("ProcessGroup", ThreadGroup(self, ranks, index)),
@@ -91,18 +87,23 @@ class ThreadGroup:
     index: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's values, in index order."""
-        barrier, brought = self.simulation.meetings[self.ranks]
+        """Everybody's values, in index order; all but the last to come let others run meanwhile."""
+        simulation = self.simulation
+        brought, waiting = simulation.meetings.setdefault(self.ranks, ({}, []))
         brought[self.index] = value
-        self.simulation.used.add(self.ranks)
-        self.simulation.give_turn()
-        try:
-            barrier.wait()
-            values = list(brought)
-            barrier.wait()
-        finally:
-            self.simulation.take_turn()
-        return values
+        simulation.used.add(self.ranks)
+        if len(brought) == len(self.ranks):
+            del simulation.meetings[self.ranks]
+            simulation.next.extend(waiting)
+        else:
+            state = torch.get_rng_state()  # ranks share the process's default generator
+            waiting.append(turn := threading.Semaphore(0))
+            simulation.pass_on()
+            turn.acquire()
+            torch.set_rng_state(state)
+            if len(brought) < len(self.ranks):
+                raise threading.BrokenBarrierError(f"of ranks {self.ranks}, which meet here, some do not come")
+        return [brought[index] for index in range(len(self.ranks))]
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         op = next(name for name in COMBINE if opts.reduceOp == getattr(ReduceOp, name.upper()))
@@ -181,7 +182,7 @@ def on_threads(
         threads: what runs the functions, all of them at a time; new threads for this call when left out.
 
     Raises:
-        Exception: what a function raised; the others are woken from the barriers they wait at.
+        Exception: what a function raised; the others run on until they wait for its rank.
 
     Example:
         >>> from shoal_mesh import all_reduce
@@ -192,22 +193,21 @@ def on_threads(
     simulation = Simulation.of(meshes[0])
     set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed  # no stack is formatted
 
-    def work(function: Callable[[], T]) -> T:
-        simulation.take_turn()
-        try:
-            with torch.no_grad():
-                set_seed(seed)
-                return function()
-        except BaseException:
-            for barrier, _ in list(simulation.meetings.values()):
-                barrier.abort()
-            raise
-        finally:
-            simulation.give_turn()
+    def work(function: Callable[[], T], turn: threading.Semaphore) -> T:
+        with turn:
+            try:
+                with torch.no_grad():
+                    set_seed(seed)
+                    return function()
+            finally:
+                simulation.pass_on()
 
+    turns = [threading.Semaphore(0) for _ in functions]
     pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
     with torch.random.fork_rng(devices=()), pool as workers:
-        ranks = [workers.submit(work, function) for function in functions]
+        ranks = [*map(workers.submit, repeat(work), functions, turns)]
+        simulation.next.extend(turns)
+        simulation.pass_on()
         wait(ranks)
     for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)):
         rank.result()  # raises what it raised; those last that another one's failure has woken
