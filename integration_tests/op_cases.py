@@ -102,7 +102,8 @@ def _samples(name: str, variant: str, dtype: torch.dtype, enlarged: bool, limit:
     random.seed(0)
     needs_grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with _larger() if enlarged else _as_they_are():
-        return [s for s in islice(info.sample_inputs("cpu", dtype, requires_grad=needs_grad), limit) if _dense(s)]
+        # Not `sample_inputs`: that walks the whole call stack for every sample, looking for a test of torch's own.
+        return [s for s in islice(info.sample_inputs_func(info, "cpu", dtype, needs_grad), limit) if _dense(s)]
 
 
 def _dense(sample: Any) -> bool:

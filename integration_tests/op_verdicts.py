@@ -169,7 +169,7 @@ class Sample:
         """
         wanted = [t for t in tensors_of(arguments) if t.requires_grad]
         first, args, kwargs = arguments
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)  # not torch.manual_seed, which formats a stack for each missing device
         random.seed(1)
         made = self.function(first.clone() if self.inplace else first, *args, **kwargs)
         outputs, defined = tree_leaves(made), tree_leaves(self.defined(made))
