@@ -13,7 +13,7 @@ import shoal_models
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_models.__path__, "shoal_models.")
+    for info in pkgutil.walk_packages(shoal_models.__path__, f"{shoal_models.__name__}.")
     if not info.name.endswith("__about__")
 )
 

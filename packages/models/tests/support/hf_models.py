@@ -17,6 +17,10 @@ from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_tp_styles import unparallelize_module
 
+if find_spec("transformers"):  # here, so that it is imported before ranks are forked
+    import transformers
+    import transformers.models.llama.modeling_llama
+
 __all__ = [
     "SIZES",
     "assert_same_parameters",
@@ -57,8 +61,6 @@ SIZES = {
 
 def build_model(family: str = "Llama", **changes: Any) -> Any:
     """A causal language model with the same random weights on every rank."""
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)

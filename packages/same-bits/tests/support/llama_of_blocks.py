@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+if find_spec("transformers"):  # here, so that it is imported before ranks are forked
+    import transformers
+    import transformers.models.llama.modeling_llama
+
 __all__ = ["GATHERED_PLAN", "build_llama", "needs_transformers"]
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -37,8 +41,6 @@ GATHERED_PLAN = {
 
 def build_llama(dtype: torch.dtype) -> Any:
     """The model with the same random weights on every rank."""
-    import transformers
-
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES)

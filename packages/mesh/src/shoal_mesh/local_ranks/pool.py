@@ -40,11 +40,11 @@ _JOBS = count()  # of this process
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
 _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
 
-# What takes long to import: what the parent has of it is imported once, before ranks are forked.
+# What takes long to import: what the parent has of it is imported once, before ranks are forked (vendored too).
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
 _LAYERS = ("mesh", "dtensor", "data_parallel", "context_parallel", "tp_styles", "models", "same_bits", "shard_api")
-_FAMILY = tuple(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS)  # also where vendored
+_SLOW_FAMILIES = ("transformers.models.", *(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS))
 
 
 class ForkServer:
@@ -58,9 +58,9 @@ class ForkServer:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
-        preload = [name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_FAMILY)]
+        preload = [name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)]
         if "pytest" in sys.modules:
-            preload.append("torch._dynamo")  # which the first optimizer in a test imports
+            preload.append("torch._inductor.pattern_matcher")  # whose imports optimizers and compiled steps need
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-c", f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"],
             stdin=subprocess.PIPE,
