@@ -13,7 +13,7 @@ import shoal_context_parallel
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_context_parallel.__path__, "shoal_context_parallel.")
+    for info in pkgutil.walk_packages(shoal_context_parallel.__path__, f"{shoal_context_parallel.__name__}.")
     if not info.name.endswith("__about__")
 )
 

@@ -13,7 +13,7 @@ import shoal_data_parallel
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_data_parallel.__path__, "shoal_data_parallel.")
+    for info in pkgutil.walk_packages(shoal_data_parallel.__path__, f"{shoal_data_parallel.__name__}.")
     if not info.name.endswith("__about__")
 )
 

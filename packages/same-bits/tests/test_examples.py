@@ -13,7 +13,7 @@ import shoal_same_bits
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_same_bits.__path__, "shoal_same_bits.")
+    for info in pkgutil.walk_packages(shoal_same_bits.__path__, f"{shoal_same_bits.__name__}.")
     if not info.name.endswith("__about__")
 )
 

@@ -13,7 +13,7 @@ import shoal_tp_styles
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_tp_styles.__path__, "shoal_tp_styles.")
+    for info in pkgutil.walk_packages(shoal_tp_styles.__path__, f"{shoal_tp_styles.__name__}.")
     if not info.name.endswith("__about__")
 )
 
