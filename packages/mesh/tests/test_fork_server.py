@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from shoal_mesh import testing
+from shoal_mesh.local_ranks import worker
 from shoal_mesh.local_ranks.pool import ForkServer
 from shoal_mesh.testing import rank_pool
 
@@ -45,6 +46,13 @@ def test_the_fork_server_has_one_thread_whatever_it_has_imported() -> None:
 
 def _imported() -> bool:
     return {"pytest", "torch._dynamo", "torch._inductor.pattern_matcher"} <= sys.modules.keys()
+
+
+def test_a_module_that_the_program_has_made_itself_keeps_no_rank_from_starting() -> None:
+    code = f"from {worker.__name__} import serve_forks; serve_forks(['transformers.models.of_the_program'])"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, env=env, check=False)
+    assert server.returncode == 0, "it ends when there is nothing more to fork"
 
 
 def test_collections_in_a_rank_pass_over_what_was_imported_before_it() -> None:

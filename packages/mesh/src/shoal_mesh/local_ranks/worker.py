@@ -6,6 +6,7 @@ has lost a rank has new ones at once. The fork server starts no threads and uses
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -68,7 +69,8 @@ def serve_forks(preload: list[str]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # the program may have made a module of that name itself
+            importlib.import_module(name)
     gc.freeze()  # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a rank has ended, so that it leaves nothing behind
     for line in sys.stdin:
@@ -86,8 +88,7 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
     try:
         if sys.platform == "linux":  # elsewhere the closed pipe ends it with its parent
             ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not show_output:
             out = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(out, 1)
@@ -135,8 +136,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
 
 
 def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
-    if sys.path != job.path:
-        sys.path[:] = job.path
+    sys.path[:] = job.path
     sys.argv[:] = job.argv
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
