@@ -1,6 +1,6 @@
 """Ranks as threads of one process, without process groups: for programs and local functions that communicate.
 
-Each rank has a view of an abstract mesh.  Communicators meet at a barrier and pass tensors by reference; their groups
+Each rank has a view of an abstract mesh.  The members of a group meet and pass tensors by reference; their groups
 answer the calls that `shoal_mesh.collectives` makes.  One rank runs at a time, with a default generator of its own.
 """
 
