@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+import shoal_mesh
 from shoal_mesh.errors import MeshError, RankError
 from shoal_mesh.local_ranks.pool import kept_pool
 from shoal_mesh.notebook import run_cell
 
+NAME = shoal_mesh.__name__  # also in a host that vendors it
 Shown = list[tuple[str, str, list[int]]]
 
 
@@ -46,7 +48,7 @@ def test_ranks_know_the_classes_of_the_notebook() -> None:
 
 
 def test_html_is_shown_as_html() -> None:
-    (one,) = shown("from shoal_mesh import init_device_mesh\ninit_device_mesh('cpu', (2,), mesh_dim_names=('tp',))", {})
+    (one,) = shown(f"from {NAME} import init_device_mesh\ninit_device_mesh('cpu', (2,), mesh_dim_names=('tp',))", {})
     assert one[0] == "html" and "<td>1</td>" in one[1] and one[2] == [0, 1]
 
 
@@ -63,6 +65,6 @@ def test_a_line_without_a_number_is_refused() -> None:
 
 def test_the_extension_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "shoal_mesh")
+    shell.run_line_magic("load_ext", NAME)
     shell.run_cell_magic("ranks", "2", "print('hello')")  # type: ignore[no-untyped-call]  # IPython has no types here
     assert "[ranks 0, 1] hello" in capsys.readouterr().out

@@ -101,9 +101,11 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
 def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "from shoal_mesh.testing import rank_pool\n\ndef job():\n    return 1\n\nprint(rank_pool(2).run(job))\n"
+        f"from {rank_pool.__module__} import rank_pool\n\ndef job():\n    return 1\n\nprint(rank_pool(2).run(job))\n"
     )
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert ended.returncode == 1
     assert "__name__ == '__main__'" in ended.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,12 @@ def test_broken_checkpoints_leave_everything_as_it_was(tmp_path: Path) -> None:
             rank_pool(4).run(refuse, str(broken), (10, 6), "weight", "cannot be read; nothing was changed")
 
 
-def test_importing_the_package_does_not_import_torchs_checkpoints() -> None:
-    import subprocess
+IMPORT = """
+import sys
+from shoal_shard_api import zeros
+sys.exit("torch.distributed.checkpoint.planner" in sys.modules)
+"""
 
-    code = "import sys, shoal_shard_api; sys.exit('torch.distributed.checkpoint.planner' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+def test_importing_the_package_does_not_import_torchs_checkpoints() -> None:
+    assert subprocess.run([sys.executable, "-c", IMPORT], check=False).returncode == 0
