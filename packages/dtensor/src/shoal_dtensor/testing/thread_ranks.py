@@ -41,16 +41,16 @@ class Simulation:
         self.used: set[tuple[int, ...]] = set()  # groups in which a collective was started
         # By a group's ranks: what each member that has come brings, by its index, and the turns they wait for.
         self.meetings: dict[tuple[int, ...], tuple[dict[int, Any], list[threading.Semaphore]]] = {}
-        self.next: deque[threading.Semaphore] = deque()  # of the ranks that can go on
+        self.ready: deque[threading.Semaphore] = deque()  # of the ranks that can go on
 
     def pass_on(self) -> None:
         """Let the next rank run; where none can go on, those that wait for others fail."""
-        if not self.next:
+        if not self.ready:
             for _, waiting in self.meetings.values():
-                self.next.extend(waiting)
+                self.ready.extend(waiting)
             self.meetings.clear()
-        if self.next:
-            self.next.popleft().release()
+        if self.ready:
+            self.ready.popleft().release()
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
@@ -94,7 +94,7 @@ class ThreadGroup:
         simulation.used.add(self.ranks)
         if len(brought) == len(self.ranks):
             del simulation.meetings[self.ranks]
-            simulation.next.extend(waiting)
+            simulation.ready.extend(waiting)
         else:
             state = torch.get_rng_state()  # ranks share the process's default generator
             waiting.append(turn := threading.Semaphore(0))
@@ -206,7 +206,7 @@ def on_threads(
     pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
     with torch.random.fork_rng(devices=()), pool as workers:
         ranks = [*map(workers.submit, repeat(work), functions, turns)]
-        simulation.next.extend(turns)
+        simulation.ready.extend(turns)
         simulation.pass_on()
         wait(ranks)
     for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)):
