@@ -204,14 +204,14 @@ def checks(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, words, which folder imports which, the size of each package, the map of folders."""
+    """Format, style, words, which folder imports which, the map of folders; prints how dense the code is."""
     install(session)
     session.run("python", "-m", "ruff", "format", "--check", ".")
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "docs/words.py")
     session.run("python", "docs/contracts.py")
-    session.run("python", "docs/budget.py")
     session.run("python", "docs/where.py", "--check")
+    session.run("python", "tools/density.py", *(f"packages/{package}/src" for package in STACK))
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""Covers: docs/contracts.py and docs/budget.py: what `nox -s lint` finds wrong in a small tree of two packages."""
+"""Covers: docs/contracts.py: what `nox -s lint` finds wrong in a small tree of two packages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TREE = {
 LOW = "packages/low/src/shoal_low"
 
 
-def findings(root: Path, tree: Path, script: str, files: dict[str, str]) -> list[str]:
-    """What a script finds in the tree with some files changed."""
+def findings(root: Path, tree: Path, files: dict[str, str]) -> list[str]:
+    """What the contracts find in the tree with some files changed."""
     for name, text in (TREE | files).items():
         path = tree / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found: Any = runpy.run_path(str(root / "docs" / script))["findings"]
+    found: Any = runpy.run_path(str(root / "docs" / "contracts.py"))["findings"]
     return sorted(found(tree))
 
 
@@ -99,21 +99,5 @@ def findings(root: Path, tree: Path, script: str, files: dict[str, str]) -> list
     ],
 )
 def test_contracts(root: Path, tmp_path: Path, file: str, text: str, expected: list[str]) -> None:
-    found = findings(root, tmp_path, "contracts.py", {file: text})
+    found = findings(root, tmp_path, {file: text})
     assert [re.sub("(?<=a circle): .*", "", line) for line in found] == expected  # it may begin anywhere
-
-
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        ("high = 1\nlow = 20", ""),
-        ("high = 1\nlow = 18", "packages/low/src has 20 lines, 2 above its budget. A budget only goes down: "),
-        ("low = 20", "budget.toml: high: the package, of 1 lines, has no budget"),
-        ("gone = 9\nhigh = 1\nlow = 20", "budget.toml: gone: no such package"),
-    ],
-)
-def test_budget(root: Path, tmp_path: Path, budget: str, expected: str) -> None:
-    (tmp_path / "budget.toml").write_text(budget)
-    found = findings(root, tmp_path, "budget.py", {})
-    assert len(found) == bool(expected)
-    assert all(line.startswith(expected) for line in found)
