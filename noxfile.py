@@ -1,10 +1,11 @@
 """Every check of the repository: `nox` runs those of CHECKS, two at a time; `nox --list` shows all sessions.
 
-Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so third-party packages are
-installed once, into `.nox/third-party`, which never holds a layer of shoal. Each session's environment adds that
-folder to its path and installs only the layer under check and the layers below it, so an upward import cannot work.
-`test(<package>)` sees of that folder only what the layer declares; `wheel(<package>)` starts from nothing. Arguments
-after `--` go to pytest or the script.
+Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so third-party
+packages are installed once, into `.nox/third-party`, which never holds a layer of shoal. Each
+session's environment adds that folder to its path and installs only the layer under check and the
+layers below it, so an upward import cannot work. `test(<package>)` sees of that folder only what
+the layer declares; `wheel(<package>)` starts from nothing. Arguments after `--` go to pytest or the
+script.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from importlib import metadata
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  # this line is for the Pythons that are too old
-    sys.exit(f"shoal needs Python 3.11 or newer; this nox runs on {sys.version.split()[0]}: python3.11 -m venv .venv")
+    sys.exit(
+        f"shoal needs Python 3.11 or newer; this nox runs on {sys.version.split()[0]}: python3.11 "
+        "-m venv .venv"
+    )
 
 import nox
 from filelock import FileLock  # comes with nox, by way of virtualenv
@@ -38,18 +42,23 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["checks"]
 
 ROOT = Path(__file__).parent
-BELOW = {  # of each package the layers that it declares
-    path.parent.name: tuple(re.findall(r'^  "shoal-([a-z-]+) ', path.read_text(), flags=re.MULTILINE))
+# of each package the layers that it declares
+BELOW = {
+    path.parent.name: tuple(
+        re.findall(r'^  "shoal-([a-z-]+) ', path.read_text(), flags=re.MULTILINE)
+    )
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 STACK = tuple(sorted(BELOW, key=lambda package: len(BELOW[package])))  # bottom to top
 FAST = "not parity and not slow"
 GROUPS = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build", "release")
-BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")  # installed without what they depend on
+# installed without what they depend on
+BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")
 RANKS_ENV = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONDONTWRITEBYTECODE": None,  # hundreds of processes import the same files
+    # hundreds of processes import the same files
+    "PYTHONDONTWRITEBYTECODE": None,
 }
 LONG = ("test(dtensor)", "integration", "test(mesh)", "test(tp-styles)", "device")  # begin first
 CHECKS = (
@@ -68,17 +77,22 @@ def group(*names: str, project: Path = ROOT) -> list[str]:
 def third_party(session: nox.Session, *groups: str) -> Path:
     """The site-packages folder shared by all sessions, with these dependency groups in it.
 
-    Groups are installed when a session first asks for them. What an interrupted install left half done is removed
-    and installed again; the rest is kept. Another Python or other constraints make a new folder.
+    Groups are installed when a session first asks for them. What an interrupted install left half
+    done is removed and installed again; the rest is kept. Another Python or other constraints make
+    a new folder.
     """
     home = ROOT / ".nox" / "third-party"
     stamp = home / "installed.json"
-    digest = hashlib.sha256(f"{sys.version}\n{(ROOT / 'constraints.txt').read_text()}".encode()).hexdigest()
+    digest = hashlib.sha256(
+        f"{sys.version}\n{(ROOT / 'constraints.txt').read_text()}".encode()
+    ).hexdigest()
     home.parent.mkdir(exist_ok=True)
     with FileLock(home.with_suffix(".lock")):  # sessions may run side by side
         state = json.loads(stamp.read_text()) if stamp.exists() else {}
         if state.get("digest") != digest:
-            session.run(sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True)
+            session.run(
+                sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True
+            )
             state = {"digest": digest, "groups": {}}
             stamp.write_text(json.dumps(state))
         pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
@@ -86,8 +100,11 @@ def third_party(session: nox.Session, *groups: str) -> Path:
             wanted = group(name)
             if state["groups"].get(name) != wanted:
                 session.log(f"installing third-party packages once for all sessions: {name}")
-                for half in {path.parent for path in site_packages(home).glob("*.dist-info/METADATA")}:
-                    if not (half / "INSTALLER").exists():  # which pip writes after the last file of a package
+                for half in {
+                    path.parent for path in site_packages(home).glob("*.dist-info/METADATA")
+                }:
+                    # which pip writes after the last file of a package
+                    if not (half / "INSTALLER").exists():
                         shutil.rmtree(half)
                 session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
                 state["groups"][name] = wanted
@@ -111,15 +128,21 @@ def install(session: nox.Session, *packages: str, groups: Iterable[str] = GROUPS
     own = site_packages(Path(session.virtualenv.location))
     (own / "third_party.pth").write_text(f"{shared}\n")
     if packages:
-        editable = [part for package in closure(*packages) for part in ("-e", f"packages/{package}")]
-        # hatchling comes from the shared folder; a dependency that is missing there is an error, not a download.
+        editable = [
+            part for package in closure(*packages) for part in ("-e", f"packages/{package}")
+        ]
+        # hatchling comes from the shared folder; a dependency that is missing there is an error,
+        # not a download.
         session.install("--no-build-isolation", "--no-index", "-c", "constraints.txt", *editable)
 
 
 def link_declared(session: nox.Session, wanted: Iterable[str]) -> None:
     """Give the session, of the shared packages, those that these requirements need and no other: by symbolic links."""
     shared, own = third_party(session, *GROUPS), site_packages(Path(session.virtualenv.location))
-    found = {canonicalize_name(dist.metadata["Name"]): dist for dist in metadata.distributions(path=[str(shared)])}
+    found = {
+        canonicalize_name(dist.metadata["Name"]): dist
+        for dist in metadata.distributions(path=[str(shared)])
+    }
     queue, seen = [Requirement(text) for text in wanted], set()
     for path in own.iterdir():
         if path.is_symlink():
@@ -132,19 +155,28 @@ def link_declared(session: nox.Session, wanted: Iterable[str]) -> None:
         seen.add((name, *asked.extras))
         if name not in found:
             session.error(f"{asked} is declared, but no dependency group of the root installs it")
-        for top in {file.parts[0] for file in found[name].files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in found[name].files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             if not (own / top).exists():
                 (own / top).symlink_to(shared / top)
         more = (Requirement(text) for text in found[name].requires or ())
         extras = asked.extras or {""}
         queue += [
-            one for one in more if not one.marker or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+            one
+            for one in more
+            if not one.marker or any(one.marker.evaluate({"extra": extra}) for extra in extras)
         ]
 
 
 def declared(*packages: str) -> list[str]:
     """The dependencies of some layers, without the layers themselves."""
-    files = [nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml") for package in packages]
+    files = [
+        nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
+        for package in packages
+    ]
     found = {text for file in files for text in file["project"]["dependencies"]}
     return sorted(text for text in found if not text.startswith("shoal-"))
 
@@ -183,7 +215,12 @@ def checks(session: nox.Session) -> None:
     def run(name: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "nox", "-s", name, "--", *session.posargs)
         return subprocess.run(
-            command, cwd=ROOT, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     failed = []
@@ -227,11 +264,21 @@ def public_types(session: nox.Session) -> None:
     """Pyright knows the type of every public name of the packages, as their users' editors do."""
     install(session)
     session.install("basedpyright==1.40.2")  # pyright, with the node that it runs on as a package
-    session.install("--no-build-isolation", "--no-deps", *(f"./packages/{package}" for package in STACK))
+    session.install(
+        "--no-build-isolation", "--no-deps", *(f"./packages/{package}" for package in STACK)
+    )
     for package in STACK:
         name = f"shoal_{package.replace('-', '_')}"
-        session.run("basedpyright", "--ignoreexternal", "--verifytypes", name, env={"PYTHONPATH": ""})
-    session.run("basedpyright", "--level", "error", "integration_tests/typed_uses.py", env={"PYTHONPATH": ""})
+        session.run(
+            "basedpyright", "--ignoreexternal", "--verifytypes", name, env={"PYTHONPATH": ""}
+        )
+    session.run(
+        "basedpyright",
+        "--level",
+        "error",
+        "integration_tests/typed_uses.py",
+        env={"PYTHONPATH": ""},
+    )
 
 
 @nox.session
@@ -269,8 +316,11 @@ def device(session: nox.Session) -> None:
         return
     tests = ("integration_tests/device", "packages/dtensor/tests/test_random_ops.py")
     pytest(session, "-m", "gpu", *tests, env=env)
-    planned = (f"packages/dtensor/tests/test_{name}.py" for name in ("programs", "reductions_on_ranks"))
-    costs = ("-p", "integration_tests.device.accelerator_costs")  # on the CPU, by the plans of accelerators
+    planned = (
+        f"packages/dtensor/tests/test_{name}.py" for name in ("programs", "reductions_on_ranks")
+    )
+    # on the CPU, by the plans of accelerators
+    costs = ("-p", "integration_tests.device.accelerator_costs")
     pytest(session, *costs, "-m", FAST, *planned, env=env)
 
 
@@ -278,7 +328,18 @@ def device(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The documentation, warnings as errors; result in docs/_build/html."""
     install(session, *STACK)
-    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.run(
+        "python",
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "docs",
+        "docs/_build/html",
+    )
     session.run("python", "docs/links.py", "docs/_build/html")
     session.run("python", "-W", "ignore", "docs/entries.py", "docs/_build/html")
     session.run("python", "docs/browse.py", "docs/_build/html")
@@ -299,7 +360,9 @@ def packages(session: nox.Session) -> None:
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     (site_packages(Path(session.virtualenv.location)) / "third_party.pth").unlink()
     link_declared(session, declared(*STACK))
-    session.install("--no-index", "--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
+    session.install(
+        "--no-index", "--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl")))
+    )
     session.run("python", "-m", "pip", "check")
     session.chdir(session.create_tmp())
     for package in STACK:
@@ -339,9 +402,16 @@ def lock(session: nox.Session) -> None:
         (item["metadata"] for item in json.loads(report.read_text())["install"]),
         key=lambda it: canonicalize_name(it["name"]),
     ):
-        # So that pip can install a nox on an older Python, where the noxfile says which one is needed.
-        marker = '; python_version >= "3.11"' if found.get("requires_python", "").startswith(">=3.11") else ""
-        lines.append(f"{canonicalize_name(found['name'])}=={found['version'].split('+')[0]}{marker}")
+        # So that pip can install a nox on an older Python, where the noxfile says which one is
+        # needed.
+        marker = (
+            '; python_version >= "3.11"'
+            if found.get("requires_python", "").startswith(">=3.11")
+            else ""
+        )
+        lines.append(
+            f"{canonicalize_name(found['name'])}=={found['version'].split('+')[0]}{marker}"
+        )
     target.write_text("\n".join(lines) + "\n")
 
 
@@ -349,8 +419,11 @@ def lock(session: nox.Session) -> None:
 @nox.parametrize("package", STACK, ids=STACK)
 def vendor(session: nox.Session, package: str) -> None:
     """Copy a layer and those below into a host package, rewrite one import prefix, run the layer's tests there."""
-    install(session)  # no layer of shoal is installed: only the vendored copy can be imported
-    pytest(session, "integration_tests/test_vendored.py", "-k", f"whole_suite and {package}", "-m", "")
+    # no layer of shoal is installed: only the vendored copy can be imported
+    install(session)
+    pytest(
+        session, "integration_tests/test_vendored.py", "-k", f"whole_suite and {package}", "-m", ""
+    )
 
 
 @nox.session
@@ -372,11 +445,23 @@ def hugging_face(session: nox.Session) -> None:
     """The tests beside peft, accelerate, Lightning and torchao, which no other session has."""
     install(session, *STACK)
     session.install(
-        "--no-deps", *BESIDE_HF, "lightning==2.6.6", "lightning-utilities", "torchmetrics", "torchao==0.18.0"
+        "--no-deps",
+        *BESIDE_HF,
+        "lightning==2.6.6",
+        "lightning-utilities",
+        "torchmetrics",
+        "torchao==0.18.0",
     )
     files = [
         f"packages/models/tests/test_{name}.py"
-        for name in ("adapters", "lightning", "methods", "quantized", "training", "trainer_checkpoints")
+        for name in (
+            "adapters",
+            "lightning",
+            "methods",
+            "quantized",
+            "training",
+            "trainer_checkpoints",
+        )
     ]
     pytest(session, *files, "integration_tests/layers/test_quantized_data_parallel.py")
 
@@ -385,10 +470,13 @@ def hugging_face(session: nox.Session) -> None:
 def torchtitan(session: nox.Session) -> None:
     """The trainer of torchtitan with shoal's imports on meshes of 4 and 8 ranks, beside one process on torch."""
     install(session, *STACK)
-    session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")  # what torchtitan imports
+    # what torchtitan imports
+    session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
     session.install("--no-deps", "torchtitan==0.2.2", "torchdata")
     folder = site_packages(Path(session.virtualenv.location))
-    session.run("python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV)
+    session.run(
+        "python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV
+    )
 
 
 @nox.session(venv_backend="none")
@@ -396,7 +484,14 @@ def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""
     path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
     tests = ("-m", "gpu", *(f"packages/{package}/tests" for package in STACK))
-    session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env={**RANKS_ENV, "PYTHONPATH": path})
+    session.run(
+        sys.executable,
+        "-m",
+        "pytest",
+        *tests,
+        *session.posargs,
+        env={**RANKS_ENV, "PYTHONPATH": path},
+    )
 
 
 @nox.session
@@ -411,7 +506,8 @@ def bench(session: nox.Session) -> None:
     for script in named or every:
         try:
             session.run("python", f"benchmarks/{script}.py", *flags, env=RANKS_ENV)
-        except CommandFailed:  # a script that missed a bar keeps none of the others from running
+        except CommandFailed:
+            # a script that missed a bar keeps none of the others from running
             missed.append(script)
     session.run("python", "benchmarks/_table.py")
     if missed:
@@ -423,10 +519,14 @@ def bench(session: nox.Session) -> None:
 def coverage(session: nox.Session, package: str) -> None:
     """Line coverage of one package by its own tests, on the ranks of the pool too."""
     install(session, package)
-    # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder, where none is run.
+    # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder,
+    # where none is run.
     hook = site_packages(Path(session.virtualenv.location)) / "zz_coverage.pth"
     hook.write_text("import coverage; coverage.process_startup()\n")
-    rc = ("--rcfile=coverage.rc", f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}")
+    rc = (
+        "--rcfile=coverage.rc",
+        f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}",
+    )
     source = f"--source=shoal_{package.replace('-', '_')}"
     tests = ("-m", "pytest", "-m", FAST, f"packages/{package}/tests")
     session.run("python", "-m", "coverage", "run", *rc, source, *tests, env=RANKS_ENV)
@@ -447,7 +547,11 @@ def module_sweep(session: nox.Session) -> None:
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
     session.run(
-        "python", "-m", "integration_tests.module_sweep", *session.posargs, env={**RANKS_ENV, "PYTHONPATH": support}
+        "python",
+        "-m",
+        "integration_tests.module_sweep",
+        *session.posargs,
+        env={**RANKS_ENV, "PYTHONPATH": support},
     )
 
 
@@ -464,8 +568,9 @@ def architecture_sweep(session: nox.Session) -> None:
 def hunt(session: nox.Session) -> None:
     """Random programs against one device: `nox -s hunt -- random_programs FIRST COUNT`.
 
-    Of operators (`random_programs`), of modules, plans and optimizers (`integration_tests.random_modules`), or of data
-    parallelism (`integration_tests.random_training`).
+    Of operators (`random_programs`), of modules, plans and optimizers
+    (`integration_tests.random_modules`), or of data parallelism
+    (`integration_tests.random_training`).
     """
     install(session, *STACK)
     support = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/tests/support"))

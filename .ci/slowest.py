@@ -15,13 +15,18 @@ def main() -> None:
     sessions, files, tests = Counter[str](), Counter[str](), Counter[str]()
     for path in Path("out/times").glob("*.xml"):
         for case in ET.parse(path).iter("testcase"):
-            seconds, file = float(case.get("time", 0)), f"{path.stem.partition('-')[0]} {case.get('classname')}"
+            seconds, file = (
+                float(case.get("time", 0)),
+                f"{path.stem.partition('-')[0]} {case.get('classname')}",
+            )
             sessions[path.stem] += seconds
             files[file] += seconds
             tests[f"{file}::{case.get('name')}"] += seconds
     for what, times in (("sessions", sessions), ("files", files), ("tests", tests)):
         sys.stdout.write(f"\nslowest {what}, seconds:\n")
-        sys.stdout.writelines(f"{seconds:8.1f}  {name}\n" for name, seconds in times.most_common(MOST))
+        sys.stdout.writelines(
+            f"{seconds:8.1f}  {name}\n" for name, seconds in times.most_common(MOST)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Sharded data parallelism by hand: plain tensors and c10d, as one would write it for a stack of blocks.
 
-Every block has one flat tensor, of which each rank keeps a shard. The next block's is gathered while a block computes,
-and freed after the block's forward and its backward. Gradients are reduced while the block before computes.
+Every block has one flat tensor, of which each rank keeps a shard. The next block's is gathered
+while a block computes, and freed after the block's forward and its backward. Gradients are reduced
+while the block before computes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class Flat:
 
     def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
-        self.sites = [(m, key) for m in block.modules() for key, p in m._parameters.items() if p is not None]
+        self.sites = [
+            (m, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
+        ]
         params = [module._parameters[key] for module, key in self.sites]
         flat = torch.cat([param.detach().flatten() for param in params])
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % self.ranks)])
@@ -27,7 +30,9 @@ class Flat:
         ends = [0]
         for param in params:
             ends.append(ends[-1] + param.numel())
-        self.views = [self.full[a:b].view(p.shape) for a, b, p in zip(ends, ends[1:], params, strict=False)]
+        self.views = [
+            self.full[a:b].view(p.shape) for a, b, p in zip(ends, ends[1:], params, strict=False)
+        ]
         self.work: Any = None
         self.here = True
         self.reduced: tuple[Any, Tensor] | None = None
@@ -44,7 +49,9 @@ class Flat:
             return
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         # `.data`: the values are those that the forward used, so autograd shall not count a write.
-        self.work = dist.all_gather_single(self.full.data, self.shard.detach(), group=self.group, async_op=True)
+        self.work = dist.all_gather_single(
+            self.full.data, self.shard.detach(), group=self.group, async_op=True
+        )
 
     def gather(self) -> None:
         """Finish gathering."""
@@ -93,7 +100,8 @@ class HandSharded(nn.Module):
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.flats = [Flat(block, group) for block in blocks]
-        self.blocks = list(blocks)  # not registered: their parameters are views
+        # not registered: their parameters are views
+        self.blocks = list(blocks)
         self.shards = nn.ParameterList([flat.shard for flat in self.flats])
         self.reducing: Flat | None = None
         for flat in self.flats:

@@ -1,8 +1,8 @@
 """The training step of `whole_step` under JAX's jit, on as many CPU devices as there are ranks.
 
-A program of its own: `python benchmarks/_jax_step.py RANKS FILE HEADS ACTIVATION` reads weights and input from the
-file, then for each line with a number on its input runs so many steps, and answers with the seconds of a step and the
-last loss.
+A program of its own: `python benchmarks/_jax_step.py RANKS FILE HEADS ACTIVATION` reads weights and
+input from the file, then for each line with a number on its input runs so many steps, and answers
+with the seconds of a step and the last loss.
 """
 
 import os
@@ -10,7 +10,9 @@ import sys
 import time
 
 RANKS, FILE, HEADS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS} --xla_cpu_multi_thread_eigen=false"
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={RANKS} --xla_cpu_multi_thread_eigen=false"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402  # reads the flags when it is imported
@@ -37,7 +39,9 @@ def placed(name, value, mesh):
 def norm(x, weights, name):
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * weights[f"{name}.weight"] + weights[
+        f"{name}.bias"
+    ]
 
 
 def linear(x, weights, name):
@@ -49,15 +53,23 @@ def block(x, weights, i):
     h = norm(x, weights, f"{i}.norm1")
 
     def heads(name):
-        return linear(h, weights, f"{i}.{name}").reshape(batch, length, HEADS, -1).transpose(0, 2, 1, 3)
+        return (
+            linear(h, weights, f"{i}.{name}")
+            .reshape(batch, length, HEADS, -1)
+            .transpose(0, 2, 1, 3)
+        )
 
     q, k, v = heads("wq"), heads("wk"), heads("wv")
     scores = jnp.where(
-        jnp.tril(jnp.ones((length, length), bool)), q @ k.transpose(0, 1, 3, 2) / (dim // HEADS) ** 0.5, -jnp.inf
+        jnp.tril(jnp.ones((length, length), bool)),
+        q @ k.transpose(0, 1, 3, 2) / (dim // HEADS) ** 0.5,
+        -jnp.inf,
     )
     out = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(batch, length, dim)
     x = x + linear(out, weights, f"{i}.wo")
-    return x + linear(ACT(linear(norm(x, weights, f"{i}.norm2"), weights, f"{i}.w1")), weights, f"{i}.w2")
+    return x + linear(
+        ACT(linear(norm(x, weights, f"{i}.norm2"), weights, f"{i}.w1")), weights, f"{i}.w2"
+    )
 
 
 def loss_of(weights, x):
@@ -87,7 +99,10 @@ def main():
     stored = dict(np.load(FILE))
     x = placed("x.x", stored.pop("x"), mesh)
     weights = {name: placed(name, value, mesh) for name, value in stored.items()}
-    zeros = [{n: jax.device_put(jnp.zeros_like(w), w.sharding) for n, w in weights.items()} for _ in range(2)]
+    zeros = [
+        {n: jax.device_put(jnp.zeros_like(w), w.sharding) for n, w in weights.items()}
+        for _ in range(2)
+    ]
     state = (weights, *zeros, jnp.float32(0))
     run = jax.jit(step, donate_argnums=0)
     for line in sys.stdin:

@@ -27,9 +27,23 @@ def rows() -> list[list[object]]:
 def main() -> None:
     """Print the table, and keep it."""
     found = rows()
-    header = ["script", "what", "unit", "by hand", "torch", "JAX", "shoal", "x by hand", "x torch", "x JAX"]
+    header = [
+        "script",
+        "what",
+        "unit",
+        "by hand",
+        "torch",
+        "JAX",
+        "shoal",
+        "x by hand",
+        "x torch",
+        "x JAX",
+    ]
     text = table(header, found)
-    print("\nLess is better. Rivals of a row ran in turns in one process; rows of two scripts do not compare.\n")
+    print(
+        "\nLess is better. Rivals of a row ran in turns in one process; rows of two scripts do not "
+        "compare.\n"
+    )
     print(text)
     (CASES.parent / "table.md").write_text(text + "\n")
     assert len(found) <= MOST_ROWS, f"{len(found)} rows: a person reads {MOST_ROWS}"

@@ -1,8 +1,9 @@
 """Timing that holds on a noisy machine: rivals take turns in one run, the best round counts, results are ratios.
 
-A benchmark is a script: it builds the rivals as zero-argument callables, gives them to `race`, prints a `table`, and
-hands the same rows to `report`, which keeps them as JSON under out/bench. Absolute times are for the reader; bars are
-set on ratios, because they compare across machines and loads.
+A benchmark is a script: it builds the rivals as zero-argument callables, gives them to `race`,
+prints a `table`, and hands the same rows to `report`, which keeps them as JSON under out/bench.
+Absolute times are for the reader; bars are set on ratios, because they compare across machines and
+loads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUND_SECONDS = 0.02  # long enough for the clock, short enough for many turns
+# long enough for the clock, short enough for many turns
+ROUND_SECONDS = 0.02
 
 
 def fresh_processes(code: str, count: int) -> list[float]:
@@ -32,7 +34,10 @@ def fresh_processes(code: str, count: int) -> list[float]:
     """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
-    said = [subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout for _ in range(count)]
+    said = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+        for _ in range(count)
+    ]
     return [float(text.split()[-1]) for text in said]
 
 
@@ -50,7 +55,9 @@ class Timing:
         return self.best * 1e6
 
 
-def race(rivals: Mapping[str, Callable[[], object]], *, rounds: int = 9, warmup: int = 3) -> dict[str, Timing]:
+def race(
+    rivals: Mapping[str, Callable[[], object]], *, rounds: int = 9, warmup: int = 3
+) -> dict[str, Timing]:
     """Time the rivals in turns: round 1 of each, round 2 of each, and so on, so that load hits all alike.
 
     Args:
@@ -73,7 +80,9 @@ def race(rivals: Mapping[str, Callable[[], object]], *, rounds: int = 9, warmup:
     finally:
         if gc_was_on:
             gc.enable()
-    return {name: Timing(min(each), statistics.median(each), rounds) for name, each in spent.items()}
+    return {
+        name: Timing(min(each), statistics.median(each), rounds) for name, each in spent.items()
+    }
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -83,7 +92,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
     lines = [_line(header, widths, numeric)]
     lines.append(
-        "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+        "|"
+        + "|".join(
+            "-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)
+        )
+        + "|"
     )
     lines += [_line(row, widths, numeric) for row in cells]
     return "\n".join(lines)
@@ -132,7 +145,8 @@ def machine() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "load unknown"
     return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} "
+        "threads, "
         f"{os.cpu_count()} cores, {device}, {load}"
     )
 
@@ -157,5 +171,7 @@ def _show(cell: object) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    padded = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True))
+    padded = (
+        c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True)
+    )
     return "| " + " | ".join(padded) + " |"

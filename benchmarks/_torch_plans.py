@@ -41,7 +41,11 @@ def to_torch(placement: Placement) -> Any:
 
     if isinstance(placement, Shard):
         return theirs.Shard(placement.dim)
-    return theirs.Partial(placement.reduce_op) if isinstance(placement, Partial) else theirs.Replicate()
+    return (
+        theirs.Partial(placement.reduce_op)
+        if isinstance(placement, Partial)
+        else theirs.Replicate()
+    )
 
 
 def torch_steps(mesh: Any, src: Spec, dst: Spec, *, min_cost: bool) -> list[Any]:
@@ -50,9 +54,13 @@ def torch_steps(mesh: Any, src: Spec, dst: Spec, *, min_cost: bool) -> list[Any]
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(torch.Size(src.shape), src.stride, src.dtype)
-    specs = [DTensorSpec(mesh, tuple(map(to_torch, s.placements)), tensor_meta=meta) for s in (src, dst)]
+    specs = [
+        DTensorSpec(mesh, tuple(map(to_torch, s.placements)), tensor_meta=meta) for s in (src, dst)
+    ]
     infos = theirs._gen_transform_infos_non_cached(*specs, use_graph_based_transform=min_cost)
-    return list(theirs._optimize_transform_infos(infos, mesh, specs[0].placements, specs[1].placements))
+    return list(
+        theirs._optimize_transform_infos(infos, mesh, specs[0].placements, specs[1].placements)
+    )
 
 
 def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, int]:

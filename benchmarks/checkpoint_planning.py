@@ -1,7 +1,8 @@
 """Planning of a checkpoint of 64 ranks beside torch's DTensor, in one run: `python benchmarks/checkpoint_planning.py`.
 
-torch's own planner plans both: 160 parameters, even, uneven and replicated.  Local: the plans of all 64 ranks, one
-after the other.  Global: what the coordinator makes of them.  Fake process groups; processor time, the best of rounds.
+torch's own planner plans both: 160 parameters, even, uneven and replicated. Local: the plans of all
+64 ranks, one after the other. Global: what the coordinator makes of them. Fake process groups;
+processor time, the best of rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import shoal_mesh
 from shoal_mesh.testing import fake_world
 
 RANKS, PARAMETERS, ROUNDS = 64, 160, 5
-GLOBAL_ROUNDS = 4  # each: torch does the same with the same plans, so what differs is noise
+# each: torch does the same with the same plans, so what differs is noise
+GLOBAL_ROUNDS = 4
 BAR = 1.0
 
 
@@ -72,18 +74,29 @@ def global_plan(plans: Sequence[SavePlan]) -> float:
 
 def main() -> None:
     """Two rows and the bar."""
-    libraries = {"torch": (theirs, init_device_mesh), "shoal": (shoal_dtensor, shoal_mesh.init_device_mesh)}
+    libraries = {
+        "torch": (theirs, init_device_mesh),
+        "shoal": (shoal_dtensor, shoal_mesh.init_device_mesh),
+    }
     best = {name: [float("inf")] * 2 for name in libraries}
     for _ in range(ROUNDS):
         for name, (library, make_mesh) in libraries.items():
             took, plans = local_plans(library, make_mesh)
-            best[name] = [min(old, new) for old, new in zip(best[name], (took, global_plan(plans)), strict=True)]
+            best[name] = [
+                min(old, new)
+                for old, new in zip(best[name], (took, global_plan(plans)), strict=True)
+            ]
     rows = [
         (what, best["torch"][i], best["shoal"][i], best["shoal"][i] / best["torch"][i])
         for i, what in enumerate(("local, all ranks", "global"))
     ]
-    report("checkpoint_planning", ["plan of 64 ranks", "torch (ms)", "shoal (ms)", "shoal/torch"], rows)
-    plans = [Case(f"checkpoint of 64 ranks: plan, {what}", "ms", ms, torch=torchs) for what, torchs, ms, _ in rows]
+    report(
+        "checkpoint_planning", ["plan of 64 ranks", "torch (ms)", "shoal (ms)", "shoal/torch"], rows
+    )
+    plans = [
+        Case(f"checkpoint of 64 ranks: plan, {what}", "ms", ms, torch=torchs)
+        for what, torchs, ms, _ in rows
+    ]
     keep_cases("checkpoint_planning", plans)
     over = [what for what, *_, ratio in rows if ratio > BAR]
     print(f"bar: {BAR} x torch each: {'met' if not over else 'MISSED by ' + ', '.join(over)}")

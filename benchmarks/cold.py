@@ -1,11 +1,13 @@
 """First uses, of a shape and of the library, beside torch, in one run: `python benchmarks/cold.py [FILTER]`.
 
-Every call meets a new shape of a kind that is known: even shards, the same placements.  The inputs exist already; what
-is measured is one call, that is to say the decision.  Each case has shapes of its own, all small: they differ in the
-number of rows, and cases in that of columns.  A fake process group: what is left is software.  Medians of the
-thread's own time count, and of several rounds the best: what else runs on the machine does not.
+Every call meets a new shape of a kind that is known: even shards, the same placements. The inputs
+exist already; what is measured is one call, that is to say the decision. Each case has shapes of
+its own, all small: they differ in the number of rows, and cases in that of columns. A fake process
+group: what is left is software. Medians of the thread's own time count, and of several rounds the
+best: what else runs on the machine does not.
 
-The last row is a fresh process beyond `import torch, torch.distributed`: the import, a mesh, and four operators.
+The last row is a fresh process beyond `import torch, torch.distributed`: the import, a mesh, and
+four operators.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from shoal_mesh.testing import fake_world
 
 SHAPES, ROUNDS, SEEN = 24, 5, 3
 BAR_MS = 0.5  # for one decision
-DECISIONS = {"linear": 3}  # of three dims: view, addmm, view; others take one
+# of three dims: view, addmm, view; others take one
+DECISIONS = {"linear": 3}
 MESHES = ((2,), (4,), (2, 2))
 ROWS = 16  # of the first shape, in units of 8
 
 
-def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -> dict[str, Callable[[int], Any]]:
+def cases(
+    make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]
+) -> dict[str, Callable[[int], Any]]:
     """By name: from a number to a call on tensors whose shapes are that number's own.
 
     Args:
@@ -45,7 +50,9 @@ def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -
         shard: placements that shard the first dim; ones: those of a replicated tensor.
     """
 
-    def of(shape: Sequence[int], places: Sequence[Any], run: Callable[..., Any]) -> Callable[[], object]:
+    def of(
+        shape: Sequence[int], places: Sequence[Any], run: Callable[..., Any]
+    ) -> Callable[[], object]:
         tensor = make(shape, places)
         return lambda: run(tensor)
 
@@ -79,12 +86,17 @@ def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -
 
 def measure(lib: Any, mesh: Any) -> dict[str, float]:
     """Milliseconds of the first call on a new shape, per case."""
-    shard, ones = [lib.Shard(0), *[lib.Replicate()] * (mesh.ndim - 1)], [lib.Replicate()] * mesh.ndim
+    shard, ones = (
+        [lib.Shard(0), *[lib.Replicate()] * (mesh.ndim - 1)],
+        [lib.Replicate()] * mesh.ndim,
+    )
     if mesh.ndim == 2:
         shard = [lib.Shard(0), lib.Shard(0)]
 
     def make(shape: Sequence[int], placements: Sequence[Any]) -> Any:
-        local = [n // mesh.size() if d == 0 and placements is shard else n for d, n in enumerate(shape)]
+        local = [
+            n // mesh.size() if d == 0 and placements is shard else n for d, n in enumerate(shape)
+        ]
         return lib.DTensor.from_local(torch.ones(local), mesh, placements, run_check=False)
 
     best: dict[str, float] = {}
@@ -148,11 +160,16 @@ def new_shapes() -> None:
             torchs = measure(theirs, init_device_mesh("cpu", shape))
         with fake_world(size):
             ours = measure(shoal_dtensor, shoal_mesh.init_device_mesh("cpu", shape))
-        rows += [(name, "x".join(map(str, shape)), torchs[name], ms, ms / torchs[name]) for name, ms in ours.items()]
+        rows += [
+            (name, "x".join(map(str, shape)), torchs[name], ms, ms / torchs[name])
+            for name, ms in ours.items()
+        ]
     names = [*dict.fromkeys(name for name, *_ in rows)]
     rows.sort(key=lambda row: names.index(row[0]))
     report("cold", ["new shape", "mesh", "torch (ms)", "shoal (ms)", "shoal/torch"], rows)
-    over = [f"{name} on {mesh}" for name, mesh, _, ms, _ in rows if ms > BAR_MS * DECISIONS.get(name, 1)]
+    over = [
+        f"{name} on {mesh}" for name, mesh, _, ms, _ in rows if ms > BAR_MS * DECISIONS.get(name, 1)
+    ]
     print(f"bar: {BAR_MS} ms a decision: {'met' if not over else 'MISSED by ' + ', '.join(over)}")
 
 

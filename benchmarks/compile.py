@@ -1,9 +1,9 @@
 """Compiled tensor-parallel modules: by hand, torch's DTensor and shoal in one run: `python benchmarks/compile.py`.
 
-One thread and a fake process group of four: what is left is guards, the wrapping of parameters and gradients, and
-kernels that a graph has too many; at the larger size, what a user sees of it. By hand means plain tensors, functional
-collectives in `autograd.Function`s and one gradient reduction for q, k and v. CPU time of the thread, which other load
-does not add to.
+One thread and a fake process group of four: what is left is guards, the wrapping of parameters and
+gradients, and kernels that a graph has too many; at the larger size, what a user sees of it. By
+hand means plain tensors, functional collectives in `autograd.Function`s and one gradient reduction
+for q, k and v. CPU time of the thread, which other load does not add to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tp_modules import WORLD, candidates, forward, step
 
 from shoal_mesh.testing import fake_world
 
-# Features, tokens, calls in a round: of overhead alone, and of modules that somebody would spread over four ranks.
+# Features, tokens, calls in a round: of overhead alone, and of modules that somebody would spread
+# over four ranks.
 OVERHEAD, COMPUTE = (tp_modules.DIM, 8, 25), (512, 256, 1)
 SIZES = {"inductor": (OVERHEAD, COMPUTE), "aot_eager": (OVERHEAD,)}
 BAR = 1.1  # of the modules of COMPUTE
@@ -36,7 +37,9 @@ functional = torch.ops._c10d_functional
 
 
 def _sum(x: Tensor) -> Tensor:
-    summed: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD.group_name))
+    summed: Tensor = functional.wait_tensor(
+        functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD.group_name)
+    )
     return summed
 
 
@@ -68,7 +71,10 @@ def compiled(backend: str, dim: int, tokens: int) -> dict[str, dict[str, Callabl
     """Row -> who -> one call."""
     torch._dynamo.reset()
     models = candidates(dim)
-    inputs = torch.randn(tokens, dim, requires_grad=True), torch.randn(2, tokens // 2, dim, requires_grad=True)
+    inputs = (
+        torch.randn(tokens, dim, requires_grad=True),
+        torch.randn(2, tokens // 2, dim, requires_grad=True),
+    )
     rows: dict[str, dict[str, Callable[[], Any]]] = {}
     for name, pair in models.items():
         for what, model, x in zip(("mlp", "block"), pair, inputs, strict=True):
@@ -103,15 +109,30 @@ def main() -> None:
                 for row, rivals in compiled(backend, dim, tokens).items():
                     us = best_us(rivals, calls)
                     found.append((backend, row, dim, *us.values(), us["shoal"] / us["by hand"]))
-    columns = ["backend", "row", "features", "by hand (us)", "torch (us)", "shoal (us)", "shoal/hand"]
+    columns = [
+        "backend",
+        "row",
+        "features",
+        "by hand (us)",
+        "torch (us)",
+        "shoal (us)",
+        "shoal/hand",
+    ]
     report("compile", columns, found)
     large = [case for case in found if case[2] == COMPUTE[0] and case[0] == "inductor"]
     keep_cases("compile", [
         Case(f"compiled {row}, width {dim}", "us", ours, by_hand=hand, torch=torchs)
         for _, row, dim, hand, torchs, ours, _ in large
     ])  # fmt: skip
-    missed = [f"{backend} {row}" for backend, row, dim, *_, ratio in found if dim == COMPUTE[0] and ratio > BAR]
-    print(f"bar of {BAR} at {COMPUTE[0]} features: {'met' if not missed else 'MISSED: ' + ', '.join(missed)}")
+    missed = [
+        f"{backend} {row}"
+        for backend, row, dim, *_, ratio in found
+        if dim == COMPUTE[0] and ratio > BAR
+    ]
+    print(
+        f"bar of {BAR} at {COMPUTE[0]} features: "
+        f"{'met' if not missed else 'MISSED: ' + ', '.join(missed)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Attention of long sequences: peak memory per rank and time against length, one device and four ranks, in one run.
 
-    python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3] [--plot FILE.png]
+    python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3] [--plot
+    FILE.png]
 
-Causal attention with grouped heads in float32, forward and backward, by each method over gloo ranks of one thread each,
-in the layout of head and tail; beside them the whole sequence on one of the ranks. Memory is what a step holds at most
-beyond its inputs. torch's `context_parallel` is tried first; where it does not run, its error is printed.
+Causal attention with grouped heads in float32, forward and backward, by each method over gloo ranks
+of one thread each, in the layout of head and tail; beside them the whole sequence on one of the
+ranks. Memory is what a step holds at most beyond its inputs. torch's `context_parallel` is tried
+first; where it does not run, its error is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ RANKS, HEADS, SHARED, WIDTH = 4, 8, 2, 64
 METHODS = ("allgather", "ring", "ulysses")
 
 
-def step(tensors: Sequence[Tensor], attend: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+def step(
+    tensors: Sequence[Tensor], attend: Callable[..., Tensor]
+) -> dict[str, Callable[[], object]]:
     """Forward and backward, in the phases that the other benchmarks measure."""
 
     def forward_and_backward() -> None:
@@ -41,7 +45,10 @@ def step(tensors: Sequence[Tensor], attend: Callable[..., Tensor]) -> dict[str, 
 
 def leaves(length: int) -> list[Tensor]:
     """Queries, keys and values."""
-    return [torch.randn(1, heads, length, WIDTH, requires_grad=True) for heads in (HEADS, SHARED, SHARED)]
+    return [
+        torch.randn(1, heads, length, WIDTH, requires_grad=True)
+        for heads in (HEADS, SHARED, SHARED)
+    ]
 
 
 def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,9 +64,16 @@ def measure(length: int, rounds: int) -> dict[str, tuple[int, float]]:
     layout = SequenceLayout.head_tail(length, RANKS)
     works: dict[str, Any] = {}
     for method in METHODS:
-        options: dict[str, Any] = {"method": method, "layout": layout, "is_causal": True, "enable_gqa": True}
+        options: dict[str, Any] = {
+            "method": method,
+            "layout": layout,
+            "is_causal": True,
+            "enable_gqa": True,
+        }
         local = leaves(layout.sizes[dist.get_rank()])
-        works[method] = step(local, lambda q, k, v, o=options: context_parallel_attention(q, k, v, mesh, **o))
+        works[method] = step(
+            local, lambda q, k, v, o=options: context_parallel_attention(q, k, v, mesh, **o)
+        )
     whole = step(leaves(length), one_device)
     idle: dict[str, Callable[[], object]] = {"zero_grad": lambda: None}
     works["one device"] = whole if dist.get_rank() == 0 else idle
@@ -76,7 +90,8 @@ def torch_runs(length: int) -> str:
     try:
         with torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
             leaf = [x.detach().requires_grad_() for x in buffers]
-            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]  # three
+            # three
+            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]
             out.sum().backward()
     except Exception as error:  # whatever it is, it is what a user gets
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
@@ -94,7 +109,12 @@ def plot(rows: Sequence[tuple[int, str, float, float]], path: str) -> None:
     for name in dict.fromkeys(row[1] for row in rows):
         line = [(length, peak) for length, each, peak, _ in rows if each == name]
         axis.plot(*zip(*line, strict=True), marker="o", label=name)
-    axis.set(xlabel="sequence length", ylabel=f"peak MiB per rank, of {RANKS}", xlim=(0, None), ylim=(0, None))
+    axis.set(
+        xlabel="sequence length",
+        ylabel=f"peak MiB per rank, of {RANKS}",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=130, metadata={"Software": None}, facecolor="white")

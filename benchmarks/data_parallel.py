@@ -2,21 +2,23 @@
 
     python benchmarks/data_parallel.py [--rounds 8] [--only "data 4"] [--json FILE] [--trace]
 
-Four ranks, as 4 data-parallel ones and as 2 x 2 with tensor parallelism; every block is a unit, and what is around them
-the outermost one. By hand, on the 4: a flat tensor per block and c10d (`_hand_fsdp`). Replicas, on the 4: torch's
-DistributedDataParallel, one all-reduce by hand, and `replicate` with the optimizer's state replicated and sharded. A
-step is zero_grad, forward, loss, backward, AdamW. The candidates take turns within a round; the ratio is that of the
-best rounds, in brackets the median of the rounds' own. Beside wall time: processor time of all ranks together, which
-other load on the machine changes less.
+Four ranks, as 4 data-parallel ones and as 2 x 2 with tensor parallelism; every block is a unit, and
+what is around them the outermost one. By hand, on the 4: a flat tensor per block and c10d
+(`_hand_fsdp`). Replicas, on the 4: torch's DistributedDataParallel, one all-reduce by hand, and
+`replicate` with the optimizer's state replicated and sharded. A step is zero_grad, forward, loss,
+backward, AdamW. The candidates take turns within a round; the ratio is that of the best rounds, in
+brackets the median of the rounds' own. Beside wall time: processor time of all ranks together,
+which other load on the machine changes less.
 
-Memory of rank 0, in MiB: what it holds of parameters, gradients and optimizer state; the peak of a step beside
-parameters and state, from torch's profiler; and of the memory that the ranks share, its part. With a model of P bytes
-in units of U, A bytes of saved activations and n ranks, the peak of `fully_shard` is at most A + 2 U + P / n: the last
-unit's gathered parameters and gradients, and reduced gradients. What is under way is in shared memory: U / n, and of
-gradients 8 MiB at most.
+Memory of rank 0, in MiB: what it holds of parameters, gradients and optimizer state; the peak of a
+step beside parameters and state, from torch's profiler; and of the memory that the ranks share, its
+part. With a model of P bytes in units of U, A bytes of saved activations and n ranks, the peak of
+`fully_shard` is at most A + 2 U + P / n: the last unit's gathered parameters and gradients, and
+reduced gradients. What is under way is in shared memory: U / n, and of gradients 8 MiB at most.
 
-`--trace` prints when units were gathered, computed and reduced in one step on rank 0, and fails unless every collective
-but the first of forward and backward was under way while another unit computed.
+`--trace` prints when units were gathered, computed and reduced in one step on rank 0, and fails
+unless every collective but the first of forward and backward was under way while another unit
+computed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from shoal_mesh.testing import rank_pool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 LAYOUTS = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "replicas 4": (4, 1)}
-BARS = {"data 4": 0.9, "data 2 x tensor 2": 0.7, "replicas 4": 1.1}  # time of a step at most, as a multiple of torch's
+# time of a step at most, as a multiple of torch's
+BARS = {"data 4": 0.9, "data 2 x tensor 2": 0.7, "replicas 4": 1.1}
 HAND_BAR = 1.1  # and of that by hand
 MIB = 2**20
 
@@ -74,10 +77,18 @@ def sharded(size: str, layout: tuple[int, int]) -> dict[str, nn.Module]:
         model = stack(size)
         if layout[1] > 1:
             column, row = (
-                (torch_tp.ColwiseParallel, torch_tp.RowwiseParallel) if styles else (ColwiseParallel, RowwiseParallel)
+                (torch_tp.ColwiseParallel, torch_tp.RowwiseParallel)
+                if styles
+                else (ColwiseParallel, RowwiseParallel)
             )
-            plan = {f"{i}.{key}": style for i in range(len(model)) for key, style in block_plan(column, row).items()}
-            (torch_tp.parallelize_module if styles else parallelize_module)(model, mesh["tensor"], plan)
+            plan = {
+                f"{i}.{key}": style
+                for i in range(len(model))
+                for key, style in block_plan(column, row).items()
+            }
+            (torch_tp.parallelize_module if styles else parallelize_module)(
+                model, mesh["tensor"], plan
+            )
         for block in model:
             shard(block, mesh=mesh["data"])
         found[name] = shard(model, mesh=mesh["data"])
@@ -104,11 +115,17 @@ def reduce_by_hand(parameters: list[nn.Parameter]) -> None:
     dist.all_reduce(flat)
     flat.div_(dist.get_world_size())
     torch._foreach_copy_(
-        grads, [means.view_as(grad) for grad, means in zip(grads, flat.split([g.numel() for g in grads]), strict=True)]
+        grads,
+        [
+            means.view_as(grad)
+            for grad, means in zip(grads, flat.split([g.numel() for g in grads]), strict=True)
+        ],
     )
 
 
-def phases(name: str, model: nn.Module, x: Tensor) -> tuple[dict[str, Any], Callable[[], dict[str, int]]]:
+def phases(
+    name: str, model: nn.Module, x: Tensor
+) -> tuple[dict[str, Any], Callable[[], dict[str, int]]]:
     """What a step consists of, and what this rank holds after one."""
     parameters = list(model.parameters())
     adam = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
@@ -124,7 +141,12 @@ def phases(name: str, model: nn.Module, x: Tensor) -> tuple[dict[str, Any], Call
         elif name == "by hand":
             reduce_by_hand(parameters)
 
-    steps = {"zero_grad": adam.zero_grad, "forward": forward, "backward": backward, "step": adam.step}
+    steps = {
+        "zero_grad": adam.zero_grad,
+        "forward": forward,
+        "backward": backward,
+        "step": adam.step,
+    }
     return steps, lambda: held_bytes(parameters, adam)
 
 
@@ -136,7 +158,12 @@ def nbytes(tensor: Any) -> int:
 
 def held_bytes(parameters: list[nn.Parameter], adam: torch.optim.Optimizer) -> dict[str, int]:
     """What this rank holds between steps."""
-    state = [value for of_one in adam.state.values() for value in of_one.values() if isinstance(value, Tensor)]
+    state = [
+        value
+        for of_one in adam.state.values()
+        for value in of_one.values()
+        if isinstance(value, Tensor)
+    ]
     return {
         "parameters": sum(map(nbytes, parameters)),
         "gradients": sum(nbytes(parameter.grad) for parameter in parameters),
@@ -162,7 +189,9 @@ def run(size: str, title: str, rounds: int) -> dict[str, dict[str, Any]]:
     x = torch.randn(batch, length, dim)
     found: dict[str, dict[str, Any]] = {}
     works = {}
-    for name, model in (replicas if title == "replicas 4" else sharded)(size, LAYOUTS[title]).items():
+    for name, model in (replicas if title == "replicas 4" else sharded)(
+        size, LAYOUTS[title]
+    ).items():
         shared = shared_bytes()
         work, held = phases(name, model, x)
         works[name] = work
@@ -174,15 +203,22 @@ def run(size: str, title: str, rounds: int) -> dict[str, dict[str, Any]]:
         with CommDebugMode() as counted:
             for each in work.values():
                 each()
-        found[name]["collectives"] = {str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()}
+        found[name]["collectives"] = {
+            str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()
+        }
     plain = stack(size)
-    found["one device"] = {"parameters": sum(map(nbytes, plain.parameters())), "saved": saved_bytes(plain, x)}
+    found["one device"] = {
+        "parameters": sum(map(nbytes, plain.parameters())),
+        "saved": saved_bytes(plain, x),
+    }
     for name, rows in in_turns(works, steps, rounds).items():
         found[name]["seconds"], found[name]["processor"] = zip(*rows, strict=True)
     return found
 
 
-def in_turns(works: dict[str, Any], steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def in_turns(
+    works: dict[str, Any], steps: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds of a step of each candidate in all rounds, on the clock and of the processors of all ranks."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for _ in range(rounds):
@@ -208,7 +244,11 @@ class Timeline:
 
     def redistribute(self, shards: Any, moves: Any) -> Any:
         """`redistribute_shards`, on the record."""
-        kind = "gather" if len(moves) and moves[0][1].placements[0] != moves[0][0].placements[0] else "move"
+        kind = (
+            "gather"
+            if len(moves) and moves[0][1].placements[0] != moves[0][0].placements[0]
+            else "move"
+        )
         kind = "reduce" if moves[0][0].partials else kind
         span = [kind, time.perf_counter(), None]
         self.spans.append(span)
@@ -274,14 +314,24 @@ def show_trace(size: str) -> list[str]:
     print(f"one step of data 4, {size}, on rank 0: {(last - first) * 1e3:.1f} ms")
     for what, begin, end in spans:
         line = " " * round((begin - first) * scale) + "=" * max(1, round((end - begin) * scale))
-        print(f"  {what:12}|{line:81}| {(begin - first) * 1e3:8.1f} to {(end - first) * 1e3:8.1f} ms")
+        print(
+            f"  {what:12}|{line:81}| {(begin - first) * 1e3:8.1f} to {(end - first) * 1e3:8.1f} ms"
+        )
     alone = [kind for kind, during in overlapped if not during]
     layers = SIZES[size][3]
-    print(f"  under way beside computation: {len(overlapped) - len(alone)} of {len(overlapped)} collectives")
-    # Nothing precedes the first gather of forward and backward, and nothing follows the last reduction.
+    print(
+        f"  under way beside computation: {len(overlapped) - len(alone)} of {len(overlapped)} "
+        "collectives"
+    )
+    # Nothing precedes the first gather of forward and backward, and nothing follows the last
+    # reduction.
     expected = ["gather", "gather", "reduce"]
     counted = [kind for kind, _ in overlapped]
-    right = sorted(alone) == expected and counted.count("gather") == 2 * layers and counted.count("reduce") == layers
+    right = (
+        sorted(alone) == expected
+        and counted.count("gather") == 2 * layers
+        and counted.count("reduce") == layers
+    )
     return [] if right else [f"trace, {size}: alone {alone} of {counted}"]
 
 
@@ -294,14 +344,25 @@ def show(title: str, size: str, found: dict[str, dict[str, Any]]) -> list[str]:
             continue
         ours, theirs = rows["shoal"], rows[peer]
         best = min(ours["seconds"]) / min(theirs["seconds"])
-        median = statistics.median(a / b for a, b in zip(ours["seconds"], theirs["seconds"], strict=True))
+        median = statistics.median(
+            a / b for a, b in zip(ours["seconds"], theirs["seconds"], strict=True)
+        )
         used = min(ours["processor"]) / min(theirs["processor"])
-        print(f"{title}, {size}: shoal {best:.2f} ({median:.2f}) x {peer}, processor time {used:.2f} x; bar {bar}")
+        print(
+            f"{title}, {size}: shoal {best:.2f} ({median:.2f}) x {peer}, processor time {used:.2f} "
+            f"x; bar {bar}"
+        )
         if best > bar:
             missed.append(f"{title}, {size}, {peer}")
-    print(f"  {'':20}{'ms':>9}{'processor':>11}{'params':>9}{'grads':>8}{'state':>8}{'peak':>8}{'shared':>8}  MiB")
+    print(
+        "  "
+        f"{'':20}{'ms':>9}{'processor':>11}{'params':>9}{'grads':>8}{'state':>8}{'peak':>8}{'shared':>8}  MiB"
+    )
     for name, row in rows.items():
-        memory = "".join(f"{row[key] / MIB:8.2f}" for key in ("parameters", "gradients", "state", "peak", "shared"))
+        memory = "".join(
+            f"{row[key] / MIB:8.2f}"
+            for key in ("parameters", "gradients", "state", "peak", "shared")
+        )
         times = f"{min(row['seconds']) * 1e3:9.1f}{min(row['processor']) * 1e3:11.1f} "
         print(f"  {name:20}{times}{memory}  {row['collectives'] if 'shoal' in name else ''}")
     if rows["shoal"]["peak"] > rows["torch"]["peak"]:
@@ -328,7 +389,9 @@ def cases(title: str, figures: dict[str, Any]) -> list[Case]:
     what = f"step of {title}, width {SIZES['compute'][0]}"
     return [
         Case(what, "ms", times["shoal"], times.get("by hand"), times["torch"]),
-        Case(f"{what}: peak", "MiB", found["shoal"]["peak"] / MIB, torch=found["torch"]["peak"] / MIB),
+        Case(
+            f"{what}: peak", "MiB", found["shoal"]["peak"] / MIB, torch=found["torch"]["peak"] / MIB
+        ),
     ]
 
 
@@ -337,7 +400,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", choices=list(LAYOUTS))
-    parser.add_argument("--trace", action="store_true", help="what overlaps in a step, instead of times")
+    parser.add_argument(
+        "--trace", action="store_true", help="what overlaps in a step, instead of times"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -347,7 +412,9 @@ def main() -> None:
             if options.trace:
                 missed += show_trace(size)
                 continue
-            found = figures[f"{title}, {size}"] = rank_pool(4).run(run, size, title, options.rounds, timeout=900)[0]
+            found = figures[f"{title}, {size}"] = rank_pool(4).run(
+                run, size, title, options.rounds, timeout=900
+            )[0]
             missed += show(title, size, found)
         if options.trace:
             break

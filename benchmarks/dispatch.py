@@ -1,6 +1,7 @@
 """What an operator on DTensors costs on the host: plain tensors, torch's DTensor and shoal's in one run.
 
-One thread, tiny tensors, fake process group of 4: what is left is software.  The bars are those of the design.
+One thread, tiny tensors, fake process group of 4: what is left is software. The bars are those of
+the design.
 
     python benchmarks/dispatch.py
 """
@@ -102,7 +103,9 @@ def cache_after_steps(steps: int = 1000) -> int:
     """Decisions remembered after so many AdamW steps with a changing learning rate."""
     mesh = init_device_mesh("cpu", (4,))
     parameters = [
-        torch.nn.Parameter(shoal_dtensor.DTensor.from_local(torch.randn(2, 8), mesh, [shoal_dtensor.Shard(0)]))
+        torch.nn.Parameter(
+            shoal_dtensor.DTensor.from_local(torch.randn(2, 8), mesh, [shoal_dtensor.Shard(0)])
+        )
         for _ in range(4)
     ]
     for foreach in (False, True):
@@ -129,7 +132,9 @@ def main() -> None:
             verdict = "ok" if ratio <= bar else "MISSED"
             rows.append([name, timing["torch"].us, timing["shoal"].us, ratio, bar, verdict])
         report("dispatch", ["case", "torch us", "shoal us", "ratio", "bar", ""], rows)
-        print(f"decisions after 2 x 1000 AdamW steps, learning rate changing: {cache_after_steps()}")
+        print(
+            f"decisions after 2 x 1000 AdamW steps, learning rate changing: {cache_after_steps()}"
+        )
 
 
 if __name__ == "__main__":

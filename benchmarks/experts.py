@@ -2,13 +2,14 @@
 
     python benchmarks/experts.py [--rounds 9]
 
-Every rank has its own tokens; experts are packed weights, the router's choices are random and the same for all. By
-hand: tokens sorted by expert, `all_to_all_single` there and back, the weights of the choices applied by the sender.
-torchtitan: `ExpertParallel` of torchtitan 0.2.2, its own code, where it is installed (`pip install --no-deps`); its
-index kernel needs a GPU, so the CPU form that it has beside it runs. The local computation is one loop over the experts
-for all. A step is forward and backward. Outputs are compared. In the rows "replicated" and "features" all ranks have
-all tokens of the four, and experts or their features are on ranks. The last rows have a shared expert, behind the
-dispatch or beside it (`SharedExpertOverlap`).
+Every rank has its own tokens; experts are packed weights, the router's choices are random and the
+same for all. By hand: tokens sorted by expert, `all_to_all_single` there and back, the weights of
+the choices applied by the sender. torchtitan: `ExpertParallel` of torchtitan 0.2.2, its own code,
+where it is installed (`pip install --no-deps`); its index kernel needs a GPU, so the CPU form that
+it has beside it runs. The local computation is one loop over the experts for all. A step is forward
+and backward. Outputs are compared. In the rows "replicated" and "features" all ranks have all
+tokens of the four, and experts or their features are on ranks. The last rows have a shared expert,
+behind the dispatch or beside it (`SharedExpertOverlap`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ from tp_training import in_turns
 from shoal_dtensor import Replicate
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import ExpertParallel, ExpertTensorParallel, SharedExpertOverlap, parallelize_module
+from shoal_tp_styles import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    SharedExpertOverlap,
+    parallelize_module,
+)
 
 RANKS, EXPERTS, CHOICES, WIDTH, HIDDEN, TOKENS = 4, 16, 2, 256, 512, 512
 IN_TURN, BESIDE = "shared expert, in turn", "shared expert, beside"
-BAR = 1.1  # time of a step at most, as a multiple of by hand
+# time of a step at most, as a multiple of by hand
+BAR = 1.1
 
 
 class Experts(nn.Module):
@@ -49,7 +56,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         groups = torch.split_with_sizes(rows, num_tokens_per_expert.tolist())
-        made = [functional.silu(x @ a.t()) @ b.t() for x, a, b in zip(groups, self.w1, self.w2, strict=True)]
+        made = [
+            functional.silu(x @ a.t()) @ b.t()
+            for x, a, b in zip(groups, self.w1, self.w2, strict=True)
+        ]
         return torch.cat(made)
 
 
@@ -63,7 +73,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        rows = self.experts(x.index_select(0, order // CHOICES), torch.bincount(flat, minlength=EXPERTS))
+        rows = self.experts(
+            x.index_select(0, order // CHOICES), torch.bincount(flat, minlength=EXPERTS)
+        )
         rows = rows * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
         return torch.zeros_like(x).index_add(0, order // CHOICES, rows)
 
@@ -74,10 +86,13 @@ class Block(Layer):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__(experts)
         torch.manual_seed(2)
-        self.shared = nn.Sequential(nn.Linear(WIDTH, 2 * HIDDEN), nn.SiLU(), nn.Linear(2 * HIDDEN, WIDTH))
+        self.shared = nn.Sequential(
+            nn.Linear(WIDTH, 2 * HIDDEN), nn.SiLU(), nn.Linear(2 * HIDDEN, WIDTH)
+        )
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]  # a module's call
+        # a module's call
+        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]
 
 
 class HandExchange(torch.autograd.Function):
@@ -113,12 +128,14 @@ class Sent(nn.Module):
         dist.all_to_all_single(received, counts)
         by_rank = torch.stack([counts, received]).view(2, RANKS, -1)
         sends, receives = by_rank.sum(2).tolist()
-        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        # torch leaves it untyped
+        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]
         which = torch.arange(EXPERTS // RANKS).repeat(RANKS).repeat_interleave(received)
         order = torch.argsort(which, stable=True)
         made = self.own(here.index_select(0, order), by_rank[1].sum(0))
         back = made.index_select(0, torch.argsort(order))
-        return HandExchange.apply(back, receives, sends)  # type: ignore[no-untyped-call, no-any-return]  # as above
+        # as above
+        return HandExchange.apply(back, receives, sends)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class PaddedExperts(Experts):
@@ -127,7 +144,8 @@ class PaddedExperts(Experts):
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         sizes: list[int] = num_tokens_per_expert.tolist()
         groups = torch.split_with_sizes(rows[: sum(sizes)], sizes)
-        w1, w2 = (each.to_local() for each in self._parameters.values())  # type: ignore[union-attr]  # DTensors
+        # DTensors
+        w1, w2 = (each.to_local() for each in self._parameters.values())  # type: ignore[union-attr]
         made = [functional.silu(x @ a.t()) @ b.t() for x, a, b in zip(groups, w1, w2, strict=True)]
         return torch.cat([*made, rows.new_zeros(len(rows) - sum(sizes), rows.shape[1])])
 
@@ -176,7 +194,9 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
     plan = {"experts": ExpertParallel()}
     layers[IN_TURN] = (parallelize_module(Block(experts()), mesh, plan), own)
     layers[BESIDE] = (
-        parallelize_module(Block(experts()), mesh, {**plan, "": SharedExpertOverlap(shared="shared")}),
+        parallelize_module(
+            Block(experts()), mesh, {**plan, "": SharedExpertOverlap(shared="shared")}
+        ),
         own,
     )
 
@@ -204,7 +224,9 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
 def bytes_sent(mode: CommDebugMode) -> int:
     """Bytes that this rank gave to other ranks: of an all-to-all 3/4 on average, of a reduction on a ring 3/2."""
     share = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather_into_tensor": RANKS - 1}
-    return round(sum(record.nbytes * share.get(record.op, (RANKS - 1) / RANKS) for record in mode.trace))
+    return round(
+        sum(record.nbytes * share.get(record.op, (RANKS - 1) / RANKS) for record in mode.trace)
+    )
 
 
 def main() -> None:
@@ -216,10 +238,15 @@ def main() -> None:
     rows = [(name, seconds * 1e3, seconds / base, sent / 2**20) for name, seconds, sent in found]
     report("experts", ("layer", "ms a step", "x by hand", "MiB sent a rank"), rows)
     sent = next(ms for name, ms, _, _ in rows if name == "shoal, tokens sent")
-    keep_cases("experts", [Case("step of a mixture of experts, tokens sent", "ms", sent, by_hand=base * 1e3)])
+    keep_cases(
+        "experts",
+        [Case("step of a mixture of experts, tokens sent", "ms", sent, by_hand=base * 1e3)],
+    )
     ratio = next(each for name, _, each, _ in rows if name == "shoal, tokens sent")
     print(f"tokens sent: {ratio:.2f} x by hand, bar {BAR}: {'met' if ratio <= BAR else 'NOT met'}")
-    turn, beside = (next(ms for name, ms, _, _ in rows if name == each) for each in (IN_TURN, BESIDE))
+    turn, beside = (
+        next(ms for name, ms, _, _ in rows if name == each) for each in (IN_TURN, BESIDE)
+    )
     print(f"shared expert beside the dispatch: {beside / turn:.2f} x in turn")
 
 

@@ -1,8 +1,9 @@
 """A model of transformers on ranks: memory of loading and saving, and tokens per second against transformers' own.
 
-Memory is the most that a rank allocates (anonymous memory, sampled) beyond what it had before, beside the bytes of its
-own part of the model. Generation is greedy, in float32 with a dynamic cache; prefill is one forward of the prompt,
-decode the tokens after the first. shoal and transformers take turns in one run; one process runs on rank 0 alone.
+Memory is the most that a rank allocates (anonymous memory, sampled) beyond what it had before,
+beside the bytes of its own part of the model. Generation is greedy, in float32 with a dynamic
+cache; prefill is one forward of the prompt, decode the tokens after the first. shoal and
+transformers take turns in one run; one process runs on rank 0 alone.
 
     python benchmarks/hugging_face.py [memory] [speed] [--rounds 9]
 
@@ -35,7 +36,8 @@ from shoal_models import hf
 
 MiB = 2**20
 PROMPT = 128
-BAR = 1.2  # tokens per second at least, as a multiple of transformers' own TP
+# tokens per second at least, as a multiple of transformers' own TP
+BAR = 1.2
 LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -46,7 +48,13 @@ LARGE = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
-SMALL = {**LARGE, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 2048}
+SMALL = {
+    **LARGE,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "vocab_size": 2048,
+}
 TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "one file": ("Llama", {}, "50GB"),
@@ -64,7 +72,9 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def write_plain(home: str, family: str, sizes: dict[str, Any], changes: dict[str, Any], shard: str) -> None:
+def write_plain(
+    home: str, family: str, sizes: dict[str, Any], changes: dict[str, Any], shard: str
+) -> None:
     """A model with random weights as transformers saves it, and a tiny one, in a process of its own."""
     import transformers
 
@@ -72,7 +82,9 @@ def write_plain(home: str, family: str, sizes: dict[str, Any], changes: dict[str
     torch.manual_seed(0)
     for path, each in ((home, sizes), (f"{home}-tiny", TINY)):
         config = getattr(transformers, f"{family}Config")(**each, **changes)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size=shard)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(
+            path, max_shard_size=shard
+        )
 
 
 def anonymous() -> int:
@@ -106,7 +118,8 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
 def memory(home: str) -> dict[str, float]:
     """MiB on this rank: its own part, and the peaks of loading and of saving."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    hf.save_sharded(hf.from_pretrained(f"{home}-tiny", mesh), f"{home}-warm")  # imports take memory too
+    # imports take memory too
+    hf.save_sharded(hf.from_pretrained(f"{home}-tiny", mesh), f"{home}-warm")
     model, load = peak_of(lambda: hf.from_pretrained(home, mesh))
     own = sum((local_shard(p) if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
     _, save = peak_of(lambda: hf.save_sharded(model, f"{home}-saved"))
@@ -122,7 +135,12 @@ def speed(home: str, new: int, rounds: int, port: int) -> dict[str, dict[str, fl
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_PORT": str(port),
+    }
     os.environ["MASTER_ADDR"] = "localhost"
     models: dict[str, Any] = {"shoal": hf.from_pretrained(home, mesh)}
     own = DistributedConfig(tp_plan="auto", tp_size=ranks)
@@ -174,9 +192,17 @@ def memory_table(home: str) -> None:
         launch(write_plain, 1, path, family, LARGE, changes, shard)
         for ranks in (2, 4):
             by_rank = launch(memory, ranks, path)
-            own, load, save = (max(each[key] for each in by_rank) for key in ("own", "load", "save"))
-            rows.append([name, ranks, *(f"{each:.1f}" for each in (own, load, save)), f"{load / own:.2f}"])
-    report("hugging_face_memory", ["files", "ranks", "own MiB", "load MiB", "save MiB", "load / own"], rows)
+            own, load, save = (
+                max(each[key] for each in by_rank) for key in ("own", "load", "save")
+            )
+            rows.append(
+                [name, ranks, *(f"{each:.1f}" for each in (own, load, save)), f"{load / own:.2f}"]
+            )
+    report(
+        "hugging_face_memory",
+        ["files", "ranks", "own MiB", "load MiB", "save MiB", "load / own"],
+        rows,
+    )
 
 
 def speed_table(home: str, rounds: int) -> None:
@@ -191,7 +217,15 @@ def speed_table(home: str, rounds: int) -> None:
             for phase, count in (("prefill", PROMPT), ("decode", 1)):
                 rate = {name: count / each[phase] for name, each in found.items()}
                 ratios.append(rate["shoal"] / rate["transformers"])
-                rows.append([width, ranks, phase, *(f"{each:.1f}" for each in rate.values()), f"{ratios[-1]:.2f}"])
+                rows.append(
+                    [
+                        width,
+                        ranks,
+                        phase,
+                        *(f"{each:.1f}" for each in rate.values()),
+                        f"{ratios[-1]:.2f}",
+                    ]
+                )
     keep_cases("hugging_face", [
         Case(f"Llama of width {width}, 4 ranks: {phase}", "ms a token", 1e3 / float(ours), torch=1e3 / float(theirs))
         for width, ranks, phase, ours, theirs, *_ in rows if width == LARGE["hidden_size"] and ranks == 4
@@ -199,7 +233,9 @@ def speed_table(home: str, rounds: int) -> None:
     names = ["shoal tokens/s", "transformers", "one process", "shoal / transformers"]
     report("hugging_face_speed", ["width", "ranks", "phase", *names], rows)
     least = min(ratios)
-    print(f"least: {least:.2f} x transformers' TP, bar {BAR}: {'met' if least >= BAR else 'NOT met'}")
+    print(
+        f"least: {least:.2f} x transformers' TP, bar {BAR}: {'met' if least >= BAR else 'NOT met'}"
+    )
 
 
 def main() -> None:

@@ -31,17 +31,24 @@ def all_reduces() -> dict[str, list[float]]:
         for name, mode in modes.items():
             with mode():
                 timeit.timeit(lambda: all_reduce(x, comm), number=5)
-                spent[name].append(timeit.timeit(lambda: all_reduce(x, comm), number=CALLS) / CALLS * 1e6)
+                spent[name].append(
+                    timeit.timeit(lambda: all_reduce(x, comm), number=CALLS) / CALLS * 1e6
+                )
     return spent
 
 
 def main() -> None:
     """Print both."""
     rows: list[list[object]] = []
-    for name, call in {"record": lambda: record("group", 5), "note": lambda: note(("purpose", 1))}.items():
+    for name, call in {
+        "record": lambda: record("group", 5),
+        "note": lambda: note(("purpose", 1)),
+    }.items():
         rows.append([name, min(timeit.repeat(call, number=2000, repeat=100)) / 2000 * 1e6, ""])
     ENTRIES.clear()
-    rows += [[name, min(us), sorted(us)[len(us) // 4]] for name, us in launch(all_reduces, 2)[0].items()]
+    rows += [
+        [name, min(us), sorted(us)[len(us) // 4]] for name, us in launch(all_reduces, 2)[0].items()
+    ]
     report("lockstep", ["what", "best us", "quartile us"], rows)
 
 

@@ -1,7 +1,8 @@
 """The last product and the loss of a language model over ranks that shard the classes: time and peak memory.
 
-`linear_cross_entropy` against the product and `losses.cross_entropy` on its logits, and against what torch has for
-both: DTensor logits under torch's `loss_parallel`. Forward and backward on two gloo ranks.
+`linear_cross_entropy` against the product and `losses.cross_entropy` on its logits, and against
+what torch has for both: DTensor logits under torch's `loss_parallel`. Forward and backward on two
+gloo ranks.
 
     python benchmarks/loss.py
 """
@@ -47,11 +48,17 @@ def step(loss_of: Callable[[Any, Any], Tensor], x: Any, head: Any) -> Callable[[
 def rivals(rows: int, features: int, classes: int) -> dict[str, dict[str, Callable[[], None]]]:
     """Each as a step of one phase."""
     torch.manual_seed(0)
-    x, w, target = torch.randn(rows, features), torch.randn(classes, features) / 30, torch.randint(classes, (rows,))
+    x, w, target = (
+        torch.randn(rows, features),
+        torch.randn(classes, features) / 30,
+        torch.randint(classes, (rows,)),
+    )
     ours, theirs = init_device_mesh("cpu", (RANKS,)), torch_mesh.init_device_mesh("cpu", (RANKS,))
     kept: dict[str, Any] = {
         "ours": distribute_tensor(w, ours, [Shard(0)]).requires_grad_(),
-        "theirs": torch_dtensor.distribute_tensor(w, theirs, [torch_dtensor.Shard(0)]).requires_grad_(),
+        "theirs": torch_dtensor.distribute_tensor(
+            w, theirs, [torch_dtensor.Shard(0)]
+        ).requires_grad_(),
     }
 
     def fused(x: Any, head: Any) -> Tensor:
@@ -70,7 +77,10 @@ def rivals(rows: int, features: int, classes: int) -> dict[str, dict[str, Callab
         return loss.detach().to_local().requires_grad_()
 
     runs = {"fused": (fused, "ours"), "unfused": (unfused, "ours"), "torch": (torchs, "theirs")}
-    return {name: {"step": step(loss, x.clone().requires_grad_(), kept[owner])} for name, (loss, owner) in runs.items()}
+    return {
+        name: {"step": step(loss, x.clone().requires_grad_(), kept[owner])}
+        for name, (loss, owner) in runs.items()
+    }
 
 
 def measure(rows: int, features: int, classes: int) -> dict[str, tuple[float, int]]:
@@ -80,7 +90,10 @@ def measure(rows: int, features: int, classes: int) -> dict[str, tuple[float, in
     for work in works.values():
         work["step"]()
     seconds = in_turns(works, 1, 3)
-    return {name: (min(seconds[name]), peak_bytes({"zero_grad": dist.barrier, **work})) for name, work in works.items()}
+    return {
+        name: (min(seconds[name]), peak_bytes({"zero_grad": dist.barrier, **work}))
+        for name, work in works.items()
+    }
 
 
 def main() -> None:
@@ -96,7 +109,11 @@ def main() -> None:
         Case(f"loss of {size}: a step", "ms", fused[0] * 1e3, torch=torchs[0] * 1e3),
         Case(f"loss of {size}: peak", "MiB", fused[1] / 2**20, torch=torchs[1] / 2**20),
     ])  # fmt: skip
-    report("loss", ["rows x features -> classes", "loss", "ms", "peak MiB", "time / torch", "peak / torch"], table)
+    report(
+        "loss",
+        ["rows x features -> classes", "loss", "ms", "peak MiB", "time / torch", "peak / torch"],
+        table,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [shared|create|groups|overhead|import]`.
 
-Tables of torch, shoal and their ratio; times are the best of several, because this is about software overhead.
+Tables of torch, shoal and their ratio; times are the best of several, because this is about
+software overhead.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def in_world(size: int, run: Callable[[], Any]) -> Any:
 def measure_creation(make: Callable[..., Any], shape: tuple[int, ...]) -> dict[str, float]:
     """Milliseconds of creation, slice and flatten, and KiB of creation, each in a world of its own."""
     size = shape[0] * shape[1] * shape[2]
-    found: dict[str, float] = {"create": float("inf"), "slice": float("inf"), "flatten": float("inf")}
+    found: dict[str, float] = {
+        "create": float("inf"),
+        "slice": float("inf"),
+        "flatten": float("inf"),
+    }
     for _ in range(5):
         with fake_world(size):
             begin = time.perf_counter()
@@ -57,9 +62,15 @@ def measure_creation(make: Callable[..., Any], shape: tuple[int, ...]) -> dict[s
             flat = part._flatten("dp_tp")
             flat.get_group()
             end = time.perf_counter()
-        for name, seconds in (("create", made - begin), ("slice", cut - made), ("flatten", end - cut)):
+        for name, seconds in (
+            ("create", made - begin),
+            ("slice", cut - made),
+            ("flatten", end - cut),
+        ):
             found[name] = min(found[name], seconds * 1e3)
-    found["memory"] = in_world(size, lambda: peak(lambda: make("cpu", shape, mesh_dim_names=NAMES))) / 1024
+    found["memory"] = (
+        in_world(size, lambda: peak(lambda: make("cpu", shape, mesh_dim_names=NAMES))) / 1024
+    )
     return found
 
 
@@ -75,12 +86,18 @@ def creation() -> None:
     units = {"create": "ms", "slice": "ms", "flatten": "ms", "memory": "KiB"}
     rows: list[tuple[int, str, float, float, float]] = []
     for shape in SHAPES:
-        ours, theirs = measure_creation(shoal_mesh.init_device_mesh, shape), measure_creation(torchs, shape)
+        ours, theirs = (
+            measure_creation(shoal_mesh.init_device_mesh, shape),
+            measure_creation(torchs, shape),
+        )
         for name, unit in units.items():
             ranks, a, b = shape[0] * shape[1] * shape[2], theirs[name], ours[name]
             rows.append((ranks, f"{name} ({unit})", a, b, b / a))
     report("mesh_create", ["ranks", "what", "torch", "shoal", "shoal/torch"], rows)
-    bar("at most half of torch at 16,384 ranks", all(row[-1] <= 0.5 for row in rows if row[0] == 16384))
+    bar(
+        "at most half of torch at 16,384 ranks",
+        all(row[-1] <= 0.5 for row in rows if row[0] == 16384),
+    )
 
 
 def _count_groups(whose: str) -> tuple[int, int, int, float]:
@@ -109,7 +126,11 @@ def groups() -> None:
     for whose in ("torch", "shoal"):
         with RankPool(4) as pool:
             rows.append((whose, *pool.run(_count_groups, whose)[0]))
-    report("mesh_groups", ["2x2 mesh", "groups", "of an equal mesh", "collectives of both", "first mesh (ms)"], rows)
+    report(
+        "mesh_groups",
+        ["2x2 mesh", "groups", "of an equal mesh", "collectives of both", "first mesh (ms)"],
+        rows,
+    )
     bar("an equal mesh makes no group", rows[1][2] == 0)
 
 
@@ -120,10 +141,20 @@ def per_call(run: Callable[[], object], number: int = 5_000) -> float:
 
 def _cases(mesh: Any) -> list[tuple[str, Callable[[], object], Callable[[], object]]]:
     """Name, bare process-group call with the tensors it needs, our call."""
-    from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+    from torch._C._distributed_c10d import (
+        AllgatherOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        ReduceScatterOptions,
+    )
 
     comm, group, x = mesh.comm(0), mesh.get_group(), torch.ones(64)
-    gather, reduce, scatter, a2a = AllgatherOptions(), AllreduceOptions(), ReduceScatterOptions(), AllToAllOptions()
+    gather, reduce, scatter, a2a = (
+        AllgatherOptions(),
+        AllreduceOptions(),
+        ReduceScatterOptions(),
+        AllToAllOptions(),
+    )
     whole: list[int] = []
     split = [16] * 4
 
@@ -179,7 +210,9 @@ def import_time() -> None:
     """Must show 4: at most 60 ms above `import torch`."""
     code = "import time, torch; a = time.process_time(); import shoal_mesh; print(time.process_time() - a)"
     took = min(fresh_processes(code, 5)) * 1e3
-    report("mesh_import", ["import shoal_mesh above import torch", "ms"], [("processor time", took)])
+    report(
+        "mesh_import", ["import shoal_mesh above import torch", "ms"], [("processor time", took)]
+    )
     bar("at most 60 ms", took <= 60)
 
 
@@ -194,13 +227,21 @@ def _both_ways() -> list[tuple[str, int, float, float]]:
         into = list(torch.empty(nbytes // 4).chunk(size))
         for name, gloo, ours in (
             ("all_reduce", partial(dist.all_reduce, x), partial(all_reduce_, x, comm)),
-            ("all_gather", partial(dist.all_gather_into_tensor, out, x), partial(shoal_mesh.all_gather, x, comm)),
+            (
+                "all_gather",
+                partial(dist.all_gather_into_tensor, out, x),
+                partial(shoal_mesh.all_gather, x, comm),
+            ),
             (
                 "reduce_scatter",
                 partial(dist.reduce_scatter_tensor, small, x),
                 partial(shoal_mesh.reduce_scatter, x, comm),
             ),
-            ("all_to_all", partial(dist.all_to_all, into, parts), partial(shoal_mesh.all_to_all, x, comm, 0, 0)),
+            (
+                "all_to_all",
+                partial(dist.all_to_all, into, parts),
+                partial(shoal_mesh.all_to_all, x, comm, 0, 0),
+            ),
         ):
             best = [float("inf")] * 2
             for _ in range(7):
@@ -208,7 +249,8 @@ def _both_ways() -> list[tuple[str, int, float, float]]:
                     x.fill_(1.0)
                     dist.barrier()
                     begin = time.perf_counter()
-                    for _ in range(calls):  # many of what is short: ranks leave the barrier 100 us apart
+                    # many of what is short: ranks leave the barrier 100 us apart
+                    for _ in range(calls):
                         run()
                     best[i] = min(best[i], (time.perf_counter() - begin) / calls * 1e6)
             rows.append((name, nbytes, *best))
@@ -226,12 +268,25 @@ def shared() -> None:
         Case(f"{name} of 16 MiB, {ranks} ranks of a host", "ms", ours / 1e3, by_hand=gloo / 1e3)
         for ranks, name, nbytes, gloo, ours, _ in rows if ranks == 4 and nbytes == "16384 KiB"
     ])  # fmt: skip
-    report("mesh_shared", ["ranks", "collective", "bytes", "gloo (us)", "shoal (us)", "gloo/shoal"], rows)
+    report(
+        "mesh_shared",
+        ["ranks", "collective", "bytes", "gloo (us)", "shoal (us)", "gloo/shoal"],
+        rows,
+    )
     for kib, least in (("1 KiB", 10), ("1024 KiB", 5), ("16384 KiB", 2)):
-        bar(f"at least {least}x gloo at {kib}", all(row[-1] >= least for row in rows if row[2] == kib))
+        bar(
+            f"at least {least}x gloo at {kib}",
+            all(row[-1] >= least for row in rows if row[2] == kib),
+        )
 
 
-TABLES = {"shared": shared, "create": creation, "groups": groups, "overhead": overhead, "import": import_time}
+TABLES = {
+    "shared": shared,
+    "create": creation,
+    "groups": groups,
+    "overhead": overhead,
+    "import": import_time,
+}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -2,9 +2,10 @@
 
     python benchmarks/overlap.py [--ranks 2] [--rounds 12]
 
-The activations between blocks are sharded along the sequence.  Columns: the gather of a chunk beside the product of the
-one before; rows: the reduce-scatter likewise; both, forward and backward.  On CPU ranks that share two cores there is
-nothing to hide behind, so what must show is that it is right and not slower.  The best round counts; they take turns.
+The activations between blocks are sharded along the sequence. Columns: the gather of a chunk beside
+the product of the one before; rows: the reduce-scatter likewise; both, forward and backward. On CPU
+ranks that share two cores there is nothing to hide behind, so what must show is that it is right
+and not slower. The best round counts; they take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def models() -> dict[str, nn.Module]:
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    columns, rows = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
+    columns, rows = (
+        ColwiseParallel(input_layouts=Shard(0)),
+        RowwiseParallel(output_layouts=Shard(0)),
+    )
     plans: dict[str, tuple[Any, Any]] = {
         "plain": (columns, rows),
         "columns": (columns.overlapped(2), rows),
@@ -90,7 +94,11 @@ def main() -> None:
         Case(f"asynchronous tensor parallelism, width {DIM}: {n}", "ms", ms, by_hand=found["plain"])
         for n, ms in found.items() if n != "plain"
     ])  # fmt: skip
-    report("overlap", ["overlapped", "ms", "over plain"], [(n, ms, ms / found["plain"]) for n, ms in found.items()])
+    report(
+        "overlap",
+        ["overlapped", "ms", "over plain"],
+        [(n, ms, ms / found["plain"]) for n, ms in found.items()],
+    )
     over = [name for name, ms in found.items() if ms > BAR * found["plain"]]
     print(f"bar: at most {BAR} x plain: {'met' if not over else 'MISSED by ' + ', '.join(over)}")
 

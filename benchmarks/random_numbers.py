@@ -2,8 +2,9 @@
 
     python benchmarks/random_numbers.py [cost] [placements] [training]
 
-`cost`: time and peak memory of a normal (4096, 4096) float32 tensor sharded four ways, beside a plain local draw of
-the part and of the whole. Ranks are simulated one after another (`abstract_mesh`): drawing does not communicate.
+`cost`: time and peak memory of a normal (4096, 4096) float32 tensor sharded four ways, beside a
+plain local draw of the part and of the whole. Ranks are simulated one after another
+(`abstract_mesh`): drawing does not communicate.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def works() -> dict[str, Callable[[], torch.Tensor]]:
 def _growth(name: str, results: Any) -> None:
     """How much the peak resident size of a fresh process grows while it draws, in MiB."""
     torch.set_num_threads(1)
-    for mode, axes in MODES:  # code and tables that the first use touches are not what a draw takes
+    # code and tables that the first use touches are not what a draw takes
+    for mode, axes in MODES:
         with random_mode(mode, axes):  # type: ignore[arg-type]  # one of MODES
             draw(Spec(abstract_mesh((2,)), (Shard(0),), (300000,)), NORMAL)
     work = works()[name]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    # the peak starts again from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")
     before = _peak_kib()
     work()
     results.put((_peak_kib() - before) / 1024)
@@ -87,20 +90,26 @@ def cost() -> None:
     rows = [[name, t.best * 1e3, t.best / local, peak(name)] for name, t in timings.items()]
     ours = timings[f"shoal single_device, {Shard(0)}"].best * 1e3
     whole = timings["torch, the whole, then the part"].best * 1e3  # the same numbers by hand
-    keep_cases("random_numbers", [Case(f"randn {SHAPE}, a quarter of its rows", "ms", ours, by_hand=whole)])
+    keep_cases(
+        "random_numbers", [Case(f"randn {SHAPE}, a quarter of its rows", "ms", ours, by_hand=whole)]
+    )
     report("random", ["randn (4096, 4096), 4 ways", "ms", "x local draw", "peak MiB"], rows)
 
 
 def placements() -> None:
     """How the default's cost depends on where the shard begins: what comes before it is skipped, not drawn."""
-    rivals: dict[str, Callable[[], object]] = {"torch, the part alone": lambda: torch.randn(1024, 4096)}
+    rivals: dict[str, Callable[[], object]] = {
+        "torch, the part alone": lambda: torch.randn(1024, 4096)
+    }
     for rank in range(WAYS):
         rivals[f"rows, rank {rank}"] = drawing(Shard(0), "single_device", (), rank)
     rows = [[name, t.best * 1e3] for name, t in race(rivals, rounds=5, warmup=1).items()]
     report("random_placements", ["normal (4096, 4096), 4 ways", "ms"], rows)
 
 
-def losses(parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, steps: int) -> list[float]:
+def losses(
+    parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor, steps: int
+) -> list[float]:
     first, bias, second = parameters
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     found = []
@@ -141,8 +150,19 @@ def training() -> None:
     for label, shape in (("tp=2", (2,)), ("tp=4", (4,)), ("dp=2 x tp=2", (2, 2))):
         ranks = 2 if shape == (2,) else 4
         found = rank_pool(ranks).run(train, shape, steps)[0]
-        rows.append([label, found[0], found[-1], max(abs(a / b - 1) for a, b in zip(found, one, strict=True))])
-    report("random_training", ["50 steps with dropout", "first loss", "last loss", "largest relative gap"], rows)
+        rows.append(
+            [
+                label,
+                found[0],
+                found[-1],
+                max(abs(a / b - 1) for a, b in zip(found, one, strict=True)),
+            ]
+        )
+    report(
+        "random_training",
+        ["50 steps with dropout", "first loss", "last loss", "largest relative gap"],
+        rows,
+    )
 
 
 SECTIONS = {"cost": cost, "placements": placements, "training": training}

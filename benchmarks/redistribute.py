@@ -3,9 +3,10 @@
     python benchmarks/redistribute.py [plans] [planning] [overhead] [real] [async]
 
 plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer one ten times slower: modelled time,
-          bytes and collectives of shoal, of torch's greedy (its default) and min-cost planners (with every flattened
-          mesh made beforehand), the least that must move, pairs without reductions that send more than that, and pairs
-          in which shoal's plan sends more than one of torch's
+          bytes and collectives of shoal, of torch's greedy (its default) and min-cost planners
+          (with every flattened mesh made beforehand), the least that must move, pairs without
+          reductions that send more than that, and pairs in which shoal's plan sends more than one
+          of torch's
 planning  seconds per fresh plan
 overhead  a redistribute of a tiny DTensor on the fake process group
 real      64 MiB tensors between four gloo ranks: time and peak memory
@@ -44,10 +45,11 @@ SIZES = {"large": (8192, 8192), "small": (64, 64)}
 FAST, SLOW = Link(12e-6, 180e9), Link(25e-6, 18e9)  # inside a host, between hosts
 TURNS = 5
 UNEVEN = (61, 67, 70, 59)
-PAIRS = 1200  # of a mesh, a quarter where axes differ in speed; torch's min-cost search takes 40 ms on three axes
+# of a mesh, a quarter where axes differ in speed; torch's min-cost search takes 40 ms on three axes
+PAIRS = 1200
 
 
-# --- 1. plans ---------------------------------------------------------------------------------------------------------
+# --- 1. plans -------------------------------------------------------------------------------------
 
 
 def topologies(axes: int) -> dict[str, Topology]:
@@ -56,14 +58,18 @@ def topologies(axes: int) -> dict[str, Topology]:
     return alike if axes == 1 else alike | {"outer slow": Topology((SLOW, *(FAST,) * (axes - 1)))}
 
 
-def pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], most: int = PAIRS) -> Iterator[tuple[Spec, Spec]]:
+def pairs(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], most: int = PAIRS
+) -> Iterator[tuple[Spec, Spec]]:
     """All pairs of R, P, S(0), S(1) per axis; `dst` is partial only where `src` is (torch refuses the others)."""
     mesh = abstract_mesh(mesh_shape)
     options = (Replicate(), Partial(), Shard(0), Shard(1))
     found = []
     for old in product(options, repeat=len(mesh_shape)):
         for new in product(options, repeat=len(mesh_shape)):
-            fresh = any(n.is_partial() and not o.is_partial() for o, n in zip(old, new, strict=True))
+            fresh = any(
+                n.is_partial() and not o.is_partial() for o, n in zip(old, new, strict=True)
+            )
             if old != new and not fresh:
                 found.append((Spec(mesh, old, shape), Spec(mesh, new, shape)))
     if len(found) > most:
@@ -81,7 +87,9 @@ def compare_plans() -> None:
     ]
     for mesh_shape, label, shape, speeds, topology in cases:
         ratios: dict[str, list[float]] = {"greedy": [], "min-cost": [], "bytes": []}
-        totals = dict.fromkeys(("shoal", "greedy", "min-cost", "least", "n shoal", "n greedy", "n min-cost"), 0.0)
+        totals = dict.fromkeys(
+            ("shoal", "greedy", "min-cost", "least", "n shoal", "n greedy", "n min-cost"), 0.0
+        )
         above, count, heavier = 0, 0, 0
         for src, dst in pairs(mesh_shape, shape, PAIRS if speeds == "equal" else PAIRS // 4):
             ours, links = plan(src, dst, topology=topology), links_of(src.mesh, topology)
@@ -117,9 +125,13 @@ def compare_plans() -> None:
     ]  # fmt: skip
     report("redistribute_plans", header, rows)
     bar("never slower than torch's plans (modelled)", sum(row[8] for row in rows) == 0)
-    # Time is what plans minimise: one collective that sends more may be faster than two, above all for small tensors.
+    # Time is what plans minimise: one collective that sends more may be faster than two, above all
+    # for small tensors.
     large = [row for row in rows if row[1:3] == ["large", "equal"]]
-    bar("fewer bytes than torch's plans on equal axes, large", all(row[9] <= min(row[10:12]) * 1.001 for row in large))
+    bar(
+        "fewer bytes than torch's plans on equal axes, large",
+        all(row[9] <= min(row[10:12]) * 1.001 for row in large),
+    )
 
 
 def leave_world() -> None:
@@ -138,7 +150,7 @@ def bar(text: str, met: bool) -> None:
     print(f"{'met' if met else 'MISSED'}: {text}")
 
 
-# --- 2. planning time -------------------------------------------------------------------------------------------------
+# --- 2. planning time -----------------------------------------------------------------------------
 
 
 def time_planning() -> None:
@@ -158,17 +170,37 @@ def time_planning() -> None:
         speeds = topologies(len(mesh_shape))["outer slow" if slow else "equal"]
         ours = clock(lambda a, b, links=speeds: plan(a, b, topology=links), specs)
         axes = "outer slow" if slow else "equal"
-        row = ["x".join(map(str, mesh_shape)), "uneven" if uneven else "even", axes, ours[0], ours[1], limit_ms]
+        row = [
+            "x".join(map(str, mesh_shape)),
+            "uneven" if uneven else "even",
+            axes,
+            ours[0],
+            ours[1],
+            limit_ms,
+        ]
         for min_cost in (False, True):
             theirs = (float("nan"), float("nan"))
             if mesh_shape in meshes and not slow and not uneven:
                 torch_mesh = meshes[mesh_shape]
                 known = [s for s in specs if not s.partials][: 6 if ndim == 4 else 40]
-                theirs = clock(lambda a, b, m=torch_mesh, c=min_cost: torch_steps(m, a, b, min_cost=c), known)
+                theirs = clock(
+                    lambda a, b, m=torch_mesh, c=min_cost: torch_steps(m, a, b, min_cost=c), known
+                )
             row += list(theirs)
         rows.append(row)
         cache_clear()
-    header = ["mesh", "shards", "axes", "shoal ms", "worst", "limit", "greedy ms", "worst", "min-cost ms", "worst"]
+    header = [
+        "mesh",
+        "shards",
+        "axes",
+        "shoal ms",
+        "worst",
+        "limit",
+        "greedy ms",
+        "worst",
+        "min-cost ms",
+        "worst",
+    ]
     report("redistribute_planning", header, rows)
     bar("planning within the limits (median)", all(row[3] < row[5] for row in rows))
     large = [row for row in rows if row[0] in ("16x16", "4x8x8", "4x8x4x2")]
@@ -178,7 +210,8 @@ def time_planning() -> None:
 def clock(work: Any, specs: Sequence[Spec]) -> tuple[float, float]:
     """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached; of each the best turn.
 
-    The worst is then a pair that takes long, not one during which the machine was busy: a turn goes over all pairs.
+    The worst is then a pair that takes long, not one during which the machine was busy: a turn goes
+    over all pairs.
     """
     import gc
 
@@ -195,7 +228,7 @@ def clock(work: Any, specs: Sequence[Spec]) -> tuple[float, float]:
     return statistics.median(spent), max(spent)
 
 
-# --- 3. real ranks ----------------------------------------------------------------------------------------------------
+# --- 3. real ranks --------------------------------------------------------------------------------
 
 REAL = (
     ((4,), (Shard(0),), (Shard(1),)),
@@ -223,10 +256,21 @@ def on_real_ranks() -> None:
         Case(f"redistribute 64 MiB on {mesh}, {move}", "ms", ours, torch=torchs)
         for mesh, move, ours, torchs, *_ in rows
     ])  # fmt: skip
-    header = ["mesh", "64 MiB", "shoal ms", "torch ms", "torch/shoal", "shoal peak MiB", "torch peak MiB"]
+    header = [
+        "mesh",
+        "64 MiB",
+        "shoal ms",
+        "torch ms",
+        "torch/shoal",
+        "shoal peak MiB",
+        "torch peak MiB",
+    ]
     report("redistribute_real", header, rows)
     right = {name: all(rank[1][name] for rank in measured) for name in measured[0][1]}
-    print(f"(5, 3) from S(0), S(0) to R, R on 2x2 with the mesh flattened before: right on all ranks: {right}")
+    print(
+        "(5, 3) from S(0), S(0) to R, R on 2x2 with the mesh flattened before: right on all "
+        f"ranks: {right}"
+    )
     bar("the uneven nested gather is right", right["shoal"])
 
 
@@ -240,7 +284,10 @@ def rank_body() -> tuple[list[dict[str, float]], dict[str, bool]]:
     found = []
     for mesh_shape, old, new in REAL:
         names = tuple(f"a{i}" for i in range(len(mesh_shape)))
-        mesh, other = init_device_mesh("cpu", mesh_shape), torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        mesh, other = (
+            init_device_mesh("cpu", mesh_shape),
+            torch_mesh("cpu", mesh_shape, mesh_dim_names=names),
+        )
         local = torch.randn(Spec(mesh, old, REAL_SHAPE).local_shape)
         ours = DTensor.from_local(local, mesh, old)
         peer = theirs.DTensor.from_local(local, other, tuple(map(to_torch, old)), run_check=False)
@@ -254,7 +301,9 @@ def rank_body() -> tuple[list[dict[str, float]], dict[str, bool]]:
     other._flatten("ab")
     full = torch.arange(15.0).reshape(5, 3)
     both = (theirs.Shard(0),) * 2
-    peer = theirs.distribute_tensor(full, other, both).redistribute(placements=(theirs.Replicate(),) * 2)
+    peer = theirs.distribute_tensor(full, other, both).redistribute(
+        placements=(theirs.Replicate(),) * 2
+    )
     ours = distribute_tensor(full, init_device_mesh("cpu", (2, 2)), (Shard(0), Shard(0)))
     whole = ours.redistribute(placements=(Replicate(), Replicate()))
     return found, {
@@ -297,7 +346,7 @@ def peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-# --- 4. software overhead ---------------------------------------------------------------------------------------------
+# --- 4. software overhead -------------------------------------------------------------------------
 
 
 def overhead() -> None:
@@ -305,7 +354,12 @@ def overhead() -> None:
     from torch.distributed import tensor as theirs
     from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
-    cases = ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Partial(), Replicate()), (Partial(), Shard(0)))
+    cases = (
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Partial(), Replicate()),
+        (Partial(), Shard(0)),
+    )
     leave_world()
     rows = []
     with fake_world(4):
@@ -321,12 +375,25 @@ def overhead() -> None:
                 "run": lambda w=way, t=local: run(w, t),
             })  # fmt: skip
             ratio = times["shoal"].best / times["torch"].best
-            rows.append([f"{old} -> {new}", times["torch"].us, times["shoal"].us, times["run"].us, ratio, 0.25])
-    report("redistribute_overhead", ["redistribute", "torch us", "shoal us", "plan alone us", "ratio", "bar"], rows)
+            rows.append(
+                [
+                    f"{old} -> {new}",
+                    times["torch"].us,
+                    times["shoal"].us,
+                    times["run"].us,
+                    ratio,
+                    0.25,
+                ]
+            )
+    report(
+        "redistribute_overhead",
+        ["redistribute", "torch us", "shoal us", "plan alone us", "ratio", "bar"],
+        rows,
+    )
     bar("overhead within 0.25 x torch", all(row[4] <= row[5] for row in rows))
 
 
-# --- 5. asynchronous --------------------------------------------------------------------------------------------------
+# --- 5. asynchronous ------------------------------------------------------------------------------
 
 ASYNC_SHAPE, ASYNC_ROUNDS = (1620, 1620), 15  # 10 MiB of float32
 ASYNC = (
@@ -349,7 +416,11 @@ def asynchronous() -> None:
         waits, returns, arrives = (max(rank[i][k] for rank in measured) * 1e3 for k in range(3))
         way = f"{', '.join(map(str, old))} -> {', '.join(map(str, new))}"
         rows.append(["x".join(map(str, mesh_shape)), way, waits, returns, arrives, arrives / waits])
-    report("redistribute_async", ["mesh", "10 MiB", "synchronous ms", "returns ms", "is here ms", "ratio"], rows)
+    report(
+        "redistribute_async",
+        ["mesh", "10 MiB", "synchronous ms", "returns ms", "is here ms", "ratio"],
+        rows,
+    )
     bar("no slower than synchronous (within 15 %)", all(row[5] <= 1.15 for row in rows))
 
 

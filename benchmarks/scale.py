@@ -1,8 +1,9 @@
 """First uses on 4 to 16,384 ranks beside torch, in one run: `python benchmarks/scale.py [RANKS...]`.
 
-Each row is met for the first time: a new mesh, or tensors of a shape that no operator has seen.  Fake process groups:
-what is left is software.  The best of several shapes counts.  What grows with the ranks in S(0)->R is its result: all
-rows of all ranks, 16,384 of them to allocate and to fill, beside which nothing grows (`GLOBAL`).
+Each row is met for the first time: a new mesh, or tensors of a shape that no operator has seen.
+Fake process groups: what is left is software. The best of several shapes counts. What grows with
+the ranks in S(0)->R is its result: all rows of all ranks, 16,384 of them to allocate and to fill,
+beside which nothing grows (`GLOBAL`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ SHAPES = 7
 GLOBAL = {"S(0)->R"}  # the result has the rows of all ranks
 
 
-def uses(lib: Any, mesh: Any, rows: int, columns: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def uses(
+    lib: Any, mesh: Any, rows: int, columns: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Name and first use of each operation on shards of rows x columns."""
     shard, replicate = [lib.Shard(0)], [lib.Replicate()]
     local, weight = torch.ones(rows, columns), torch.ones(columns, columns)
     yield "from_local", lambda: lib.DTensor.from_local(local, mesh, shard)
-    x, w = lib.DTensor.from_local(local, mesh, shard), lib.DTensor.from_local(weight, mesh, replicate)
+    x, w = (
+        lib.DTensor.from_local(local, mesh, shard),
+        lib.DTensor.from_local(weight, mesh, replicate),
+    )
     yield "add", lambda: x + x
     yield "mm", lambda: x @ w
     yield "sum", lambda: x.sum(0)
@@ -44,12 +50,16 @@ def uses(lib: Any, mesh: Any, rows: int, columns: int) -> Iterator[tuple[str, Ca
     partial = lib.DTensor.from_local(weight, mesh, [lib.Partial()])
     yield "P->R", lambda: partial.redistribute(mesh, replicate)
     full = (dist.get_world_size() * rows - 1, columns)  # the last rank has one row less
-    yield "uneven from_local", lambda: lib.DTensor.from_local(local, mesh, shard, shape=full, stride=(columns, 1))
+    yield (
+        "uneven from_local",
+        lambda: lib.DTensor.from_local(local, mesh, shard, shape=full, stride=(columns, 1)),
+    )
     uneven = lib.DTensor.from_local(local, mesh, shard, shape=full, stride=(columns, 1))
     yield "uneven add", lambda: uneven + uneven
     replicated = lib.DTensor.from_local(torch.ones(full), mesh, replicate)
     yield "R->S(0)", lambda: replicated.redistribute(mesh, shard)
-    yield "S(0)->R", lambda: x.redistribute(mesh, replicate)  # last: 16,384 rows empty the caches for what follows
+    # last: 16,384 rows empty the caches for what follows
+    yield "S(0)->R", lambda: x.redistribute(mesh, replicate)
 
 
 def measure(make: Callable[..., Any], lib: Any, ranks: int) -> dict[str, float]:
@@ -82,17 +92,29 @@ def main(ranks: tuple[int, ...]) -> None:
         torchs = measure(init_device_mesh, theirs, size)
         ours = measure(shoal_mesh.init_device_mesh, shoal_dtensor, size)
         for name, ms in ours.items():
-            rows.append((name, size, torchs[name], ms, ms / torchs[name], ms / first.setdefault(name, ms)))
+            rows.append(
+                (name, size, torchs[name], ms, ms / torchs[name], ms / first.setdefault(name, ms))
+            )
     rows.sort(key=lambda row: list(first).index(row[0]))
-    report("scale", ["first", "ranks", "torch (ms)", "shoal (ms)", "shoal/torch", f"of {ranks[0]} ranks"], rows)
+    report(
+        "scale",
+        ["first", "ranks", "torch (ms)", "shoal (ms)", "shoal/torch", f"of {ranks[0]} ranks"],
+        rows,
+    )
     keep_cases("scale", [
         Case(f"first {name} on {size} ranks", "ms", ours, torch=theirs)
         for name, size, theirs, ours, *_ in rows if size == 1024 and name in ("mesh", "mm", "P->R")
     ])  # fmt: skip
     mesh = [row[4] for row in rows if row[0] == "mesh" and row[1] == max(ranks)]
     growth = max(row[5] for row in rows if row[0] not in GLOBAL)
-    print(f"bar: a mesh of {max(ranks)} in half of torch's time: {'met' if mesh[0] <= 0.5 else 'MISSED'}")
-    print(f"bar: first uses at most 1.5 times those of {ranks[0]} ranks: {'met' if growth <= 1.5 else 'MISSED'}")
+    print(
+        f"bar: a mesh of {max(ranks)} in half of torch's time: "
+        f"{'met' if mesh[0] <= 0.5 else 'MISSED'}"
+    )
+    print(
+        f"bar: first uses at most 1.5 times those of {ranks[0]} ranks: "
+        f"{'met' if growth <= 1.5 else 'MISSED'}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/shard_api.py
 
-Both libraries wrap the same local tensors (no copy) and reshard; what torch cannot do is measured for shoal alone.
-Times are the best round of the slowest rank, in turns; memory is how far the rank with the largest growth
-rose above what was resident before, the result included, in a second run whose malloc gives large blocks back at once.
+Both libraries wrap the same local tensors (no copy) and reshard; what torch cannot do is measured
+for shoal alone. Times are the best round of the slowest rank, in turns; memory is how far the rank
+with the largest growth rose above what was resident before, the result included, in a second run
+whose malloc gives large blocks back at once.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ def chunk(dim: int, ranks: Sequence[int] = range(4)) -> ChunkShardingSpec:
 
 def enumerable(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
     """Shards as (offsets, sizes, rank)."""
-    return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{rank}/cpu") for o, s, rank in shards])
+    return EnumerableShardingSpec(
+        [ShardMetadata(o, s, f"rank:{rank}/cpu") for o, s, rank in shards]
+    )
 
 
 SHAPE = (4096, 4096)  # 64 MiB of float32
 ROUNDS = 21
 HALF = SHAPE[0] // 2
-GRID = enumerable(*(([r * HALF, c * HALF], [HALF, HALF], 2 * r + c) for r in (0, 1) for c in (0, 1)))
-SEVERAL = enumerable(*(([i * 512, 0], [512, 4096], i % 4) for i in range(8)))  # two shards on every rank
+GRID = enumerable(
+    *(([r * HALF, c * HALF], [HALF, HALF], 2 * r + c) for r in (0, 1) for c in (0, 1))
+)
+# two shards on every rank
+SEVERAL = enumerable(*(([i * 512, 0], [512, 4096], i % 4) for i in range(8)))
 CASES: dict[str, tuple[Any, Any]] = {
     "rows -> columns": (chunk(0), chunk(1)),
     "columns -> rows": (chunk(1), chunk(0)),
@@ -59,7 +65,8 @@ def main() -> None:
     rows = []
     for case in timed[0]:
         seconds = {
-            name: min(map(max, zip(*(rank[case][name] for rank in timed), strict=True))) for name in timed[0][case]
+            name: min(map(max, zip(*(rank[case][name] for rank in timed), strict=True)))
+            for name in timed[0][case]
         }
         theirs = "torch" in seconds
         rows.append([
@@ -73,19 +80,30 @@ def main() -> None:
     keep_cases("shard_api", [
         Case(f"64 MiB: {row[0]}", "ms", row[1], torch=row[2]) for row in rows if isinstance(row[2], float)
     ][:2])  # fmt: skip
-    report("shard_api", ["64 MiB", "shoal ms", "torch ms", "torch/shoal", "shoal peak MiB", "torch peak MiB"], rows)
+    report(
+        "shard_api",
+        ["64 MiB", "shoal ms", "torch ms", "torch/shoal", "shoal peak MiB", "torch peak MiB"],
+        rows,
+    )
     both = [row for row in rows if isinstance(row[3], float)]
     slower = [f"{row[0]} ({row[3]:.2f})" for row in both if row[3] < 0.95]
     larger = [row[0] for row in both if row[4] > row[5] + 1]
-    print(f"bar: never slower than torch: {'met' if not slower else 'MISSED by ' + ', '.join(slower)}")
-    print(f"bar: never more memory than torch: {'met' if not larger else 'MISSED by ' + ', '.join(larger)}")
+    print(
+        f"bar: never slower than torch: {'met' if not slower else 'MISSED by ' + ', '.join(slower)}"
+    )
+    print(
+        "bar: never more memory than torch: "
+        f"{'met' if not larger else 'MISSED by ' + ', '.join(larger)}"
+    )
 
 
 def memory_of_a_fresh_run() -> dict[str, dict[str, float]]:
     """MiB by case and rival, from ranks whose malloc gives large blocks back at once, so that a peak is one."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     command = [sys.executable, __file__, "--weigh"]
-    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    told = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     found: dict[str, dict[str, float]] = json.loads(told.splitlines()[-1])
     return found
 
@@ -119,7 +137,9 @@ def rank_body(rounds: int) -> dict[str, dict[str, list[float]]]:
                 local, old, *SHAPE
             ).reshard(new)
         }
-        if not isinstance(old, EnumerableShardingSpec) and not isinstance(new, EnumerableShardingSpec):
+        if not isinstance(old, EnumerableShardingSpec) and not isinstance(
+            new, EnumerableShardingSpec
+        ):
             rivals["torch"] = torch_reshard(local, old, new)
             check(rivals)
         found[name] = measure(rivals, rounds)

@@ -1,13 +1,14 @@
 """Software overhead of tensor-parallel modules: by hand, torch and shoal in one run.
 
-Tiny tensors, one thread and a fake process group of four: communication costs nothing, so what is left is
-what the software costs.  By hand means plain tensors, `autograd.Function`s and `dist.all_reduce`, as one
-would write it after Megatron-LM (one gradient reduction for q, k and v).
+Tiny tensors, one thread and a fake process group of four: communication costs nothing, so what is
+left is what the software costs. By hand means plain tensors, `autograd.Function`s and
+`dist.all_reduce`, as one would write it after Megatron-LM (one gradient reduction for q, k and v).
 
     python benchmarks/tp_modules.py [--repeats 15] [--json FILE]
 
-Ratios of one run compare; microseconds of different machines do not.  Every figure is the best of several
-rounds, and the three candidates take turns within a round, so a noisy neighbour hits all of them.
+Ratios of one run compare; microseconds of different machines do not. Every figure is the best of
+several rounds, and the three candidates take turns within a round, so a noisy neighbour hits all of
+them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "tp-styles" / "tests" / "support"))
-from by_hand import HandCopy, HandReduce  # the same by hand as in the tests of memory
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "packages" / "tp-styles" / "tests" / "support")
+)
+# the same by hand as in the tests of memory
+from by_hand import HandCopy, HandReduce
 
 WORLD = 4
 DIM, HIDDEN, HEADS = 16, 32, 4
@@ -49,7 +53,8 @@ BARS = {
     "adamw step": 1.3,
     "adamw step, fused": 1.3,
     "clip_grad_norm_": 1.3,
-    "torch.nn.utils clip": math.inf,  # the same through dispatch: for information
+    # the same through dispatch: for information
+    "torch.nn.utils clip": math.inf,
 }
 
 
@@ -96,7 +101,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block of nine modules."""
 
-    def __init__(self, column: Layer, row: Layer, dim: int = DIM, hidden: int = HIDDEN, heads: int = HEADS) -> None:
+    def __init__(
+        self, column: Layer, row: Layer, dim: int = DIM, hidden: int = HIDDEN, heads: int = HEADS
+    ) -> None:
         super().__init__()
         self.head = dim // heads
         self.norm1, self.norm2, self.act = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.ReLU()
@@ -128,7 +135,14 @@ def hand_block(dim: int = DIM, hidden: int = HIDDEN, heads: int = HEADS) -> Bloc
 
 def block_plan(column: Any, row: Any) -> dict[str, Any]:
     """The styles of the block."""
-    return {"wq": column(), "wk": column(), "wv": column(), "wo": row(), "w1": column(), "w2": row()}
+    return {
+        "wq": column(),
+        "wk": column(),
+        "wv": column(),
+        "wo": row(),
+        "w1": column(),
+        "w2": row(),
+    }
 
 
 def candidates(dim: int = DIM) -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -138,7 +152,9 @@ def candidates(dim: int = DIM) -> dict[str, tuple[nn.Module, nn.Module]]:
     hand = MLP(HandColumn(dim, hidden), HandRow(hidden, dim)), hand_block(dim, hidden)
 
     def plain() -> tuple[MLP, Block]:
-        return MLP(nn.Linear(dim, hidden), nn.Linear(hidden, dim)), Block(nn.Linear, nn.Linear, dim, hidden)
+        return MLP(nn.Linear(dim, hidden), nn.Linear(hidden, dim)), Block(
+            nn.Linear, nn.Linear, dim, hidden
+        )
 
     theirs, ours = plain(), plain()
     mlp = {"first": torch_tp.ColwiseParallel(), "second": torch_tp.RowwiseParallel()}
@@ -186,7 +202,8 @@ def optimizer_step(model: nn.Module, *, fused: bool = False) -> Callable[[], Any
 def clip(model: nn.Module, *, dispatched: bool = False) -> Callable[[], Any]:
     """Gradient clipping of the parallel parameters; shoal's by its own function unless `dispatched`.
 
-    By hand the norm is that of the whole model too: one reduction for what is sharded, the rows' biases counted once.
+    By hand the norm is that of the whole model too: one reduction for what is sharded, the rows'
+    biases counted once.
     """
     params = parallel_parameters(model)
     if isinstance(params[0], DTensor) and not dispatched:
@@ -199,7 +216,9 @@ def clip(model: nn.Module, *, dispatched: bool = False) -> Callable[[], Any]:
     def by_hand() -> None:
         square = nn.utils.get_total_norm([param.grad for param in sharded], foreach=True) ** 2
         dist.all_reduce(square)
-        total = (square + nn.utils.get_total_norm([bias.grad for bias in whole], foreach=True) ** 2).sqrt()
+        total = (
+            square + nn.utils.get_total_norm([bias.grad for bias in whole], foreach=True) ** 2
+        ).sqrt()
         nn.utils.clip_grads_with_norm_(params, 1e9, total, foreach=True)
 
     return by_hand
@@ -237,11 +256,17 @@ def rows(repeats: int) -> dict[str, dict[str, float]]:
         "mlp forward": {name: forward(mlp, x_mlp) for name, (mlp, _) in models.items()},
         "mlp forward+backward": {name: step(mlp, x_mlp) for name, (mlp, _) in models.items()},
         "block forward": {name: forward(block, x_block) for name, (_, block) in models.items()},
-        "block forward+backward": {name: step(block, x_block) for name, (_, block) in models.items()},
+        "block forward+backward": {
+            name: step(block, x_block) for name, (_, block) in models.items()
+        },
         "adamw step": {name: optimizer_step(block) for name, (_, block) in models.items()},
-        "adamw step, fused": {name: optimizer_step(block, fused=True) for name, (_, block) in models.items()},
+        "adamw step, fused": {
+            name: optimizer_step(block, fused=True) for name, (_, block) in models.items()
+        },
         "clip_grad_norm_": {name: clip(block) for name, (_, block) in models.items()},
-        "torch.nn.utils clip": {name: clip(block, dispatched=True) for name, (_, block) in models.items()},
+        "torch.nn.utils clip": {
+            name: clip(block, dispatched=True) for name, (_, block) in models.items()
+        },
     }
     found = {}
     for name, runs in table.items():
@@ -250,7 +275,9 @@ def rows(repeats: int) -> dict[str, dict[str, float]]:
                 step(block, x_block)()
         found[name] = measure(runs, repeats)
     assert isinstance(models["shoal"][1].wq.weight, DTensor), "shoal's parameters are DTensors"
-    assert isinstance(models["torch"][1].wq.weight, torch_dtensor.DTensor), "torch's parameters are DTensors"
+    assert isinstance(models["torch"][1].wq.weight, torch_dtensor.DTensor), (
+        "torch's parameters are DTensors"
+    )
     return found
 
 

@@ -1,19 +1,22 @@
 """Training steps of a small transformer on real gloo ranks: by hand, torch and shoal in one run.
 
-Ranks of one process each hold their part of every block; a step is zero_grad, forward, loss, backward, AdamW (foreach).
-Two sizes: one whose time is software overhead and latency, one whose time is matrix products.
+Ranks of one process each hold their part of every block; a step is zero_grad, forward, loss,
+backward, AdamW (foreach). Two sizes: one whose time is software overhead and latency, one whose
+time is matrix products.
 
     python benchmarks/tp_training.py [--ranks 2 4] [--rounds 12] [--json FILE]
 
-Beside tokens per second it prints, per rank, the bytes of the distinct storages that autograd saves for the backward,
-the peak of what a step allocates (gradients, activations, temporaries; from torch's profiler), and the milliseconds of
-processor time of every phase on rank 0.
+Beside tokens per second it prints, per rank, the bytes of the distinct storages that autograd saves
+for the backward, the peak of what a step allocates (gradients, activations, temporaries; from
+torch's profiler), and the milliseconds of processor time of every phase on rank 0.
 
-By hand: plain tensors, all-reduces in `autograd.Function`s.  shoal: `parallelize_module`.  overlapped: the same, with
-the reductions of row-wise layers in two chunks beside their products.  invariant: the same bits on any number of ranks.
+By hand: plain tensors, all-reduces in `autograd.Function`s. shoal: `parallelize_module`.
+overlapped: the same, with the reductions of row-wise layers in two chunks beside their products.
+invariant: the same bits on any number of ranks.
 
-The candidates take turns within a round.  The ratio is that of the best rounds; in brackets the median of the rounds'
-own ratios.  Compare ratios of one run only, and look at the load: four ranks on two cores wait for each other.
+The candidates take turns within a round. The ratio is that of the best rounds; in brackets the
+median of the rounds' own ratios. Compare ratios of one run only, and look at the load: four ranks
+on two cores wait for each other.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ SIZES = {
     "overhead": (64, 256, 4, 4, 2, 16, 6),
     "compute": (512, 2048, 8, 2, 4, 128, 2),
 }
-BAR = 0.95  # tokens per second of shoal, at least, as a multiple of by hand
+# tokens per second of shoal, at least, as a multiple of by hand
+BAR = 0.95
 Phases = dict[str, Callable[[], None]]
 
 
@@ -56,10 +60,16 @@ def models(dim: int, hidden: int, heads: int, layers: int) -> dict[str, nn.Modul
     hand = nn.Sequential(*(hand_block(dim, hidden, heads) for _ in range(layers)))
 
     def plain() -> nn.Sequential:
-        return nn.Sequential(*(Block(nn.Linear, nn.Linear, dim, hidden, heads) for _ in range(layers)))
+        return nn.Sequential(
+            *(Block(nn.Linear, nn.Linear, dim, hidden, heads) for _ in range(layers))
+        )
 
     def plan(column: Any, row: Any) -> dict[str, Any]:
-        return {f"{i}.{name}": style for i in range(layers) for name, style in block_plan(column, row).items()}
+        return {
+            f"{i}.{name}": style
+            for i in range(layers)
+            for name, style in block_plan(column, row).items()
+        }
 
     theirs = torch_mesh.init_device_mesh("cpu", (ranks,))
     ours = init_device_mesh("cpu", (ranks,))
@@ -73,7 +83,9 @@ def models(dim: int, hidden: int, heads: int, layers: int) -> dict[str, nn.Modul
         "by hand": hand,
         "torch": torch_tp.parallelize_module(plain(), theirs, torch_plan),
         "shoal": parallelize_module(plain(), ours, our_plan),
-        "overlapped": parallelize_module(plain(), ours, plan(ColwiseParallel, lambda: RowwiseParallel().overlapped(2))),
+        "overlapped": parallelize_module(
+            plain(), ours, plan(ColwiseParallel, lambda: RowwiseParallel().overlapped(2))
+        ),
         "invariant": invariant,
     }
 
@@ -122,7 +134,13 @@ def phases(name: str, model: nn.Module, x: Tensor) -> Phases:
 
         return in_mode
 
-    parts = {"zero_grad": zero, "forward": forward, "loss": loss, "backward": backward, "step": step}
+    parts = {
+        "zero_grad": zero,
+        "forward": forward,
+        "loss": loss,
+        "backward": backward,
+        "step": step,
+    }
     return {part: within(run) for part, run in parts.items()} if name == "invariant" else parts
 
 
@@ -154,10 +172,14 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 def peak_bytes(work: Phases) -> int:
     """The most that one training step holds beyond what was there before it: parameters and optimizer state."""
     work["zero_grad"]()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         for run in work.values():
             run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -167,7 +189,9 @@ def peak_bytes(work: Phases) -> int:
 
 def by_phase(works: dict[str, Phases], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of processor time of each phase: the lower quartile over many steps, candidates in turns."""
-    taken: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in work} for name, work in works.items()}
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {phase: [] for phase in work} for name, work in works.items()
+    }
     for _ in range(rounds):
         for name, work in works.items():
             for phase, run in work.items():
@@ -206,7 +230,9 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
         work = works[name] = phases(name, model, x)
         with mode(name):
             found[name] = {"saved": saved_bytes(model, x)}
-        found[name]["parameters"] = sum(p.numel() * p.element_size() for p in local_parameters(model))
+        found[name]["parameters"] = sum(
+            p.numel() * p.element_size() for p in local_parameters(model)
+        )
         for _ in range(3):
             for each in work.values():
                 each()
@@ -222,18 +248,22 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
 def ratio(found: dict[str, dict[str, Any]], name: str, peer: str) -> tuple[float, float]:
     """Rate of a candidate over that of a peer: of the best rounds, and the median of the rounds' own."""
     mine, other = found[name]["rates"], found[peer]["rates"]
-    return max(mine) / max(other), statistics.median(a / b for a, b in zip(mine, other, strict=True))
+    return max(mine) / max(other), statistics.median(
+        a / b for a, b in zip(mine, other, strict=True)
+    )
 
 
 def show(found: dict[str, dict[str, Any]]) -> None:
     """Two tables: rates and bytes, and phases."""
     print(
-        f"  {'':11}{'tokens/s':>9}{'x by hand':>16}{'x torch':>16}{'saved KiB':>11}{'peak KiB':>10}{'params KiB':>12}"
+        "  "
+        f"{'':11}{'tokens/s':>9}{'x by hand':>16}{'x torch':>16}{'saved KiB':>11}{'peak KiB':>10}{'params KiB':>12}"
     )
     for name, row in found.items():
         (best, middle), (over, median) = ratio(found, name, "by hand"), ratio(found, name, "torch")
         print(
-            f"  {name:11}{max(row['rates']):9.0f}{best:9.2f} ({middle:4.2f}){over:9.2f} ({median:4.2f})"
+            f"  {name:11}{max(row['rates']):9.0f}{best:9.2f} ({middle:4.2f}){over:9.2f} "
+            f"({median:4.2f})"
             f"{row['saved'] / 1024:11.1f}{row['peak'] / 1024:10.1f}{row['parameters'] / 1024:12.1f}"
         )
     names = list(found["by hand"]["phases"])
@@ -276,7 +306,9 @@ def main() -> None:
                 missed.append(title)
         rank_pool(ranks).close()
     large = {title: found for title, found in figures.items() if title.startswith("compute")}
-    keep_cases("tp_training", [case for title, found in large.items() for case in cases(title, found)])
+    keep_cases(
+        "tp_training", [case for title, found in large.items() for case in cases(title, found)]
+    )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)

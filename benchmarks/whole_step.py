@@ -2,13 +2,15 @@
 
     python benchmarks/whole_step.py [--ranks 2] [--rounds 12] [--act gelu]
 
-The models and sizes are those of `tp_training`; ranks are processes with one thread, JAX's are the devices of one
-process, in turns with them where JAX is installed.  All start from the same weights, and their losses after the first
-steps are compared.  GELU in the place of ReLU: inductor of torch 2.13 takes 10 ns an element to keep ReLU's mask for
-the backward, 11 ms of a kernel that takes 0.1 in eager code, on one device too (`--act relu`).
+The models and sizes are those of `tp_training`; ranks are processes with one thread, JAX's are the
+devices of one process, in turns with them where JAX is installed. All start from the same weights,
+and their losses after the first steps are compared. GELU in the place of ReLU: inductor of torch
+2.13 takes 10 ns an element to keep ReLU's mask for the backward, 11 ms of a kernel that takes 0.1
+in eager code, on one device too (`--act relu`).
 
-By hand: plain tensors, gloo, foreach AdamW.  eager: `parallelize_module`, `clip_grad_norm_` and AdamW(fused=True).
-compiled: the same, forward, loss and backward under `torch.compile`; clipping and AdamW are a few fused calls as it is.
+By hand: plain tensors, gloo, foreach AdamW. eager: `parallelize_module`, `clip_grad_norm_` and
+AdamW(fused=True). compiled: the same, forward, loss and backward under `torch.compile`; clipping
+and AdamW are a few fused calls as it is.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ def stack(make: Callable[[], nn.Module], layers: int, act: str) -> nn.Sequential
 
 def sharded(plain: nn.Module, layers: int, act: str) -> nn.Module:
     """A copy of the model on this job's ranks."""
-    plan = {f"{i}.{name}": s for i in range(layers) for name, s in block_plan(ColwiseParallel, RowwiseParallel).items()}
+    plan = {
+        f"{i}.{name}": s
+        for i in range(layers)
+        for name, s in block_plan(ColwiseParallel, RowwiseParallel).items()
+    }
     model = stack(lambda: Block(nn.Linear, nn.Linear, *sizes_of(plain)), layers, act)
     model.load_state_dict(plain.state_dict())
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
@@ -88,7 +94,10 @@ def hand_step(model: nn.Module, x: Tensor) -> Step:
         loss.backward()
         square = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in split], foreach=True) ** 2
         dist.all_reduce(square)
-        total = (square + nn.utils.get_total_norm([cast(Tensor, p.grad) for p in whole], foreach=True) ** 2).sqrt()
+        total = (
+            square
+            + nn.utils.get_total_norm([cast(Tensor, p.grad) for p in whole], foreach=True) ** 2
+        ).sqrt()
         nn.utils.clip_grads_with_norm_(params, MAX_NORM, total, foreach=True)
         adam.step()
         return float(loss.detach())
@@ -117,12 +126,21 @@ def our_step(model: nn.Module, x: Tensor, compiles: bool) -> Step:
     return run
 
 
-def jax_step(model: nn.Module, x: Tensor, heads: int, act: str, file: Path) -> subprocess.Popen[str]:
+def jax_step(
+    model: nn.Module, x: Tensor, heads: int, act: str, file: Path
+) -> subprocess.Popen[str]:
     """JAX's program, with the weights of a model."""
     weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     np.savez(file, x=x.numpy(), **weights)
-    command = [sys.executable, str(Path(__file__).with_name("_jax_step.py")), str(dist.get_world_size()), str(file)]
-    return subprocess.Popen([*command, str(heads), act], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("_jax_step.py")),
+        str(dist.get_world_size()),
+        str(file),
+    ]
+    return subprocess.Popen(
+        [*command, str(heads), act], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def asked(program: subprocess.Popen[str], steps: int) -> tuple[float, float]:
@@ -159,7 +177,11 @@ def run(size: str, rounds: int, act: str) -> dict[str, float]:
     rivals = {name: lambda n, step=step: timed(step, n) for name, step in candidates.items()}
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("jax") is not None:
-            program = jax_step(plain, x, heads, act, Path(folder) / "weights.npz") if dist.get_rank() == 0 else None
+            program = (
+                jax_step(plain, x, heads, act, Path(folder) / "weights.npz")
+                if dist.get_rank() == 0
+                else None
+            )
             rivals["JAX jit"] = lambda n: asked(program, n) if program is not None else (0.0, 0.0)
         losses = {name: rival(WARM)[1] for name, rival in rivals.items()}
         if dist.get_rank() == 0:
@@ -183,10 +205,15 @@ def main() -> None:
     options = parser.parse_args()
     rows, missed = [], []
     for size in SIZES:
-        found = rank_pool(options.ranks).run(run, size, options.rounds, options.act, timeout=1500)[0]
+        found = rank_pool(options.ranks).run(run, size, options.rounds, options.act, timeout=1500)[
+            0
+        ]
         compiled = found["compiled"]
         rows += [[size, name, seconds * 1e3, compiled / seconds] for name, seconds in found.items()]
-        over_jax, over_eager = compiled / found.get("JAX jit", float("inf")), compiled / found["eager"]
+        over_jax, over_eager = (
+            compiled / found.get("JAX jit", float("inf")),
+            compiled / found["eager"],
+        )
         if over_jax > 2 and size == "overhead":
             missed.append(f"{over_jax:.2f} times JAX at the small size")
         if over_eager > 1 and size == "compute":
@@ -196,9 +223,14 @@ def main() -> None:
     what = f"step of a model, width {SIZES['compute'][0]}, {options.ranks} ranks"
     rivals = {"by_hand": large["by hand"], "jax": large.get("JAX jit")}
     steps = ("eager", "compiled")
-    keep_cases("whole_step", [Case(f"{what}, {step}", "ms", large[step], **rivals) for step in steps])
+    keep_cases(
+        "whole_step", [Case(f"{what}, {step}", "ms", large[step], **rivals) for step in steps]
+    )
     report("whole_step", ["size", "step", "ms", "compiled over it"], rows)
-    print(f"\nbar: at most 2 x JAX (small), never slower than eager (large): {'; '.join(missed) or 'met'}")
+    print(
+        "\nbar: at most 2 x JAX (small), never slower than eager (large): "
+        f"{'; '.join(missed) or 'met'}"
+    )
     sys.exit(bool(missed))
 
 

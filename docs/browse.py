@@ -1,8 +1,9 @@
 """Opens every page of a built site in a headless Chromium, on a desktop in two colour schemes and on a phone.
 
-`python docs/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and exits with the number of
-pages that have some: images that do not load, tables and pages that are too wide, text that its background hides,
-errors of scripts. It exits with 0 where there is no browser and none can be fetched, and prints why.
+`python docs/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and
+exits with the number of pages that have some: images that do not load, tables and pages that are
+too wide, text that its background hides, errors of scripts. It exits with 0 where there is no
+browser and none can be fetched, and prints why.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from typing import Any
 
 from chromium import Chromium, NoBrowserError, find
 
-LISTS = ("genindex.html", "py-modindex.html", "search.html")  # made by Sphinx: with scripts, or empty
-VIEWS = {"desktop": (1280, 1600, "light"), "dark": (1280, 1600, "dark"), "phone": (390, 800, "light")}
-CONTRAST = 3.0  # of text and background; WCAG asks for it of large text
+# made by Sphinx: with scripts, or empty
+LISTS = ("genindex.html", "py-modindex.html", "search.html")
+VIEWS = {
+    "desktop": (1280, 1600, "light"),
+    "dark": (1280, 1600, "dark"),
+    "phone": (390, 800, "light"),
+}
+# of text and background; WCAG asks for it of large text
+CONTRAST = 3.0
 PROBE = """(() => {
   const found = [], content = document.querySelector("article") || document.body;
   for (const image of document.images)
@@ -74,7 +81,9 @@ def faults_of(page: Path, browser: Chromium, picture: Path | None) -> list[str]:
             lines.append(f"{view}: {'; '.join(found)}")
         if picture is not None:
             shot = browser.call("Page.captureScreenshot", captureBeyondViewport=False)
-            picture.with_name(f"{picture.name}-{view}.png").write_bytes(base64.b64decode(shot["data"]))
+            picture.with_name(f"{picture.name}-{view}.png").write_bytes(
+                base64.b64decode(shot["data"])
+            )
     return lines
 
 
@@ -90,12 +99,18 @@ def main() -> int:
     """Print the faults of the site that the command line names."""
     parser = ArgumentParser()
     parser.add_argument("site", type=lambda text: Path(text).resolve())
-    parser.add_argument("--pictures", type=Path, help="a folder for a screenshot of each page's first screen")
+    parser.add_argument(
+        "--pictures", type=Path, help="a folder for a screenshot of each page's first screen"
+    )
     arguments = parser.parse_args()
     site, pictures = arguments.site, arguments.pictures
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-    pages = [page for page in sorted(site.rglob("*.html")) if "_modules" not in page.parts and page.name not in LISTS]
+    pages = [
+        page
+        for page in sorted(site.rglob("*.html"))
+        if "_modules" not in page.parts and page.name not in LISTS
+    ]
     count = 0
     try:
         program, variables = find()
@@ -108,7 +123,9 @@ def main() -> int:
     except NoBrowserError as error:
         sys.stdout.write(f"pages were not opened in a browser: {error}\n")
         return 0
-    sys.stdout.write(f"{len(pages)} pages opened in {program.name} in {len(VIEWS)} views, {count} with faults\n")
+    sys.stdout.write(
+        f"{len(pages)} pages opened in {program.name} in {len(VIEWS)} views, {count} with faults\n"
+    )
     return min(count, 100)
 
 

@@ -1,7 +1,8 @@
 """A headless Chromium for `browse.py`: one of this machine, or npm's `@sparticuz/chromium`, unpacked under `.nox`.
 
-The package carries a Chromium for Linux on x86-64, the libraries that bare machines lack, and a font, so that neither
-root nor a display is needed. It is driven by the DevTools protocol over two pipes: JSON messages, each ended by a zero.
+The package carries a Chromium for Linux on x86-64, the libraries that bare machines lack, and a
+font, so that neither root nor a display is needed. It is driven by the DevTools protocol over two
+pipes: JSON messages, each ended by a zero.
 """
 
 from __future__ import annotations
@@ -58,23 +59,34 @@ def find() -> tuple[Path, dict[str, str]]:
         return Path(installed), {}
     if not (CACHE / "complete").exists():
         _fetch()
-    libraries = os.pathsep.join(filter(None, (str(CACHE / "lib"), os.environ.get("LD_LIBRARY_PATH"))))
-    return CACHE / "chromium", {"LD_LIBRARY_PATH": libraries, "FONTCONFIG_FILE": str(CACHE / "fonts.conf")}
+    libraries = os.pathsep.join(
+        filter(None, (str(CACHE / "lib"), os.environ.get("LD_LIBRARY_PATH")))
+    )
+    return CACHE / "chromium", {
+        "LD_LIBRARY_PATH": libraries,
+        "FONTCONFIG_FILE": str(CACHE / "fonts.conf"),
+    }
 
 
 def _fetch() -> None:
     npm, node = shutil.which("npm"), shutil.which("node")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise NoBrowserError(f"none of {', '.join(INSTALLED)} is installed; npm has one for Linux on x86-64 only")
+        raise NoBrowserError(
+            f"none of {', '.join(INSTALLED)} is installed; npm has one for Linux on x86-64 only"
+        )
     if npm is None or node is None:
-        raise NoBrowserError(f"none of {', '.join(INSTALLED)} is installed, nor npm, which could fetch one")
+        raise NoBrowserError(
+            f"none of {', '.join(INSTALLED)} is installed, nor npm, which could fetch one"
+        )
     shutil.rmtree(CACHE, ignore_errors=True)
     CACHE.mkdir(parents=True)
     try:
         pack = [npm, "pack", "--silent", PACKAGE]
         subprocess.run(pack, cwd=CACHE, check=True, capture_output=True, text=True, timeout=300)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise NoBrowserError(f"none of {', '.join(INSTALLED)} is installed, and npm did not get {PACKAGE}") from error
+        raise NoBrowserError(
+            f"none of {', '.join(INSTALLED)} is installed, and npm did not get {PACKAGE}"
+        ) from error
     (archive,) = CACHE.glob("*.tgz")
     with tarfile.open(archive) as packed:
         packed.extractall(CACHE, filter="data")
@@ -107,7 +119,9 @@ class Chromium:
         self._profile = TemporaryDirectory(ignore_cleanup_errors=True)
         ends = [*os.pipe(), *os.pipe()]
         # In the browser 3 is read and 4 written: from numbers that these two do not overwrite.
-        reads, self._write, self._read, writes = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+        reads, self._write, self._read, writes = (
+            fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends
+        )
         run = f"import os, sys; os.dup2({reads}, 3); os.dup2({writes}, 4); os.execv(sys.argv[1], sys.argv[1:])"
         flags = [*FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         self._program = program
@@ -127,12 +141,19 @@ class Chromium:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
         except (RuntimeError, OSError) as error:
             raise NoBrowserError(f"{self._program} does not start: {error}") from error
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait(timeout=30)
         os.close(self._read)
@@ -166,8 +187,17 @@ class Chromium:
 
     def view(self, width: int, height: int, scheme: str) -> None:
         """Show the page at a size, in the `light` or the `dark` scheme."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def _until(self, wanted: Any) -> dict[str, Any]:
         """The first message that is wanted; events that come before are appended to `events`."""

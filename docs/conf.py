@@ -26,26 +26,36 @@ extensions = [
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # the notebook is run by a test, which keeps what its cells show
-suppress_warnings = ["ref.python"]  # errors of one name in two packages: a docstring means its own
-default_role = "py:obj"  # `names` of docstrings are code, and links where the name is known
+# the notebook is run by a test, which keeps what its cells show
+nb_execution_mode = "off"
+# errors of one name in two packages: a docstring means its own
+suppress_warnings = ["ref.python"]
+# `names` of docstrings are code, and links where the name is known
+default_role = "py:obj"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# Names of torch and Python are links where their inventories can be read. Checks run without a network, so they are
-# asked for only on request: SHOAL_DOCS_ONLINE=1 nox -s docs, which the published site is built with.
+# Names of torch and Python are links where their inventories can be read. Checks run without a
+# network, so they are asked for only on request: SHOAL_DOCS_ONLINE=1 nox -s docs, which the
+# published site is built with.
 intersphinx_mapping = (
-    {"python": ("https://docs.python.org/3", None), "torch": ("https://docs.pytorch.org/docs/stable", None)}
+    {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
     if os.environ.get("SHOAL_DOCS_ONLINE")
     else {}
 )
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-# What a class has from a base without an entry of its own is listed with it; what it has from these is not repeated.
+# What a class has from a base without an entry of its own is listed with it; what it has from these
+# is not repeated.
 SHOWN_ELSEWHERE = (
-    "object, BaseException, Enum, int, str, tuple, dict, Tensor, TensorBase, Module, Optimizer, TorchDispatchMode, "
-    "TestCase, Protocol, Placement, ParallelStyle, DeclaredStyle, Lowered, ShardedTensorBase, ShardingSpec, Row, Rule"
+    "object, BaseException, Enum, int, str, tuple, dict, Tensor, TensorBase, Module, Optimizer, "
+    "TorchDispatchMode, "
+    "TestCase, Protocol, Placement, ParallelStyle, DeclaredStyle, Lowered, ShardedTensorBase, "
+    "ShardingSpec, Row, Rule"
 )
 autodoc_default_options = {
     "members": True,
@@ -55,7 +65,8 @@ autodoc_default_options = {
 }
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # attributes stay in the class docstring: autodoc lists them as members already
+# attributes stay in the class docstring: autodoc lists them as members already
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"shoal {release}"
@@ -64,7 +75,9 @@ html_css_files = ["wide-tables.css"]
 html_show_sourcelink = False
 
 
-def leaves_out(_app: object, what: str, name: str, member: Any, skip: bool, options: object) -> bool | None:
+def leaves_out(
+    _app: object, what: str, name: str, member: Any, skip: bool, options: object
+) -> bool | None:
     """Descriptors that only torch calls, and aliases of private classes, are no part of the reference."""
     internal = name in INTERNAL or type(member).__name__ == "_ClassNamespace"
     return True if internal else None
@@ -84,18 +97,25 @@ def is_internal(value: Any) -> bool:
     return home.startswith("shoal_") and value.__name__ not in import_module(home).__all__
 
 
-def leaves_contract_out(_app: object, _what: str, _name: str, _value: Any, _options: object, text: list[str]) -> None:
+def leaves_contract_out(
+    _app: object, _what: str, _name: str, _value: Any, _options: object, text: list[str]
+) -> None:
     """What a module may import is for those who change it; it is the end of its docstring."""
     text[:] = takewhile(lambda line: not line.startswith("May import: "), text)
 
 
-def mends_backlinks(app: Any, page: str, _template: str, context: dict[str, Any], _tree: object) -> None:
+def mends_backlinks(
+    app: Any, page: str, _template: str, context: dict[str, Any], _tree: object
+) -> None:
     """Links from source to entries: viewcode knows one namespace of a module, and entries may be in several."""
     documented = app.env.get_domain("py").objects
 
     def anchor(link: re.Match[str]) -> str:
         space, _, name = link[1].partition(".")
-        places = (link[1], *(f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")))
+        places = (
+            link[1],
+            *(f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")),
+        )
         return f'#{next((place for place in places if place in documented), link[1])}"'
 
     if page.startswith("_modules/shoal_"):
@@ -109,7 +129,8 @@ def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
     """Tell readers of a guide how to start it; a page that calls `launch` starts its ranks itself."""
     if page.startswith(("how-to/", "concepts/")) and "print(launch(main" not in source[0]:
         line = (
-            r"To run this page, save its Python blocks in one file: `torchrun --nproc-per-node \1 page.py` starts it."
+            r"To run this page, save its Python blocks in one file: "
+            r"`torchrun --nproc-per-node \1 page.py` starts it."
         )
         source[0] = RANKS.sub(line, source[0])
 

@@ -1,9 +1,10 @@
 """Checks that every folder imports exactly what it says it may: `python docs/contracts.py`.
 
-The docstring of a folder's `__init__.py` names those of its siblings that its files import: `May import: errors,
-layout.` or `May import: nothing.` So does a file beside the folders of a package, if it imports any. A package names
-the layers below it in its pyproject.toml. Imports inside functions and for type checkers count, and no siblings, files
-included, import each other in a circle.
+The docstring of a folder's `__init__.py` names those of its siblings that its files import: `May
+import: errors, layout.` or `May import: nothing.` So does a file beside the folders of a package,
+if it imports any. A package names the layers below it in its pyproject.toml. Imports inside
+functions and for type checkers count, and no siblings, files included, import each other in a
+circle.
 """
 
 from __future__ import annotations
@@ -26,10 +27,21 @@ def imported(path: Path, sources: dict[str, Path]) -> Iterator[tuple[int, Path]]
         if isinstance(node, ast.ImportFrom) and node.level:
             home = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             for module in (home / alias.name for alias in node.names):
-                yield node.lineno, module if module.is_dir() or module.with_suffix(".py").is_file() else home
+                yield (
+                    node.lineno,
+                    module if module.is_dir() or module.with_suffix(".py").is_file() else home,
+                )
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            yield from ((node.lineno, sources[top]) for name in names if (top := name.partition(".")[0]) in sources)
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            yield from (
+                (node.lineno, sources[top])
+                for name in names
+                if (top := name.partition(".")[0]) in sources
+            )
 
 
 def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
@@ -42,7 +54,9 @@ def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
             here = next(folder for folder in path.parents if module.is_relative_to(folder))
             importer, *_ = path.relative_to(here).with_suffix("").parts
             sibling, *_ = *module.relative_to(here).parts, "__init__"
-            used.setdefault(here / importer, {}).setdefault(sibling, f"{path.relative_to(root)}:{line}")
+            used.setdefault(here / importer, {}).setdefault(
+                sibling, f"{path.relative_to(root)}:{line}"
+            )
     return used
 
 
@@ -53,7 +67,9 @@ def says(child: Path) -> tuple[Path, set[str] | None]:
         needs = tomllib.loads(file.read_text())["project"]["dependencies"]
         return file, {found[1] for need in needs if (found := re.match(r"shoal-([\w-]+)", need))}
     file = child / "__init__.py" if child.is_dir() else child.with_suffix(".py")
-    line = LINE.search(ast.get_docstring(ast.parse(file.read_text() if file.is_file() else "")) or "")
+    line = LINE.search(
+        ast.get_docstring(ast.parse(file.read_text() if file.is_file() else "")) or ""
+    )
     return file, set(line[1].replace(",", " ").split()) - {"nothing"} if line else None
 
 
@@ -61,7 +77,9 @@ def findings(root: Path) -> Iterator[str]:
     """One line for each import that is not allowed, each allowance that no import needs, and each circle."""
     sources = {init.parent.name: init.parent for init in root.glob("packages/*/src/*/__init__.py")}
     used = imports(root, sources)
-    for child in used.keys() - sources.values() | {source.parents[1] for source in sources.values()}:
+    for child in used.keys() - sources.values() | {
+        source.parents[1] for source in sources.values()
+    }:
         file, said = says(child)
         name, needed = file.relative_to(root), used.get(child, {})
         if said is None and child.is_dir():
@@ -72,7 +90,9 @@ def findings(root: Path) -> Iterator[str]:
                 yield unsaid if one in needed else f"{name}: no file imports {one}, which it allows"
     for folder in {child.parent for child in used}:
         try:
-            TopologicalSorter({child.name: used[child] for child in used if child.parent == folder}).prepare()
+            TopologicalSorter(
+                {child.name: used[child] for child in used if child.parent == folder}
+            ).prepare()
         except CycleError as circle:
             yield f"{folder.relative_to(root)}: a circle: {' imports '.join(reversed(circle.args[1]))}"
 

@@ -13,7 +13,16 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec, draw_layout, draw_plan, explain
+from shoal_dtensor import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    draw_layout,
+    draw_plan,
+    explain,
+)
 from shoal_mesh import abstract_mesh
 
 HERE = Path(__file__).parent / "_static"
@@ -43,9 +52,13 @@ def draw_layouts() -> None:
     figure, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), layout="constrained")
     for axis, placements in zip(axes.flat, cases, strict=True):
         draw_layout(
-            Spec(mesh, placements, (8, 6)), axis, f"[{', '.join(repr(p).replace('dim=', '') for p in placements)}]"
+            Spec(mesh, placements, (8, 6)),
+            axis,
+            f"[{', '.join(repr(p).replace('dim=', '') for p in placements)}]",
         )
-    figure.suptitle("An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=10)
+    figure.suptitle(
+        "An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=10
+    )
     save(figure, "layouts")
 
 
@@ -62,21 +75,30 @@ def draw_mesh() -> None:
     """A 2 x 4 mesh with the communicators of both axes."""
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
     for row in range(2):
-        axis.add_patch(Rectangle((-0.4, row - 0.32), 3.8, 0.64, fill=False, edgecolor="#1f78b4", lw=2))
+        axis.add_patch(
+            Rectangle((-0.4, row - 0.32), 3.8, 0.64, fill=False, edgecolor="#1f78b4", lw=2)
+        )
         for column in range(4):
             axis.plot(column, row, "o", ms=30, color=COLORS[5])
             axis.text(column, row, str(row * 4 + column), ha="center", va="center", fontsize=12)
     for column in range(4):
-        axis.add_patch(Rectangle((column - 0.28, -0.45), 0.56, 1.9, fill=False, edgecolor="#e31a1c", lw=1.5, ls="--"))
+        axis.add_patch(
+            Rectangle(
+                (column - 0.28, -0.45), 0.56, 1.9, fill=False, edgecolor="#e31a1c", lw=1.5, ls="--"
+            )
+        )
     axis.text(3.6, 0, 'mesh["tensor"] on ranks 0-3', color="#1f78b4", va="center")
     axis.text(3.6, 1, 'mesh["tensor"] on ranks 4-7', color="#1f78b4", va="center")
-    axis.text(1.5, 1.65, 'mesh["data"]: four communicators of two ranks', color="#e31a1c", ha="center")
+    axis.text(
+        1.5, 1.65, 'mesh["data"]: four communicators of two ranks', color="#e31a1c", ha="center"
+    )
     axis.set(xlim=(-0.6, 6.2), ylim=(1.9, -0.6))
     axis.axis("off")
     save(figure, "mesh")
 
 
-STACK = (  # package, what it is for, and its box: left, bottom, width, height; a box stands on what it needs
+# package, what it is for, and its box: left, bottom, width, height; a box stands on what it needs
+STACK = (
     ("mesh", "grids of ranks, process groups, collectives", 0, 0, 10, 0.8),
     ("dtensor", "sharded tensors, redistribution, random numbers", 0, 1, 10, 0.8),
     ("context-parallel", "attention of long sequences", 0, 2, 3.2, 0.8),
@@ -93,15 +115,22 @@ def draw_stack() -> None:
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for name, purpose, left, bottom, width, height in STACK:
         color = COLORS[bottom]
-        axis.add_patch(FancyBboxPatch((left, bottom), width, height, "round,pad=0.04", facecolor=color, edgecolor=INK))
+        axis.add_patch(
+            FancyBboxPatch(
+                (left, bottom), width, height, "round,pad=0.04", facecolor=color, edgecolor=INK
+            )
+        )
         middle = (left + width / 2, bottom + height / 2)
-        axis.text(*middle, f"shoal-{name}\n{purpose}", ha="center", va="center", fontsize=9, color=INK)
+        axis.text(
+            *middle, f"shoal-{name}\n{purpose}", ha="center", va="center", fontsize=9, color=INK
+        )
     axis.set(xlim=(-0.1, 10.1), ylim=(-0.1, 5.1))
     axis.axis("off")
     save(figure, "stack")
 
 
-IN_A_ROW = 3  # boxes: texts of 8 points are 10 pixels high on a page then
+# boxes: texts of 8 points are 10 pixels high on a page then
+IN_A_ROW = 3
 
 
 def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
@@ -113,17 +142,35 @@ def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
         left, bottom = column * 2.3, -1.5 * row
         color = COLORS[1] if text.startswith("*") else COLORS[5]
         axis.add_patch(
-            FancyBboxPatch((left, bottom), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none")
+            FancyBboxPatch(
+                (left, bottom), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none"
+            )
         )
-        axis.text(left + 0.75, bottom + 0.5, text.lstrip("*"), ha="center", va="center", fontsize=8, color=INK)
+        axis.text(
+            left + 0.75,
+            bottom + 0.5,
+            text.lstrip("*"),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
         if index + 1 == len(boxes):
             break
         if column + 1 < IN_A_ROW:
-            points, place = [(left + 1.57, bottom + 0.5), (left + 2.24, bottom + 0.5)], (left + 1.9, bottom + 0.6)
+            points, place = (
+                [(left + 1.57, bottom + 0.5), (left + 2.24, bottom + 0.5)],
+                (left + 1.9, bottom + 0.6),
+            )
         else:  # down, and back to the left
             middle = bottom - 0.25
-            axis.plot([left + 0.75, left + 0.75, 0.75], [bottom - 0.06, middle, middle], color=INK, lw=1)
-            points, place = [(0.75, middle), (0.75, bottom - 0.44)], (left / 2 + 0.75, middle + 0.06)
+            axis.plot(
+                [left + 0.75, left + 0.75, 0.75], [bottom - 0.06, middle, middle], color=INK, lw=1
+            )
+            points, place = (
+                [(0.75, middle), (0.75, bottom - 0.44)],
+                (left / 2 + 0.75, middle + 0.06),
+            )
         axis.annotate("", points[1], points[0], arrowprops={"arrowstyle": "->", "color": INK})
         axis.text(*place, goes_on, ha="center", fontsize=8, color=INK)
     axis.set(xlim=(-0.2, 2.3 * IN_A_ROW - 0.6), ylim=(-1.5 * rows + 1.3, 1.15))
@@ -144,7 +191,8 @@ FLOWS = {
         ),
     ),
     "plan": (
-        "Redistribution: the cheapest sequence of steps is searched for, then run (orange: communicates)",
+        "Redistribution: the cheapest sequence of steps is searched for, then run (orange: "
+        "communicates)",
         (
             ("source\n[S(0), S(1)]", "search"),
             ("candidate steps\nlatency + bytes /\nbandwidth", "cheapest"),
@@ -179,8 +227,17 @@ FLOWS = {
 
 def measured(page: str) -> list[list[str]]:
     """The table between `<!-- measured -->` and `<!-- end -->` of a page: its header, then its rows."""
-    text = (HERE.parent / page).read_text().partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
-    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|") and not line.startswith("|-")]
+    text = (
+        (HERE.parent / page)
+        .read_text()
+        .partition("<!-- measured -->")[2]
+        .partition("<!-- end -->")[0]
+    )
+    lines = [
+        line.split("|")[1:-1]
+        for line in text.splitlines()
+        if line.startswith("|") and not line.startswith("|-")
+    ]
     return [[cell.strip().replace("`", "") for cell in line] for line in lines]
 
 
@@ -194,7 +251,8 @@ def draw_benchmarks() -> None:
             base = next(value for value in values if value)
             for rival, value in enumerate(values):
                 if value:
-                    speed = base / value if "seconds" in label else value / base  # of times, less is faster
+                    # of times, less is faster
+                    speed = base / value if "seconds" in label else value / base
                     height = place + 0.26 * (rival - 1)
                     name = header[1 + rival] if place in (0, len(rows) - 1) else None
                     axis.barh(height, speed, 0.24, color=COLORS[rival], label=name)

@@ -35,13 +35,17 @@ def imported_by_pages(site: Path) -> set[str]:
 def documented(module: str) -> Iterator[tuple[str, Any]]:
     """Addresses and values of what a module has in public and does not pass on from a layer below."""
     space = import_module(module)
-    own = [name for name, value in vars(space).items() if getattr(value, "__module__", "") == module]
+    own = [
+        name for name, value in vars(space).items() if getattr(value, "__module__", "") == module
+    ]
     public = {name: getattr(space, name) for name in getattr(space, "__all__", own)}
     for name, value in public.items():
         home = getattr(value, "__module__", "") or ""
         if inspect.ismodule(value):
             yield from (one for one in documented(value.__name__) if one[1] not in public.values())
-        elif home.startswith(module.partition(".")[0]) and (inspect.isclass(value) or inspect.isroutine(value)):
+        elif home.startswith(module.partition(".")[0]) and (
+            inspect.isclass(value) or inspect.isroutine(value)
+        ):
             yield f"{module}.{name}", value
 
 
@@ -50,9 +54,16 @@ def methods(cls: type) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in dir(cls):
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
         member = inspect.getattr_static(cls, name)
-        shown = isinstance(member, (property, staticmethod, classmethod)) or inspect.isfunction(member)
+        shown = isinstance(member, (property, staticmethod, classmethod)) or inspect.isfunction(
+            member
+        )
         described = (inspect.getdoc(member) or "").strip()
-        if not name.startswith("_") and owner.__module__.startswith("shoal_") and shown and described:
+        if (
+            not name.startswith("_")
+            and owner.__module__.startswith("shoal_")
+            and shown
+            and described
+        ):
             yield name, tuple(f"{base.__name__}.{name}" for base in cls.__mro__)
 
 
@@ -61,14 +72,25 @@ def faults(site: Path) -> list[str]:
     found = entries(site)
     short = {".".join(name.split(".")[-2:]) for name in found}
     modules = sorted(name for name, kind in found.items() if kind == "py:module")
-    lines = [f"{name}: internal" for name in sorted(found) if any(part[0] == "_" for part in name.split("."))]
-    lines += [f"{name}: a page imports from it, no entry" for name in sorted(imported_by_pages(site) - {*modules})]
+    lines = [
+        f"{name}: internal"
+        for name in sorted(found)
+        if any(part[0] == "_" for part in name.split("."))
+    ]
+    lines += [
+        f"{name}: a page imports from it, no entry"
+        for name in sorted(imported_by_pages(site) - {*modules})
+    ]
     for module in (*LAYERS, *modules):
         for name, value in documented(module):
             if not {name, f"{module.partition('.')[0]}.{name.rpartition('.')[2]}"} & {*found}:
                 lines.append(f"{name}: no entry")
             elif inspect.isclass(value) and not issubclass(value, BaseException):
-                lines += [f"{name}.{one}: no entry" for one, names in methods(value) if not short & {*names}]
+                lines += [
+                    f"{name}.{one}: no entry"
+                    for one, names in methods(value)
+                    if not short & {*names}
+                ]
     return lines
 
 

@@ -1,6 +1,7 @@
 """Checks a built site: every page has a title and contents, every link and image leads somewhere.
 
-`python docs/links.py docs/_build/html` exits with the number of faults. Addresses of other sites are not asked.
+`python docs/links.py docs/_build/html` exits with the number of faults. Addresses of other sites
+are not asked.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def faults(site: Path) -> list[str]:
         where = path.relative_to(site)
         if not page.title:
             found.append(f"{where}: no title")
-        if not page.headings and path.name not in ("genindex.html", "py-modindex.html", "search.html"):
+        if not page.headings and path.name not in (
+            "genindex.html",
+            "py-modindex.html",
+            "search.html",
+        ):
             found.append(f"{where}: no heading")
         for reference in sorted(page.references):
             parts = urlsplit(reference)

@@ -45,7 +45,12 @@ def page(source: Path) -> str:
     for folder in (source, *sorted(path.parent for path in source.rglob("*/__init__.py"))):
         lines.append("")
         if folder != source:
-            lines += [f"## {folder.relative_to(source)}/", "", f"{first_sentence(folder / '__init__.py')}.", ""]
+            lines += [
+                f"## {folder.relative_to(source)}/",
+                "",
+                f"{first_sentence(folder / '__init__.py')}.",
+                "",
+            ]
         lines += [f"- `{path.stem}`: {first_sentence(path)}" for path in modules(folder)]
     return "\n".join(lines) + "\n"
 
@@ -54,7 +59,10 @@ def pages() -> dict[Path, str]:
     """All pages with their text."""
     sources = sorted(ROOT.glob("packages/*/src/shoal_*"))
     found = {PAGES / f"{source.name}.md": page(source) for source in sources}
-    return {PAGES / "index.md": INTRODUCTION + "\n".join(path.stem for path in found) + "\n```\n", **found}
+    return {
+        PAGES / "index.md": INTRODUCTION + "\n".join(path.stem for path in found) + "\n```\n",
+        **found,
+    }
 
 
 def main() -> int:

@@ -22,8 +22,11 @@ INSTEAD = {
     r"cut|cuts|cutting": "shard, sharded, split",
     r"pieces?": "shard, block",
 }
-PATTERNS = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), better) for words, better in INSTEAD.items()]
-CODE = re.compile(r"`[^`]*`")  # names of code in prose may be what they are
+PATTERNS = [
+    (re.compile(rf"\b(?:{words})\b", re.IGNORECASE), better) for words, better in INSTEAD.items()
+]
+# names of code in prose may be what they are
+CODE = re.compile(r"`[^`]*`")
 EXEMPT = {"docs/glossary.md", "docs/words.py", "docs/op_coverage.md"}
 
 

@@ -31,12 +31,18 @@ PLANS = {
 }
 WAYS = (2, 4)
 HOW = (
-    "Each architecture has a tiny configuration in float64. `verify` runs the plan on simulated ranks of one process; "
-    "then the plan is applied on so many gloo ranks, with other weights and other tokens, and logits, loss, the "
-    "gradients of all parameters and the tokens of greedy decoding are compared with one process. A cell has the share "
-    "of all bytes of parameters that a rank holds, on 2 and on 4 ranks, where all is right; **wrong**, where the ranks "
-    "compute something else; *refused*, where `verify` (transformers: an error) says so before; nothing, where the "
-    "model has no plan. Models are made in memory, not loaded from files: that transformers refuses tied heads here "
+    "Each architecture has a tiny configuration in float64. `verify` runs the plan on simulated "
+    "ranks of one process; "
+    "then the plan is applied on so many gloo ranks, with other weights and other tokens, and "
+    "logits, loss, the "
+    "gradients of all parameters and the tokens of greedy decoding are compared with one process. "
+    "A cell has the share "
+    "of all bytes of parameters that a rank holds, on 2 and on 4 ranks, where all is right; "
+    "**wrong**, where the ranks "
+    "compute something else; *refused*, where `verify` (transformers: an error) says so before; "
+    "nothing, where the "
+    "model has no plan. Models are made in memory, not loaded from files: that transformers "
+    "refuses tied heads here "
     "(`KeyError`) may not happen when it loads them itself."
 )
 
@@ -76,13 +82,19 @@ def predictions(name: str) -> Iterator[tuple[Case, str, dict[str, str]]]:
         mesh, inputs = abstract_mesh((ways,), ("tp",)), inputs_of(name, 2, 6)
         if getattr(model, "tp_plan", None):
             entries = {
-                key: style for key, style in model.tp_plan.items() if not verify(model, {key: style}, mesh).unmatched
+                key: style
+                for key, style in model.tp_plan.items()
+                if not verify(model, {key: style}, mesh).unmatched
             }
             found = verify(model, entries, mesh, **inputs)
             yield Case(name, "own", ways), "fits" if found.proven else f"refuted: {found}", {}
             yield Case(name, "peer", ways), "fits", {}
         plan = auto_plan(model, mesh, **inputs)
-        said = "fits" if plan.proven_for else f"refuted: {next(iter(plan.dropped.values()), 'nothing to shard')}"
+        said = (
+            "fits"
+            if plan.proven_for
+            else f"refuted: {next(iter(plan.dropped.values()), 'nothing to shard')}"
+        )
         yield Case(name, "auto", ways, tuple(plan.items())), said, dict(plan.whole)
 
 
@@ -90,7 +102,10 @@ def sweep(name: str) -> dict[Case, Outcome]:
     """What became of every case of an architecture."""
     said = [*predictions(name)]
     happened = run_cases(verdict, [case for case, _, _ in said], patience=90.0)
-    return {case: Outcome(text, real, whole) for (case, text, whole), real in zip(said, happened, strict=True)}
+    return {
+        case: Outcome(text, real, whole)
+        for (case, text, whole), real in zip(said, happened, strict=True)
+    }
 
 
 def page(outcomes: dict[Case, Outcome]) -> str:
@@ -110,7 +125,10 @@ def page(outcomes: dict[Case, Outcome]) -> str:
         "|---" * (len(PLANS) + 1) + "|",
     ]
     for name in names:
-        cells = [[o.cell for c, o in outcomes.items() if (c.name, c.plan) == (name, plan)] for plan in PLANS]
+        cells = [
+            [o.cell for c, o in outcomes.items() if (c.name, c.plan) == (name, plan)]
+            for plan in PLANS
+        ]
         lines.append(f"| {name} | {' | '.join(', '.join(cell) for cell in cells)} |")
     lines += ["", "## Refused or wrong", ""]
     for case, outcome in outcomes.items():
@@ -149,20 +167,31 @@ def _line(text: str, most: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="architectures whose name contains this; no page is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="architectures whose name contains this; no page is written"
+    )
     options = parser.parse_args()
     outcomes: dict[Case, Outcome] = {}
     for name in ARCHITECTURES:
         if options.only in name:
             found = sweep(name)
-            print(name, {f"{case.plan}{case.ways}": each.cell for case, each in found.items()}, flush=True)
+            print(
+                name,
+                {f"{case.plan}{case.ways}": each.cell for case, each in found.items()},
+                flush=True,
+            )
             outcomes |= found
             if not options.only:
                 (ROOT / "docs" / "architectures.md").write_text(page(outcomes))
     for case, outcome in outcomes.items():
         if outcome.name != "right":
-            print(f"{case.name} {case.plan} {case.ways}: {outcome.said[:600]}\n    ranks: {outcome.happened}")
+            print(
+                f"{case.name} {case.plan} {case.ways}: {outcome.said[:600]}\n    ranks: "
+                f"{outcome.happened}"
+            )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal_mesh import init_device_mesh
-from shoal_tp_styles import ParallelStyle, UnmatchedPlanWarning, parallelize_module, unparallelize_module
+from shoal_tp_styles import (
+    ParallelStyle,
+    UnmatchedPlanWarning,
+    parallelize_module,
+    unparallelize_module,
+)
 
 __all__ = ["ARCHITECTURES", "Case", "build", "inputs_of", "verdict"]
 
@@ -30,7 +35,9 @@ CAUSAL = """
 MASKED = """
     albert bert camembert deberta-v2 distilbert electra ernie esm modernbert mpnet nystromformer roberta roformer
 """
-SEQUENCE_TO_SEQUENCE = "bart blenderbot longt5 m2m_100 marian mbart mt5 pegasus plbart switch_transformers t5 umt5"
+SEQUENCE_TO_SEQUENCE = (
+    "bart blenderbot longt5 m2m_100 marian mbart mt5 pegasus plbart switch_transformers t5 umt5"
+)
 SEQUENCE_TO_SEQUENCE += " mvp nllb-moe"
 ARCHITECTURES = {
     **dict.fromkeys(CAUSAL.split(), "AutoModelForCausalLM"),
@@ -40,16 +47,44 @@ ARCHITECTURES = {
 }
 """Names of architectures, with the class that builds a model of one."""
 
-WIDTH, INNER, HEADS, VOCABULARY = 32, 48, 8, 67  # the vocabulary is uneven on two and on four ranks
+# the vocabulary is uneven on two and on four ranks
+WIDTH, INNER, HEADS, VOCABULARY = 32, 48, 8, 67
 # Configurations call the same size by many names; each gets those that it has.
 SIZES = {
-    **dict.fromkeys(("hidden_size", "embedding_size", "d_model", "dim", "word_embed_proj_dim"), WIDTH),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner"), INNER),
+    **dict.fromkeys(
+        ("hidden_size", "embedding_size", "d_model", "dim", "word_embed_proj_dim"), WIDTH
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner"),
+        INNER,
+    ),
     **dict.fromkeys(("dff", "hidden_dim", "ffn_hidden_size"), INNER),
-    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads"), HEADS),
-    **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads"),
+        HEADS,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "encoder_layers",
+            "decoder_layers",
+            "num_layers",
+            "num_decoder_layers",
+        ),
+        2,
+    ),
     **dict.fromkeys(("n_layer", "n_layers"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "rotary_dim", "num_experts", "num_local_experts", "num_key_value_heads"), 4),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "d_kv",
+            "rotary_dim",
+            "num_experts",
+            "num_local_experts",
+            "num_key_value_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
     "vocab_size": VOCABULARY,
     "moe_intermediate_size": 16,
@@ -58,15 +93,39 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_LATENT |= {"head_dim": 4, "num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "n_routed_experts": 4}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_LATENT |= {
+    "head_dim": 4,
+    "num_key_value_heads": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+}
 _DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 4}
-_DELTA = {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+_DELTA = {
+    f"linear_{name}": 4
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-_SELECTIVE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_expand": 2}
+_SELECTIVE = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "marian": {"decoder_start_token_id": 0},
-    **{name: {"decoder_start_token_id": 0} for name in ("longt5", "mt5", "switch_transformers", "t5", "umt5")},
+    **{
+        name: {"decoder_start_token_id": 0}
+        for name in ("longt5", "mt5", "switch_transformers", "t5", "umt5")
+    },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT | _DENSE_FIRST),
     **dict.fromkeys(("glm4_moe_lite", "minicpm3", "longcat_flash"), _LATENT | _DENSE_FIRST),
     "dots1": _DENSE_FIRST,
@@ -74,10 +133,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA | _MIXED,
     "bailing_hybrid": _LATENT | _MIXED | _DENSE_FIRST,
     "kimi_linear": _LATENT | _MIXED | _DENSE_FIRST | {"linear_head_dim": 4, "linear_num_heads": 8},
-    "granitemoehybrid": _SELECTIVE | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
+    "granitemoehybrid": _SELECTIVE
+    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
     "falcon_h1": _SELECTIVE | {"mamba_d_ssm": 64},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_state": 8,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 1,
+        "expand": 2,
+        "chunk_size": 8,
+    },
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention"],
         "mamba_num_heads": 8,
@@ -87,9 +159,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "num_key_value_heads": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "hidden_size": WIDTH, "intermediate_size": INNER},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "num_key_value_heads": 4,
+    },
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 8,
@@ -116,7 +201,8 @@ class Case:
 
     Attributes:
         name: of the architecture.
-        plan: `own` (its `tp_plan`), `auto` (`auto_plan` with inputs), or `peer` (its `tp_plan`, by transformers).
+        plan: `own` (its `tp_plan`), `auto` (`auto_plan` with inputs), or `peer` (its `tp_plan`, by
+            transformers).
         ways: ranks along the axis, 2 or 4.
         entries: of the plan `auto`.
     """
@@ -135,11 +221,16 @@ def build(name: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     make = transformers.CONFIG_MAPPING[name]
     standard = make()
-    sizes = {key: size for key, size in SIZES.items() if hasattr(standard, key) and _is_field(standard, key)}
+    sizes = {
+        key: size
+        for key, size in SIZES.items()
+        if hasattr(standard, key) and _is_field(standard, key)
+    }
     config = make(**{**sizes, **SPECIAL.get(name, {})})
     torch.manual_seed(0)
     auto = getattr(transformers, ARCHITECTURES[name])
-    model: nn.Module = auto.from_config(config, experts_implementation="eager")  # grouped products take no float64
+    # grouped products take no float64
+    model: nn.Module = auto.from_config(config, experts_implementation="eager")
     return model.double().eval()
 
 
@@ -152,7 +243,10 @@ def inputs_of(name: str, batch: int, length: int) -> dict[str, Tensor]:
     """Tokens (or sounds) and labels."""
     tokens = torch.randint(3, VOCABULARY, (batch, length))
     if name == "whisper":
-        return {"input_features": torch.randn(batch, 8, 12, dtype=torch.double), "labels": tokens.roll(1, -1)}
+        return {
+            "input_features": torch.randn(batch, 8, 12, dtype=torch.double),
+            "labels": tokens.roll(1, -1),
+        }
     return {"input_ids": tokens, "labels": tokens.roll(1, -1)}
 
 
@@ -163,7 +257,8 @@ def verdict(case: Case) -> str:
     """
     single: Any = build(case.name)
     torch.manual_seed(1)
-    with torch.no_grad():  # other weights and tokens than those that `verify` saw, none of them zero
+    # other weights and tokens than those that `verify` saw, none of them zero
+    with torch.no_grad():
         for param in single.parameters():
             param.add_(torch.randn_like(param) * 0.1)
     inputs = inputs_of(case.name, 3, 7)
@@ -175,7 +270,8 @@ def verdict(case: Case) -> str:
         else:
             plan = dict(case.entries) if case.plan == "auto" else single.tp_plan
             mesh = _mesh(init_device_mesh, shape)["tp"]
-            with warnings.catch_warnings():  # plans name projections that a configuration may lack
+            # plans name projections that a configuration may lack
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UnmatchedPlanWarning)
                 parallelize_module(module, mesh, plan)
         share = sum(map(_held, module.parameters())) / sum(map(_held, single.parameters()))
@@ -188,7 +284,9 @@ def verdict(case: Case) -> str:
     expected.loss.backward()
     values = {"logits": (got.logits, expected.logits), "loss": (got.loss, expected.loss)}
     grads = _gradients(module if case.plan == "peer" else unparallelize_module(module))
-    values |= {f"gradient of {name}": (grads.get(name), grad) for name, grad in _gradients(single).items()}
+    values |= {
+        f"gradient of {name}": (grads.get(name), grad) for name, grad in _gradients(single).items()
+    }
     wrong = [name for name, pair in values.items() if not _same(*map(_global, pair))]
     if not torch.equal(tokens, _greedy(case.name, single, inputs)):
         wrong.insert(0, "greedy tokens")
@@ -219,7 +317,9 @@ def _greedy(name: str, model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
             logits = _global(model(**prompt).logits)
             assert logits is not None, "there are logits"
             return logits.argmax(-1)
-        tokens: Tensor = model.generate(**prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        tokens: Tensor = model.generate(
+            **prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False
+        )
     return tokens
 
 
@@ -234,7 +334,8 @@ def _gradients(model: nn.Module) -> Mapping[str, Tensor | None]:
 
 
 def _global(value: Tensor | None) -> Tensor | None:
-    return value.full_tensor() if value is not None and hasattr(value, "full_tensor") else value  # also torch's own
+    # also torch's own
+    return value.full_tensor() if value is not None and hasattr(value, "full_tensor") else value
 
 
 def _same(got: Tensor | None, expected: Tensor | None) -> bool:
@@ -242,5 +343,6 @@ def _same(got: Tensor | None, expected: Tensor | None) -> bool:
         return all(each is None or not each.any() for each in (got, expected))
     if got.shape != expected.shape:
         return False
-    # Some norms compute in float32, whatever the parameters are. A wrong plan is wrong in the first digits.
+    # Some norms compute in float32, whatever the parameters are. A wrong plan is wrong in the first
+    # digits.
     return float((got - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-10

@@ -1,6 +1,7 @@
 """Many cases on the ranks of the pool, in step, so that one that hangs or ends a rank costs itself and no other.
 
-A case is a picklable value; a verdict is one rank's text about it: empty if right, else `kind: ...`.
+A case is a picklable value; a verdict is one rank's text about it: empty if right, else `kind:
+...`.
 """
 
 from __future__ import annotations
@@ -24,24 +25,35 @@ __all__ = ["kind", "run_cases", "signature"]
 RANKS = 4
 
 
-def run_cases(verdict: Callable[[Any], str], cases: Sequence[Any], patience: float = 30.0) -> list[str]:
+def run_cases(
+    verdict: Callable[[Any], str], cases: Sequence[Any], patience: float = 30.0
+) -> list[str]:
     """What became of each case on four ranks of the pool.
 
-    Beyond what one rank says: `disagreement: ...` where the ranks say different things, or some are still at work when
-    others are done; `hang: ...` where none is done after `patience` seconds.
+    Beyond what one rank says: `disagreement: ...` where the ranks say different things, or some are
+    still at work when others are done; `hang: ...` where none is done after `patience` seconds.
     """
     found: list[str] = []
     while len(found) < len(cases):
         with tempfile.TemporaryDirectory() as folder:
             text = ""
             try:
-                rank_pool(RANKS).run(_run_many, verdict, list(cases[len(found) :]), folder, patience, timeout=None)
+                rank_pool(RANKS).run(
+                    _run_many, verdict, list(cases[len(found) :]), folder, patience, timeout=None
+                )
             except RankError as error:
                 text = "" if _Torn.__name__ in str(error) else str(error)
-                if text and "OutOfStep" not in text and not re.search(r"the process of rank .* ended", text):
+                if (
+                    text
+                    and "OutOfStep" not in text
+                    and not re.search(r"the process of rank .* ended", text)
+                ):
                     raise
             files = [Path(folder) / f"rank{rank}" for rank in range(RANKS)]
-            said = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
+            said = [
+                [json.loads(line) for line in f.read_text().splitlines()] if f.exists() else []
+                for f in files
+            ]
         found += [_agreed(answers) for answers in zip(*said, strict=False)]
         if text:
             found.append(_broken([answers[min(map(len, said)) :] for answers in said], text))
@@ -52,9 +64,12 @@ class _Torn(RuntimeError):
     """A case has torn the ranks' communicators, which the next one is not to get."""
 
 
-def _run_many(verdict: Callable[[Any], str], cases: Sequence[Any], folder: str, patience: float) -> None:
+def _run_many(
+    verdict: Callable[[Any], str], cases: Sequence[Any], folder: str, patience: float
+) -> None:
     """One rank's part: a line of JSON for each case as soon as it is done."""
-    importlib.import_module("torch._dynamo")  # optimizers import it at their first use, which takes seconds
+    # optimizers import it at their first use, which takes seconds
+    importlib.import_module("torch._dynamo")
     with open(f"{folder}/rank{torch.distributed.get_rank()}", "w") as done:
         for case in cases:
             with in_step(patience):
@@ -66,7 +81,9 @@ def _run_many(verdict: Callable[[Any], str], cases: Sequence[Any], folder: str, 
 
 def _agreed(answers: Sequence[str]) -> str:
     """What the ranks say of one case."""
-    kinds = {": ".join(answer.split(": ")[: 2 if kind(answer) == "refused" else 1]) for answer in answers}
+    kinds = {
+        ": ".join(answer.split(": ")[: 2 if kind(answer) == "refused" else 1]) for answer in answers
+    }
     torn = any("gloo/transport" in answer for answer in answers)  # messages of different sizes met
     if kinds <= {"", "wrong"}:  # some ranks hold right values
         return max(answers, key=len)
@@ -80,9 +97,14 @@ def _agreed(answers: Sequence[str]) -> str:
 def _broken(said: Sequence[Sequence[str]], text: str) -> str:
     """What became of a case at which the ranks stopped."""
     calls = re.findall(r'File "\S*/(shoal_\w+/\S+)", line (\d+) in (\w+)', text)
-    where = "; ".join(dict.fromkeys(f"{file}:{line} {name}" for file, line, name in calls[:40])) or text[-600:]
+    where = (
+        "; ".join(dict.fromkeys(f"{file}:{line} {name}" for file, line, name in calls[:40]))
+        or text[-600:]
+    )
     if any(said):
-        answers = "; ".join(f"rank {rank}: {each[0][:300] or 'right'}" for rank, each in enumerate(said) if each)
+        answers = "; ".join(
+            f"rank {rank}: {each[0][:300] or 'right'}" for rank, each in enumerate(said) if each
+        )
         return f"disagreement: {answers}; others were still at work: {where}"
     return f"hang: {where}"
 

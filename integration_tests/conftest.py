@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-for package in ("dtensor", "tp-styles"):  # random specs, for hunts and sweeps; small models
+# random specs, for hunts and sweeps; small models
+for package in ("dtensor", "tp-styles"):
     sys.path.insert(0, str(ROOT / "packages" / package / "tests" / "support"))
 sys.path.append(str(ROOT / "docs" / "examples"))  # the Llama
 
@@ -40,7 +41,9 @@ def found_layers() -> tuple[Layer, ...]:
     """The packages, bottom to top, with the layers below as each declares them."""
     layers = []
     for path in sorted((ROOT / "packages").glob("*/pyproject.toml")):
-        needed = (text.split()[0] for text in tomllib.loads(path.read_text())["project"]["dependencies"])
+        needed = (
+            text.split()[0] for text in tomllib.loads(path.read_text())["project"]["dependencies"]
+        )
         below = tuple(name.replace("-", "_") for name in needed if name.startswith("shoal-"))
         layers.append(Layer(path.parent.name, f"shoal_{path.parent.name.replace('-', '_')}", below))
     return tuple(sorted(layers, key=lambda layer: len(layer.below)))

@@ -1,12 +1,14 @@
 """Training that goes on while ranks are killed: survivors go on in the same processes, newcomers join them.
 
-    python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--torchrun] [--minutes M] [--plot FILE]
+    python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--torchrun] [--minutes
+    M] [--plot FILE]
 
-Every run trains one model on one sequence of global batches. Processes kill themselves at random steps, anywhere in the
-step. The others form a smaller world in place, make a mesh over it, take over what they still hold, and read the last
-checkpoint only where shards are lost. Once three of four are gone, three new processes start and are let in; with
-`--torchrun` each process has an agent of torchrun's, which starts it again whenever it is killed. With `--minutes`,
-runs follow one another; memory, descriptors and threads go to a plot.
+Every run trains one model on one sequence of global batches. Processes kill themselves at random
+steps, anywhere in the step. The others form a smaller world in place, make a mesh over it, take
+over what they still hold, and read the last checkpoint only where shards are lost. Once three of
+four are gone, three new processes start and are let in; with `--torchrun` each process has an agent
+of torchrun's, which starts it again whenever it is killed. With `--minutes`, runs follow one
+another; memory, descriptors and threads go to a plot.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the optimizer needs it: processes that are started find it imported
+
+# the optimizer needs it: processes that are started find it imported
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
@@ -42,8 +46,14 @@ from shoal_mesh.local_ranks.pool import RankPool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 MESHES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2)}
-ROWS, WIDTH = 12, 8  # rows divide by every data-parallel size
-MOMENTS = ("before the forward pass", "before the backward pass", "before the step", "before the save")
+# rows divide by every data-parallel size
+ROWS, WIDTH = 12, 8
+MOMENTS = (
+    "before the forward pass",
+    "before the backward pass",
+    "before the step",
+    "before the save",
+)
 WAYS: dict[str, Any] = {"replicate": replicate, "fully_shard": fully_shard}
 
 
@@ -115,7 +125,11 @@ class Trainer:
     def die(self, step: int, moment: str) -> None:
         """Kill this process, if that is planned and has not happened yet."""
         for number, kill in enumerate(self.job.kills):
-            planned = (kill.step, kill.moment, kill.rank % dist.get_world_size()) == (step, moment, dist.get_rank())
+            planned = (kill.step, kill.moment, kill.rank % dist.get_world_size()) == (
+                step,
+                moment,
+                dist.get_rank(),
+            )
             if planned and self.store.add(f"kill/{number}", 1) == 1:
                 with Path(self.job.folder, "killed").open("a") as file:
                     file.write(f"{self.world.round} {time.time()}\n")
@@ -138,18 +152,29 @@ class Trainer:
             if done is None:
                 done, source = checkpoints.load(state), "checkpoint"
             if done is not None:
-                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                set_state_dict(
+                    model,
+                    optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
                 self.held.keep(done, state)
-            self.log("worlds", dist.get_world_size(), source if done is not None else "nothing", *usage())
+            self.log(
+                "worlds", dist.get_world_size(), source if done is not None else "nothing", *usage()
+            )
             for step in range(0 if done is None else done + 1, self.job.steps):
                 time.sleep(self.job.pause)
                 self.world.admit()
                 self.step(step, mesh, model, optimizer, checkpoints)
 
-    def step(self, step: int, mesh: DeviceMesh, model: Any, optimizer: Any, checkpoints: Checkpointer) -> None:
+    def step(
+        self, step: int, mesh: DeviceMesh, model: Any, optimizer: Any, checkpoints: Checkpointer
+    ) -> None:
         """One step; every second one is saved."""
         ranks = mesh.size(0)
-        batch = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(
+            ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+        )
         rows = batch.chunk(ranks)[mesh.get_local_rank("dp")]
         self.die(step, MOMENTS[0])
         optimizer.zero_grad()
@@ -157,7 +182,8 @@ class Trainer:
         self.die(step, MOMENTS[1])
         loss.backward()
         self.die(step, MOMENTS[2])
-        total = all_reduce(loss.detach(), mesh.comm(("dp", "tp"))).item() / mesh.size()  # all update, or none does
+        # all update, or none does
+        total = all_reduce(loss.detach(), mesh.comm(("dp", "tp"))).item() / mesh.size()
         self.log("losses", time.time(), step, total.hex())
         self.held.forget()
         optimizer.step()
@@ -205,20 +231,38 @@ def under_torchrun(job: Job) -> None:
     """One process with an agent of its own, which starts it again after each of its ends but the last."""
     path = Path(job.folder, "job.json")
     path.write_text(json.dumps(asdict(job)))
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--monitor-interval=0.1"]
-    rank = [f"--max-restarts={len(job.kills)}", "-m", "integration_tests.elastic", "--job", str(path)]
-    subprocess.run([sys.executable, *agent, *rank], check=True, cwd=Path(__file__).parents[1], timeout=900)
+    agent = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--monitor-interval=0.1",
+    ]
+    rank = [
+        f"--max-restarts={len(job.kills)}",
+        "-m",
+        "integration_tests.elastic",
+        "--job",
+        str(path),
+    ]
+    subprocess.run(
+        [sys.executable, *agent, *rank], check=True, cwd=Path(__file__).parents[1], timeout=900
+    )
 
 
 def run(
-    folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "replicate", torchrun: bool = False
+    folder: str,
+    steps: int,
+    kills: tuple[Kill, ...] = (),
+    data: str = "replicate",
+    torchrun: bool = False,
 ) -> Outcome:
     """Train to the end: four processes, and as many new ones as are needed.
 
     Args:
         folder, steps, kills, data: see `Job`.
-        torchrun: whether agents of torchrun's start a process again when it has ended; otherwise three new ones start
-            whenever three are gone and the others go on.
+        torchrun: whether agents of torchrun's start a process again when it has ended; otherwise
+            three new ones start whenever three are gone and the others go on.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job, outcome = Job(folder, store.port, steps, kills, data, 0.5 if torchrun else 0.0), Outcome()
@@ -239,8 +283,12 @@ def run(
     while any(thread.is_alive() for thread in threads):
         time.sleep(0.05)
         worlds = read(folder, "worlds")
-        outcome.usage += [(time.time(), *usage(), *map(float, world[3:])) for world in worlds[len(outcome.usage) :]]
-        # Newcomers that start while the last survivor still learns of the loss might be let into its next world.
+        outcome.usage += [
+            (time.time(), *usage(), *map(float, world[3:]))
+            for world in worlds[len(outcome.usage) :]
+        ]
+        # Newcomers that start while the last survivor still learns of the loss might be let into
+        # its next world.
         killed = read(folder, "killed")
         if len(gone) >= unseen + 3 and int(worlds[-1][0]) > int(killed[unseen + 2][0]):
             unseen += 3
@@ -279,7 +327,10 @@ def soak(minutes: float, steps: int, kills: int) -> list[tuple[float, ...]]:
         pauses += outcome.pauses
         sources.update(source for _, source in outcome.worlds)
         spent = f"{min(pauses):.1f} to {max(pauses):.1f} s from a kill to a loss"
-        print(f"{seed} runs, {seed * kills} kills, worlds with state from {dict(sources)}, {spent}", flush=True)
+        print(
+            f"{seed} runs, {seed * kills} kills, worlds with state from {dict(sources)}, {spent}",
+            flush=True,
+        )
     print("every loss as in the undisturbed run")
     return points
 
@@ -294,9 +345,15 @@ def compare(losses: dict[int, float], undisturbed: dict[int, float]) -> float:
 
 def plot(points: list[tuple[float, ...]], path: Path) -> None:
     """Write six curves over time as an SVG picture, each scaled from 0 to its largest value."""
-    titles = [f"{what} of {whose}" for whose in ("launcher", "rank 0") for what in ("MiB", "descriptors", "threads")]
+    titles = [
+        f"{what} of {whose}"
+        for whose in ("launcher", "rank 0")
+        for what in ("MiB", "descriptors", "threads")
+    ]
     span, parts = max(points[-1][0] - points[0][0], 1e-9), []
-    for row, (title, values) in enumerate(zip(titles, list(zip(*points, strict=True))[1:], strict=True)):
+    for row, (title, values) in enumerate(
+        zip(titles, list(zip(*points, strict=True))[1:], strict=True)
+    ):
         top, low = 90 * row, max(*values, 1)
         line = " ".join(
             f"{10 + 580 * (at[0] - points[0][0]) / span:.1f},{top + 85 - 60 * value / low:.1f}"
@@ -307,13 +364,16 @@ def plot(points: list[tuple[float, ...]], path: Path) -> None:
         print(said)
     style = "text{font:12px sans-serif} polyline{fill:none;stroke:steelblue}"
     path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="545"><style>{style}</style>{"".join(parts)}</svg>'
+        '<svg xmlns="http://www.w3.org/2000/svg" width="600" '
+        f'height="545"><style>{style}</style>{"".join(parts)}</svg>'
     )
 
 
 def main() -> None:
     """Print one disturbed run beside an undisturbed one, or soak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--data", choices=WAYS, default="replicate")
@@ -330,11 +390,20 @@ def main() -> None:
         return
     kills = planned(asked.steps, asked.kills, 0)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        undisturbed, disturbed = run(one, asked.steps), run(other, asked.steps, kills, asked.data, asked.torchrun)
+        undisturbed, disturbed = (
+            run(one, asked.steps),
+            run(other, asked.steps, kills, asked.data, asked.torchrun),
+        )
     worst = compare(disturbed.losses, undisturbed.losses)
-    print("worlds, and where their state came from:", *(f"{size} ({source})" for size, source in disturbed.worlds))
+    print(
+        "worlds, and where their state came from:",
+        *(f"{size} ({source})" for size, source in disturbed.worlds),
+    )
     print(f"largest difference of a loss to the undisturbed run: {worst:.1e}")
-    print("seconds from a kill until the next step has its loss:", *(f"{pause:.1f}" for pause in disturbed.pauses))
+    print(
+        "seconds from a kill until the next step has its loss:",
+        *(f"{pause:.1f}" for pause in disturbed.pauses),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What every rank sees when something goes wrong on one: runs faults on real ranks and writes docs/faults.md.
 
-`python integration_tests/fault_table.py` writes the page; with names of faults it prints their rows. Rank 1 of three is
-at fault, or rank 0 where the fault says so; the timeout of the process group is 4 seconds.
+`python integration_tests/fault_table.py` writes the page; with names of faults it prints their
+rows. Rank 1 of three is at fault, or rank 0 where the fault says so; the timeout of the process
+group is 4 seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # random operators and optimizers need it: ranks find it imported, so no fault waits for that
+
+# random operators and optimizers need it: ranks find it imported, so no fault waits for that
+import torch._dynamo
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, rand
@@ -39,7 +42,8 @@ from shoal_mesh.local_ranks.pool import RankPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "faults.md"
 TIMEOUT = 4.0
-LIMIT = 10.0  # seconds within which every other rank has raised
+# seconds within which every other rank has raised
+LIMIT = 10.0
 Fault = Callable[[bool, Comm], object]
 
 
@@ -155,7 +159,8 @@ def _large_and_small(alone: bool, comm: Comm) -> object:
 
 def _expects_more(alone: bool, comm: Comm) -> object:
     all_to_all_v(torch.ones(6), comm, (2, 2, 2), (2, 2, 3) if alone else (2, 2, 2))
-    return all_reduce(torch.ones(1), comm)  # the others have what they expected, and hear of it here
+    # the others have what they expected, and hear of it here
+    return all_reduce(torch.ones(1), comm)
 
 
 SHARED: dict[str, Fault] = {
@@ -168,12 +173,16 @@ SHARED: dict[str, Fault] = {
     "is out of memory": _raising(MemoryError("12 GiB")),
     "is interrupted": _raising(KeyboardInterrupt()),
     "stays away": _stays_away,
-    "starts another collective": lambda alone, comm: (all_gather if alone else all_reduce)(torch.ones(8), comm),
+    "starts another collective": lambda alone, comm: (all_gather if alone else all_reduce)(
+        torch.ones(8), comm
+    ),
     "has another dtype": lambda alone, comm: all_reduce(
         torch.ones(8).to(torch.float64 if alone else torch.int32), comm
     ),
     "has another shape": lambda alone, comm: all_gather(torch.ones(6 if alone else 4), comm),
-    "has another reduction": lambda alone, comm: all_reduce(torch.ones(4), comm, "max" if alone else "sum"),
+    "has another reduction": lambda alone, comm: all_reduce(
+        torch.ones(4), comm, "max" if alone else "sum"
+    ),
     "has another root": lambda alone, comm: broadcast(torch.ones(4), comm, 2 if alone else 0),
     "expects another number of elements": _expects_more,
     "has another length above 1 MiB": lambda alone, comm: all_gather(
@@ -217,7 +226,11 @@ CASES += [(transport, "is killed (SIGKILL)", 0) for transport in ("shared memory
 
 def _seen(error: BaseException | None) -> dict[str, Any]:
     name = "nothing" if error is None else type(error).__name__
-    return {"error": name, "ranks": list(getattr(error, "ranks", ())), "text": "" if error is None else str(error)}
+    return {
+        "error": name,
+        "ranks": list(getattr(error, "ranks", ())),
+        "text": "" if error is None else str(error),
+    }
 
 
 def run_fault(transport: str, name: str, culprit: int, folder: str) -> None:
@@ -229,7 +242,8 @@ def run_fault(transport: str, name: str, culprit: int, folder: str) -> None:
     seen: dict[str, Any]
     start, seen = time.monotonic(), _seen(None)
     try:
-        all_reduce(torch.ones(1), comm)  # a rank that is late may hear of the fault in this one
+        # a rank that is late may hear of the fault in this one
+        all_reduce(torch.ones(1), comm)
         SHARED[name](rank == culprit, comm)
     except BaseException as error:
         seen = _seen(error)
@@ -238,7 +252,8 @@ def run_fault(transport: str, name: str, culprit: int, folder: str) -> None:
     finally:
         seen["seconds"] = time.monotonic() - start
         Path(folder, str(rank)).write_text(json.dumps(seen))
-    time.sleep(0.5)  # the others see the fault, not the end of this rank
+    # the others see the fault, not the end of this rank
+    time.sleep(0.5)
 
 
 def observed(transport: str, name: str, culprit: int) -> dict[int, dict[str, Any]]:
@@ -263,7 +278,11 @@ def row(transport: str, name: str, culprit: int) -> str:
     named = "yes" if seen and all(each["ranks"] == [culprit] for each in seen) else "no"
     if named == "no" and seen and all(mentions(str(each["text"]), culprit) for each in seen):
         named = "in the text"
-    text = " ".join(str(seen[0]["text"]).split())[:150].replace("|", "/") if seen else "the ranks ended"
+    text = (
+        " ".join(str(seen[0]["text"]).split())[:150].replace("|", "/")
+        if seen
+        else "the ranks ended"
+    )
     return f"| rank {culprit} {name} | {transport} | {len(seen)} of 2 | {errors} | {seconds:.1f} | {named} | {text} |"
 
 

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shoal_tp_styles
 from random_specs import draw_spec
-from shoal_dtensor import DTensor, Replicate, Shard, ShoalTensorError, distribute_module, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    ShoalTensorError,
+    distribute_module,
+    distribute_tensor,
+)
 from shoal_dtensor.errors import StyleError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.errors import MeshError
@@ -99,7 +106,9 @@ def samples(name: str, training: bool, most: int) -> list[Any]:
     """Up to so many samples of a module, the same on every rank."""
     torch.manual_seed(0)
     info = modules()[name]
-    made = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)
+    made = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
+    )
     found = list(islice(made, 120))
     return found[:: max(1, -(-len(found) // most))]
 
@@ -114,11 +123,16 @@ def optimizer_inputs(name: str) -> list[Any]:
 def verdict(case: ModuleCase | OptimizerCase) -> str:
     """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`."""
     warnings.simplefilter("ignore")
-    mesh_shape = MESHES[case.turn % 2] if isinstance(case, OptimizerCase) or case.route == "distribute" else MESHES[0]
+    mesh_shape = (
+        MESHES[case.turn % 2]
+        if isinstance(case, OptimizerCase) or case.route == "distribute"
+        else MESHES[0]
+    )
     mesh = init_device_mesh("cpu", mesh_shape)
     try:
         expected = _run(case, None)
-    except Exception as error:  # a sample that is for another device or dtype
+    except Exception as error:
+        # a sample that is for another device or dtype
         return f"void: {type(error).__name__}: {str(error)[:200]}"
     try:
         got = _run(case, mesh)
@@ -162,14 +176,18 @@ def _placer(case: Any, mesh: DeviceMesh) -> Place:
             return tensor
         spec = draw_spec(draw, mesh, tuple(tensor.shape), ops=(), ragged=0.2)
         made = distribute_tensor(
-            tensor.detach(), mesh, spec.placements, src_data_rank=None, shard_order=spec.shard_order or None
+            tensor.detach(),
+            mesh,
+            spec.placements,
+            src_data_rank=None,
+            shard_order=spec.shard_order or None,
         )
         return made.requires_grad_(tensor.requires_grad)
 
     return place
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 MOST = 6  # samples of an entry and mode
 
@@ -179,12 +197,17 @@ def _module_run(case: ModuleCase, mesh: DeviceMesh | None) -> dict[str, Any]:
     sample = samples(case.name, case.training, MOST)[case.sample]
     torch.manual_seed(1)
     args, kwargs = sample.constructor_input.args, sample.constructor_input.kwargs
-    module: Any = modules()[case.name].module_cls(*copy.deepcopy(args), **copy.deepcopy(kwargs)).double()
+    module: Any = (
+        modules()[case.name].module_cls(*copy.deepcopy(args), **copy.deepcopy(kwargs)).double()
+    )
     module.train(case.training)
-    forward = tree_map_only(Tensor, _fresh, (sample.forward_input.args, sample.forward_input.kwargs))
+    forward = tree_map_only(
+        Tensor, _fresh, (sample.forward_input.args, sample.forward_input.kwargs)
+    )
     if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters()):
         with torch.no_grad():
-            module(*forward[0], **forward[1])  # a lazy module takes its shapes from its first input
+            # a lazy module takes its shapes from its first input
+            module(*forward[0], **forward[1])
     if mesh is not None:
         if case.route == "distribute":
             place = _placer(case, mesh)
@@ -215,25 +238,32 @@ def _placed(name: str, module: nn.Module, mesh: DeviceMesh, place: Place) -> Non
         for key, tensor in table.items():
             if tensor is not None and not isinstance(tensor, DTensor):
                 made = place(tensor)
-                table[key] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                table[key] = (
+                    nn.Parameter(made, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else made
+                )
 
 
 def _styled(route: str, module: Any, forward: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
     """The module under a style, and inputs that it takes."""
     style = getattr(shoal_tp_styles, route)(**STYLES[route])
     module = parallelize_module(module, mesh, style)
-    if route in ("SequenceParallel", "ChannelParallel"):  # a plain input would be this rank's shard
+    # a plain input would be this rank's shard
+    if route in ("SequenceParallel", "ChannelParallel"):
         args, kwargs = forward
         name = None if args else next(iter(kwargs))
         first = args[0] if name is None else kwargs[name]
         dim = 0 if route == "SequenceParallel" else min(1, first.ndim - 1)
         placed = distribute_tensor(first.detach(), mesh, [Shard(dim)], src_data_rank=None)
         placed.requires_grad_(first.requires_grad)
-        forward = ((placed, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: placed})
+        forward = (
+            ((placed, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: placed})
+        )
     return module, forward
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 SHAPES = ((5, 3), (8,), (4, 6), (3, 3), (1, 7))
 
@@ -247,14 +277,22 @@ def _optimizer_run(case: OptimizerCase, mesh: DeviceMesh | None) -> dict[str, An
     place = _placer(case, mesh) if mesh is not None else _fresh
     parameters = [nn.Parameter(place(value)) for value in values]
     forms = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-    kwargs = copy.deepcopy(sample.kwargs) | (forms[case.form] if "foreach" in info.supported_impls else {})
+    kwargs = copy.deepcopy(sample.kwargs) | (
+        forms[case.form] if "foreach" in info.supported_impls else {}
+    )
     optimizer = info.optim_cls(parameters, **kwargs)
     goals = [torch.randn(value.shape, generator=generator, dtype=torch.float64) for value in values]
-    placed = [_like(goal, p) if isinstance(p, DTensor) else goal for goal, p in zip(goals, parameters, strict=True)]
+    placed = [
+        _like(goal, p) if isinstance(p, DTensor) else goal
+        for goal, p in zip(goals, parameters, strict=True)
+    ]
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss: Any = sum(((p - goal) ** 2 + (p - goal) ** 4).sum() for p, goal in zip(parameters, placed, strict=True))
+        loss: Any = sum(
+            ((p - goal) ** 2 + (p - goal) ** 4).sum()
+            for p, goal in zip(parameters, placed, strict=True)
+        )
         loss.backward()
         return loss
 
@@ -263,7 +301,9 @@ def _optimizer_run(case: OptimizerCase, mesh: DeviceMesh | None) -> dict[str, An
         optimizer.step(closure if info.step_requires_closure else None)
     seen: dict[str, Any] = {f"parameter {i}": p.detach() for i, p in enumerate(parameters)}
     for i, p in enumerate(parameters):
-        state = {key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor)}
+        state = {
+            key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor)
+        }
         seen |= {f"state {key} of {i}": value.detach() for key, value in state.items()}
     return seen
 

@@ -3,10 +3,11 @@
     python -m integration_tests.module_sweep                 # all of it; writes docs/module_coverage.md
     python -m integration_tests.module_sweep --only Norm     # entries whose name contains it, with what went wrong
 
-A module goes through `distribute_module` with random placements of its parameters, buffers and inputs, in training and
-in eval mode, and through `parallelize_module` with every style.  An optimizer steps DTensor parameters with random
-placements in each of its forms.  A case is right if outputs, gradients, buffers, parameters and states are, on every
-rank, those of the single device; otherwise it must be refused by a typed error, the same on all ranks.
+A module goes through `distribute_module` with random placements of its parameters, buffers and
+inputs, in training and in eval mode, and through `parallelize_module` with every style. An
+optimizer steps DTensor parameters with random placements in each of its forms. A case is right if
+outputs, gradients, buffers, parameters and states are, on every rank, those of the single device;
+otherwise it must be refused by a typed error, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from integration_tests.module_cases import (
 ROOT = Path(__file__).resolve().parent.parent
 FORMS = ("for-loop", "foreach", "fused")
 HOW = (
-    "The entries are those of torch's own databases of modules (`module_db`) and optimizers (`optim_db`), on four gloo "
-    "ranks as a mesh of 4 and of 2 x 2. A module goes through `distribute_module` with random placements (uneven, "
-    "ragged, with empty shards) of parameters, buffers and inputs, and through `parallelize_module` with each style; "
-    "an optimizer steps DTensor parameters three times. A case is right if outputs, gradients, buffers, parameters and "
-    "states are those of one device. A cell says how many of its cases are right; `-` is a style that does not know "
+    "The entries are those of torch's own databases of modules (`module_db`) and optimizers "
+    "(`optim_db`), on four gloo "
+    "ranks as a mesh of 4 and of 2 x 2. A module goes through `distribute_module` with random "
+    "placements (uneven, "
+    "ragged, with empty shards) of parameters, buffers and inputs, and through "
+    "`parallelize_module` with each style; "
+    "an optimizer steps DTensor parameters three times. A case is right if outputs, gradients, "
+    "buffers, parameters and "
+    "states are those of one device. A cell says how many of its cases are right; `-` is a style "
+    "that does not know "
     "the module (`UnsupportedModuleError`)."
 )
 Case = ModuleCase | OptimizerCase
@@ -47,15 +53,23 @@ Outcomes = dict[Case, str]
 def cases_of(name: str, *, most: int = MOST, turns: int = 2) -> Iterator[Case]:
     """The cases of an entry: at most so many samples with so many random placements each."""
     if name in optimizers():
-        forms = [form for form in FORMS if form == "for-loop" or form in optimizers()[name].supported_impls]
+        forms = [
+            form
+            for form in FORMS
+            if form == "for-loop" or form in optimizers()[name].supported_impls
+        ]
         for sample in range(min(most, len(optimizer_inputs(name)))):
-            yield from (OptimizerCase(name, sample, form, turn) for form in forms for turn in range(turns))
+            yield from (
+                OptimizerCase(name, sample, form, turn) for form in forms for turn in range(turns)
+            )
         return
     modes = (True, False) if modules()[name].train_and_eval_differ else (True,)
     for training in modes:
         count = min(most, len(samples(name, training, MOST)))
         for sample in range(count):
-            yield from (ModuleCase(name, training, sample, "distribute", turn) for turn in range(turns))
+            yield from (
+                ModuleCase(name, training, sample, "distribute", turn) for turn in range(turns)
+            )
         for sample in range(min(2, count)):
             yield from (ModuleCase(name, training, sample, style, 0) for style in STYLES)
 
@@ -72,13 +86,17 @@ def sweep(names: Sequence[str]) -> Outcomes:
 
 def bad(outcomes: Outcomes) -> Outcomes:
     """The cases that are neither right nor refused."""
-    return {case: outcome for case, outcome in outcomes.items() if kind(outcome) not in ("", "refused")}
+    return {
+        case: outcome for case, outcome in outcomes.items() if kind(outcome) not in ("", "refused")
+    }
 
 
 def page(outcomes: Outcomes) -> str:
     """docs/module_coverage.md."""
     counts = Counter(kind(outcome) or "right" for outcome in outcomes.values())
-    refused = Counter(outcome.split(": ")[1] for outcome in outcomes.values() if kind(outcome) == "refused")
+    refused = Counter(
+        outcome.split(": ")[1] for outcome in outcomes.values() if kind(outcome) == "refused"
+    )
     neither = counts.total() - counts["right"] - counts["refused"]
     reasons = ", ".join(f"{count} {name}" for name, count in refused.most_common())
     names = {case.name for case in outcomes}
@@ -87,12 +105,18 @@ def page(outcomes: Outcomes) -> str:
         "",
         f"Written by `nox -s module_sweep` with torch {torch.__version__}; do not edit. {HOW}",
         "",
-        f"**{counts['right']} of {counts.total()} cases right, {counts['refused']} refused by a typed error on all "
+        f"**{counts['right']} of {counts.total()} cases right, {counts['refused']} refused by a "
+        "typed error on all "
         f"ranks alike, {neither} neither.** Refusals: {reasons}.",
         "",
         "## Modules",
         "",
-        *_table(outcomes, "module", [name for name in modules() if name in names], ("distribute", *STYLES)),
+        *_table(
+            outcomes,
+            "module",
+            [name for name in modules() if name in names],
+            ("distribute", *STYLES),
+        ),
         "## Optimizers",
         "",
         *_table(outcomes, "optimizer", [name for name in optimizers() if name in names], FORMS),
@@ -103,8 +127,13 @@ def page(outcomes: Outcomes) -> str:
     return "\n".join(lines)
 
 
-def _table(outcomes: Outcomes, title: str, names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    lines = [f"| {title} | {' | '.join(columns)} | other refusals |", "|---" * (len(columns) + 2) + "|"]
+def _table(
+    outcomes: Outcomes, title: str, names: Sequence[str], columns: Sequence[str]
+) -> list[str]:
+    lines = [
+        f"| {title} | {' | '.join(columns)} | other refusals |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
     for name in names:
         row = {c: o for c, o in outcomes.items() if c.name == name}
         cells = [_cell([o for c, o in row.items() if _column(c) == column]) for column in columns]
@@ -128,8 +157,12 @@ def _cell(outcomes: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="entries whose name contains this; no page is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="entries whose name contains this; no page is written"
+    )
     options = parser.parse_args()
     outcomes = sweep([name for name in (*modules(), *optimizers()) if options.only in name])
     for case, outcome in bad(outcomes).items():

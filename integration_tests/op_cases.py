@@ -1,10 +1,11 @@
 """What one rank does in the operator sweep: the samples of a part, the cases in step with the other ranks.
 
-A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2 x 2 ranks.  Its
-verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions only, with values gathered or
-exchanged), `w` wrong, `f` an error, `i` a write that was refused, because it would have had to change how the
-written tensor is placed.  All ranks walk the same cases in step: after each case they meet, so that an error on some of
-them, while the others wait in a collective, costs this case and no other.
+A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2
+x 2 ranks. Its verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions
+only, with values gathered or exchanged), `w` wrong, `f` an error, `i` a write that was refused,
+because it would have had to change how the written tensor is placed. All ranks walk the same cases
+in step: after each case they meet, so that an error on some of them, while the others wait in a
+collective, costs this case and no other.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from integration_tests.op_verdicts import Sample, arguments_of, combinations_of,
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 _MEETINGS = count()  # of the ranks, after each case
-_LATE = 10.0  # seconds: all ranks do the same work, so that who is later than this waits for ever
-ENLARGED = 8  # instead of 5 elements in a dim, which four ranks cannot share evenly
+# seconds: all ranks do the same work, so that who is later than this waits for ever
+_LATE = 10.0
+# instead of 5 elements in a dim, which four ranks cannot share evenly
+ENLARGED = 8
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Part:
         samples: at most so many samples, evenly spread.
         cases: at least so many cases in all, by as many placements per sample as that takes.
         each: placements per sample.
-        every: not samples with some placements, but one sample with all combinations of its tensors' placements on the
-            mesh of one axis, the one that has most of them, up to this many.
+        every: not samples with some placements, but one sample with all combinations of its
+            tensors' placements on the mesh of one axis, the one that has most of them, up to this
+            many.
         start, stop: of the samples chosen, only these.
         skip: of their cases, not so many at the beginning.
     """
@@ -102,8 +106,13 @@ def _samples(name: str, variant: str, dtype: torch.dtype, enlarged: bool, limit:
     random.seed(0)
     needs_grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with _larger() if enlarged else _as_they_are():
-        # Not `sample_inputs`: that walks the whole call stack for every sample, looking for a test of torch's own.
-        return [s for s in islice(info.sample_inputs_func(info, "cpu", dtype, needs_grad), limit) if _dense(s)]
+        # Not `sample_inputs`: that walks the whole call stack for every sample, looking for a test
+        # of torch's own.
+        return [
+            s
+            for s in islice(info.sample_inputs_func(info, "cpu", dtype, needs_grad), limit)
+            if _dense(s)
+        ]
 
 
 def _dense(sample: Any) -> bool:
@@ -120,7 +129,11 @@ def _as_they_are() -> Iterator[None]:
 def _larger() -> Iterator[None]:
     """Inside the block, torch's constant for the size of a small dim is one that ranks can share evenly."""
     home = "torch.testing._internal."
-    modules = [m for n, m in sys.modules.items() if n.startswith((f"{home}common_methods", f"{home}opinfo"))]
+    modules = [
+        m
+        for n, m in sys.modules.items()
+        if n.startswith((f"{home}common_methods", f"{home}opinfo"))
+    ]
     having = [(m, m.S) for m in modules if isinstance(getattr(m, "S", None), int)]
     try:
         for module, _ in having:
@@ -132,7 +145,13 @@ def _larger() -> Iterator[None]:
 
 
 def sweep_part(
-    name: str, variant: str, part: Part, *, peer: bool = False, patience: float = 120.0, progress: str = ""
+    name: str,
+    variant: str,
+    part: Part,
+    *,
+    peer: bool = False,
+    patience: float = 120.0,
+    progress: str = "",
 ) -> Answer:
     """On a rank: the cases of a part of an entry.
 
@@ -141,14 +160,16 @@ def sweep_part(
         part: which cases.
         peer: test torch's own DTensor.
         patience: seconds for a case, after which the rank ends itself.
-        progress: a file in which rank 0 writes each case before it runs and its letter after it, a line a case, so that
-            they survive its end.
+        progress: a file in which rank 0 writes each case before it runs and its letter after it, a
+            line a case, so that they survive its end.
 
     Raises:
         OutOfStep: this rank has finished a case and the others have not for long.
     """
     warnings.simplefilter("ignore")
-    with open(progress if progress and torch.distributed.get_rank() == 0 else os.devnull, "w") as done:
+    with open(
+        progress if progress and torch.distributed.get_rank() == 0 else os.devnull, "w"
+    ) as done:
         return _walk(entry(name, variant), _system(peer), part, patience, done)
 
 
@@ -161,7 +182,9 @@ def _walk(info: Any, system: System, part: Part, patience: float, done: TextIO) 
     for number, sample in list(enumerate(chosen))[part.start : part.stop]:
         tried = Sample(system, info, sample, inplace=part.name == "inplace")
         seed = f"{info.name}.{info.variant_test_name}/{part.name}/{number}"
-        for mesh, placements in tried.every(part.every, seed) if part.every else tried.some(each, seed, number):
+        for mesh, placements in (
+            tried.every(part.every, seed) if part.every else tried.some(each, seed, number)
+        ):
             walked += 1
             if walked <= part.skip:
                 continue
@@ -181,7 +204,8 @@ def _chosen(info: Any, system: System, part: Part) -> list[Any]:
     limit = sys.maxsize if part.every or part.samples == sys.maxsize else 4 * part.samples
     try:
         found = _samples(info.name, info.variant_test_name, dtype, part.name == "even", limit)
-    except Exception:  # torch's sample functions with other sizes than they were written for
+    except Exception:
+        # torch's sample functions with other sizes than they were written for
         if part.name != "even":
             raise
         return []
@@ -207,6 +231,8 @@ def in_step(patience: float) -> Iterator[None]:
     try:
         store.wait([f"case{meeting}.done"], timedelta(seconds=_LATE))
     except torch.distributed.DistStoreError:
-        raise OutOfStep(f"this rank had finished the case; others had not {_LATE:g} s later") from None
+        raise OutOfStep(
+            f"this rank had finished the case; others had not {_LATE:g} s later"
+        ) from None
     finally:
         faulthandler.cancel_dump_traceback_later()

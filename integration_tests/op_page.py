@@ -9,15 +9,22 @@ from dataclasses import dataclass, field
 import torch
 
 HOW = (
-    "The entries are those of torch's own operator database (`op_db`). For each: all samples in the widest dtype, with "
-    "at least 24 cases together; one sample with every combination of its tensors' placements on one axis, up to 128; "
-    "at most two samples with sizes that divide evenly, two of the in-place form, one in each other dtype; on four "
-    "gloo ranks as a mesh of 4 and of 2 x 2. A case places each tensor as one of: replicated, sharded along any dim "
-    "(evenly or not, with empty shards), sharded raggedly, partial. It is right if outputs and gradients of all inputs "
-    "are, on every rank, those of a single device. Lists of positions that torch reads on the host before any dispatch "
+    "The entries are those of torch's own operator database (`op_db`). For each: all samples in "
+    "the widest dtype, with "
+    "at least 24 cases together; one sample with every combination of its tensors' placements on "
+    "one axis, up to 128; "
+    "at most two samples with sizes that divide evenly, two of the in-place form, one in each "
+    "other dtype; on four "
+    "gloo ranks as a mesh of 4 and of 2 x 2. A case places each tensor as one of: replicated, "
+    "sharded along any dim "
+    "(evenly or not, with empty shards), sharded raggedly, partial. It is right if outputs and "
+    "gradients of all inputs "
+    "are, on every rank, those of a single device. Lists of positions that torch reads on the host "
+    "before any dispatch "
     "(the second argument of `tensor_split`) stay plain tensors."
 )
-# Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all others.
+# Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all
+# others.
 IMPOSSIBLE: dict[str, str] = {}
 
 
@@ -73,8 +80,10 @@ def described(results: Sequence[Result]) -> str:
     good, counts = sum(r.good for r in tried), total(tried)
     cases = counts.total() - counts["i"]
     return (
-        f"{good} of {len(tried)} entries right in every case ({_percent(good, len(tried))}); {_right(counts)} of "
-        f"{cases} cases right ({_percent(_right(counts), cases)}), {counts['w']} wrong, {counts['f']} raised an "
+        f"{good} of {len(tried)} entries right in every case ({_percent(good, len(tried))}); "
+        f"{_right(counts)} of "
+        f"{cases} cases right ({_percent(_right(counts), cases)}), {counts['w']} wrong, "
+        f"{counts['f']} raised an "
         "error, hung or crashed"
     )
 
@@ -84,31 +93,43 @@ def moved(results: Sequence[Result]) -> str:
     counts = total(results)
     right = _right(counts)
     return (
-        f"Of the right cases, {_percent(counts['l'], right)} ran no collective in forward and backward, "
-        f"{_percent(counts['r'], right)} only reductions, {_percent(counts['g'], right)} gathered or exchanged values"
+        f"Of the right cases, {_percent(counts['l'], right)} ran no collective in forward and "
+        "backward, "
+        f"{_percent(counts['r'], right)} only reductions, {_percent(counts['g'], right)} gathered "
+        "or exchanged values"
     )
 
 
-def page(results: Sequence[Result], sample: Sequence[Result], peer: Sequence[Result], code: str) -> str:
+def page(
+    results: Sequence[Result], sample: Sequence[Result], peer: Sequence[Result], code: str
+) -> str:
     """docs/op_coverage.md.
 
     Args:
         code: the state of the code for which the page is written.
         results: of the whole sweep.
-        sample, peer: of a sample of its cases, and of the same sample on torch's own DTensor; empty if there is none.
+        sample, peer: of a sample of its cases, and of the same sample on torch's own DTensor; empty
+            if there is none.
     """
     minutes = sum(r.seconds for r in results) / 60
     older = sum(r.code != code for r in results)
-    state = f"all on the sources with digest {code}" if not older else f"{older} on sources before those of {code}"
+    state = (
+        f"all on the sources with digest {code}"
+        if not older
+        else f"{older} on sources before those of {code}"
+    )
     lines = [
         "# Operator coverage",
         "",
         f"Written by `nox -s op_sweep` with torch {torch.__version__}; do not edit. {HOW}",
         "",
-        f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and `-- --share 2/2` side "
-        f"by side take less, and `nox -s op_sweep` then writes the page from both. Of {len(results)} entries, {state}.",
+        f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and "
+        "`-- --share 2/2` side "
+        "by side take less, and `nox -s op_sweep` then writes the page from both. Of "
+        f"{len(results)} entries, {state}.",
         "",
-        f"**shoal:** {described(results)}. {total(results)['i']} more in-place writes were refused with an "
+        f"**shoal:** {described(results)}. {total(results)['i']} more in-place writes were refused "
+        "with an "
         "`InPlaceError`, "
         "because they would have had to change the layout of the written tensor.",
         "",
@@ -126,7 +147,9 @@ def page(results: Sequence[Result], sample: Sequence[Result], peer: Sequence[Res
         c = r.counts()
         lines.append(f"| {r.name} | {r.samples} | {_right(c)} | {c['l']} | {c['r']} | {c['g']} |")
     skipped = ", ".join(r.name for r in results if not r.tried)
-    return "\n".join([*lines, "", f"Without a dense tensor among the inputs, or not on CPU: {skipped}.", ""])
+    return "\n".join(
+        [*lines, "", f"Without a dense tensor among the inputs, or not on CPU: {skipped}.", ""]
+    )
 
 
 def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
@@ -134,9 +157,12 @@ def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
     return [
         "## Beside torch's own DTensor",
         "",
-        "A sample of the cases, on both (`nox -s op_sweep -- --sample`, and with `--peer`): at most three samples with "
-        "at least nine cases, one of even sizes, one in place. torch has no ragged shards, so its cases have none; its "
-        "refusals to write in place count as shoal's do; an error on some ranks while the others wait counts as one "
+        "A sample of the cases, on both (`nox -s op_sweep -- --sample`, and with `--peer`): at "
+        "most three samples with "
+        "at least nine cases, one of even sizes, one in place. torch has no ragged shards, so its "
+        "cases have none; its "
+        "refusals to write in place count as shoal's do; an error on some ranks while the others "
+        "wait counts as one "
         "failed case, and after four of these the rest of a part is left out.",
         "",
         f"**shoal:** {described(sample)}. {moved(sample)}.",
@@ -160,7 +186,12 @@ def _by_part(results: Sequence[Result], peer: Sequence[Result]) -> list[str]:
             parts = [c for r in found if (c := r.counts(part))]
             counts = sum(parts, Counter[str]())
             right = sum(not c["w"] and not c["f"] for c in parts)
-            row += [str(len(parts)), str(right), str(counts.total() - counts["i"]), str(_right(counts))]
+            row += [
+                str(len(parts)),
+                str(right),
+                str(counts.total() - counts["i"]),
+                str(_right(counts)),
+            ]
         lines.append("| " + " | ".join(row) + " |")
     return [*lines, ""]
 
@@ -177,7 +208,9 @@ def _not_right(results: Sequence[Result]) -> list[str]:
     lines += ["|---|---|---|---|---|"]
     for r in bad:
         c = r.counts()
-        first = " ".join(r.notes[0].split())[:200].replace("|", "/").replace("`", "") if r.notes else ""
+        first = (
+            " ".join(r.notes[0].split())[:200].replace("|", "/").replace("`", "") if r.notes else ""
+        )
         why = IMPOSSIBLE.get(r.name, f"`{first}`")
         lines.append(f"| {r.name} | {_right(c)} | {c['w']} | {c['f']} | {why} |")
     return [*lines, ""]

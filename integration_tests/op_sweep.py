@@ -6,12 +6,13 @@
     python -m integration_tests.op_sweep --sample             # a seventh of the cases
     python -m integration_tests.op_sweep --sample --peer      # the same on torch's own DTensor, for the page
 
-For every entry: all samples, in the widest dtype; one of them with every combination of placements; samples of even
-sizes; the in-place form; every other dtype that it takes.  Tensors are replicated, sharded along any dim (the samples'
-sizes make most shardings uneven, many with empty shards), sharded raggedly, or partial, on a mesh of 4 and of 2 x 2
-ranks.  A case is right if the outputs and the gradients of all inputs are, on every rank, those of the single device.
-What is
-done is kept in `out/`: a sweep that was stopped goes on where it was, and shares that ran side by side make one sweep.
+For every entry: all samples, in the widest dtype; one of them with every combination of placements;
+samples of even sizes; the in-place form; every other dtype that it takes. Tensors are replicated,
+sharded along any dim (the samples' sizes make most shardings uneven, many with empty shards),
+sharded raggedly, or partial, on a mesh of 4 and of 2 x 2 ranks. A case is right if the outputs and
+the gradients of all inputs are, on every rank, those of the single device. What is done is kept in
+`out/`: a sweep that was stopped goes on where it was, and shares that ran side by side make one
+sweep.
 """
 
 from __future__ import annotations
@@ -34,10 +35,22 @@ from integration_tests.op_systems import RANKS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out"
-FURTHER = ("float32", "bfloat16", "float16", "complex128", "complex64", "int64", "int32", "uint8", "bool")
+FURTHER = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "complex128",
+    "complex64",
+    "int64",
+    "int32",
+    "uint8",
+    "bool",
+)
 CHUNK = 24  # samples per job
-GIVEN_UP = 4  # hangs or crashes, after which the rest of a part is left out
-ORDER = "lrgiwf"  # verdicts from good to bad: a case is as bad as on its worst rank
+# hangs or crashes, after which the rest of a part is left out
+GIVEN_UP = 4
+# verdicts from good to bad: a case is as bad as on its worst rank
+ORDER = "lrgiwf"
 
 
 def parts_of(sample: bool) -> list[Part]:
@@ -75,7 +88,9 @@ def _sweep_part(info: Any, part: Part, peer: bool, patience: float, result: Resu
     begin = skip = ended = 0
     letters = ""
     while ended < GIVEN_UP:
-        answer = _run(info, replace(part, start=begin, stop=begin + CHUNK, skip=skip), peer, patience)
+        answer = _run(
+            info, replace(part, start=begin, stop=begin + CHUNK, skip=skip), peer, patience
+        )
         letters += answer.letters
         result.notes += answer.notes[: 8 - len(result.notes)]
         if answer.samples < 0:
@@ -118,7 +133,9 @@ def together(answers: Sequence[Answer]) -> Answer:
     lengths = {len(a.letters) for a in answers}
     if len(lengths) > 1:
         return Answer(answers[0].samples, "f", [f"the ranks tried {sorted(lengths)} cases"])
-    letters = "".join(max(case, key=ORDER.index) for case in zip(*(a.letters for a in answers), strict=True))
+    letters = "".join(
+        max(case, key=ORDER.index) for case in zip(*(a.letters for a in answers), strict=True)
+    )
     return Answer(answers[0].samples, letters, max(answers, key=lambda a: len(a.notes)).notes)
 
 
@@ -140,7 +157,9 @@ def stored(peer: bool, sample: bool) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for file in sorted(OUT.glob(f"{_stem(peer, sample)}*.jsonl")):
         lines = file.read_text().splitlines()
-        if file.stem.partition(".")[0] == _stem(peer, sample) and json.loads(lines[0]) == _settings(sample):
+        if file.stem.partition(".")[0] == _stem(peer, sample) and json.loads(lines[0]) == _settings(
+            sample
+        ):
             found |= {r["name"]: Result(**r) for r in map(json.loads, lines[1:])}
     return found
 
@@ -163,7 +182,8 @@ def sweep(options: argparse.Namespace, file: Path) -> Iterator[Result]:
         found = stored(options.peer, options.sample)
         known = {name: r for name, r in found.items() if r.good or not r.tried or r.code == code}
     if not options.only and not (
-        file.exists() and json.loads(file.read_text().partition("\n")[0]) == _settings(options.sample)
+        file.exists()
+        and json.loads(file.read_text().partition("\n")[0]) == _settings(options.sample)
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(_settings(options.sample)) + "\n")
@@ -173,7 +193,9 @@ def sweep(options: argparse.Namespace, file: Path) -> Iterator[Result]:
         variant = info.variant_test_name
         name = f"{info.name}{'.' + variant if variant else ''}"
         if name not in known:
-            known[name] = sweep_entry(info, parts_of(options.sample), peer=options.peer, patience=options.patience)
+            known[name] = sweep_entry(
+                info, parts_of(options.sample), peer=options.peer, patience=options.patience
+            )
             known[name].code = code
             if not options.only:
                 with file.open("a") as done:
@@ -184,18 +206,31 @@ def sweep(options: argparse.Namespace, file: Path) -> Iterator[Result]:
 
 
 def _report(result: Result) -> None:
-    print(f"{result.name}: {dict(result.counts())}, {', '.join(f'{k} {v}' for k, v in result.parts.items())[:300]}")
+    print(
+        f"{result.name}: {dict(result.counts())}, "
+        f"{', '.join(f'{k} {v}' for k, v in result.parts.items())[:300]}"
+    )
     for note in result.notes[:5]:
         print(f"    {note}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="operators whose name contains this; nothing is stored")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="operators whose name contains this; nothing is stored"
+    )
     parser.add_argument("--sample", action="store_true", help="a seventh of the cases")
     parser.add_argument("--peer", action="store_true", help="torch's own DTensor instead")
-    parser.add_argument("--share", default="", help="K/N: of the entries, every N-th from the K-th; no page is written")
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds after which a case hangs")
+    parser.add_argument(
+        "--share",
+        default="",
+        help="K/N: of the entries, every N-th from the K-th; no page is written",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds after which a case hangs"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print what is not right")
     options = parser.parse_args()
     share = f".share{options.share.replace('/', '-')}" if options.share else ""

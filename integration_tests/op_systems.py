@@ -1,7 +1,8 @@
 """The systems that the operator sweep can test: shoal, and torch's own DTensor as the peer.
 
-A system knows its meshes of 4 ranks, the placements to try for a tensor, how to place a tensor, and which collectives
-ran.  Both are asked the same questions; what only shoal has (ragged shards) is left out for the peer.
+A system knows its meshes of 4 ranks, the placements to try for a tensor, how to place a tensor, and
+which collectives ran. Both are asked the same questions; what only shoal has (ragged shards) is
+left out for the peer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from torch import Tensor
 
 RANKS = 4
 MESHES = ((4,), (2, 2))
-# A partial tensor is 2x on the first coordinate of an axis, -x on the second, zero elsewhere: an exact sum, and an
-# operator that is not linear cannot get away with working on the parts.  Over a second axis it is all on the first
-# coordinate: 4x - 2x - 2x + x is not exact in every order, and a minimum that is compared with itself shows it.
+# A partial tensor is 2x on the first coordinate of an axis, -x on the second, zero elsewhere: an
+# exact sum, and an operator that is not linear cannot get away with working on the parts.  Over a
+# second axis it is all on the first coordinate: 4x - 2x - 2x + x is not exact in every order, and a
+# minimum that is compared with itself shows it.
 WEIGHTS = (2, -1, 0, 0)
-FIRST_ALONE = (1, 0, 0, 0)  # over a second axis, and for values that are not finite
+# over a second axis, and for values that are not finite
+FIRST_ALONE = (1, 0, 0, 0)
 MOVING = ("all_gather", "all_to_all", "broadcast", "scatter", "send", "recv")
 
-# Tensors after so many are lists of positions that torch reads on the host, before any dispatch: they stay plain.
+# Tensors after so many are lists of positions that torch reads on the host, before any dispatch:
+# they stay plain.
 ON_HOST = {"tensor_split": 1}
 
 Placements = tuple[Any, ...]
@@ -63,7 +67,11 @@ class System:
         linear = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         key = (tensor.shape, linear, mesh)
         if key not in self.options_of:
-            single = [self.whole, *map(self.shard, range(tensor.ndim)), *([self.partial] if linear else [])]
+            single = [
+                self.whole,
+                *map(self.shard, range(tensor.ndim)),
+                *([self.partial] if linear else []),
+            ]
             found: list[Placements] = list(product(single, repeat=len(mesh)))
             for dim, n in enumerate(tensor.shape):
                 if n > 2 and self.ragged and len(mesh) == 1:
@@ -83,7 +91,10 @@ class System:
             alone = value if FIRST_ALONE[at] else torch.zeros_like(value)
             first = axis == partial[0]
             value = torch.where(value.isfinite(), value * WEIGHTS[at], alone) if first else alone
-        kept = [self.whole if axis in partial else placement for axis, placement in enumerate(placements)]
+        kept = [
+            self.whole if axis in partial else placement
+            for axis, placement in enumerate(placements)
+        ]
         made = self.make(value.clone(), self.mesh(mesh), kept, src_data_rank=None)
         if partial:
             made = self.as_partial(made, placements, tensor)
@@ -93,7 +104,12 @@ class System:
         """`made`, whose replicated axes that `placements` calls partial hold parts."""
         local = made.to_local()
         return self.kind.from_local(
-            local, made.device_mesh, placements, run_check=False, shape=like.shape, stride=like.contiguous().stride()
+            local,
+            made.device_mesh,
+            placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.contiguous().stride(),
         )
 
     def place_like(self, tensor: Tensor, model: Any) -> Any:
@@ -101,7 +117,9 @@ class System:
         if not isinstance(model, self.kind):
             return tensor
         placements = [self.whole if p.is_partial() else p for p in model.placements]
-        return self.make(tensor, model.device_mesh, placements, src_data_rank=None, **self.order_of(model))
+        return self.make(
+            tensor, model.device_mesh, placements, src_data_rank=None, **self.order_of(model)
+        )
 
     def order_of(self, model: Any) -> dict[str, Any]:
         """What `make` must be described besides the placements to place a tensor as `model` is."""
@@ -138,7 +156,11 @@ class Shoal(System):
         import shoal_dtensor
 
         self.kind, self.make = shoal_dtensor.DTensor, shoal_dtensor.distribute_tensor
-        self.shard, self.whole, self.partial = shoal_dtensor.Shard, shoal_dtensor.Replicate(), shoal_dtensor.Partial()
+        self.shard, self.whole, self.partial = (
+            shoal_dtensor.Shard,
+            shoal_dtensor.Replicate(),
+            shoal_dtensor.Partial(),
+        )
 
     def init_mesh(self, shape: tuple[int, ...]) -> Any:
         from shoal_mesh import init_device_mesh
@@ -164,7 +186,9 @@ class Shoal(System):
 
     def settled(self, got: Any) -> Any:
         if isinstance(got, self.kind) and got._spec.partials:
-            return got.redistribute(placements=[self.whole if p.is_partial() else p for p in got.placements])
+            return got.redistribute(
+                placements=[self.whole if p.is_partial() else p for p in got.placements]
+            )
         return got
 
     def part_of(self, expected: Tensor, got: Any) -> tuple[Tensor, Tensor]:

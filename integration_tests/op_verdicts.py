@@ -15,11 +15,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Results without meaning: only shapes are compared.
-UNDEFINED = ("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_")
-# Sorts that need not be stable: which of equal elements comes first is open, and with it which of them gets a gradient.
+UNDEFINED = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "empty_strided",
+    "empty_permuted",
+    "resize_",
+)
+# Sorts that need not be stable: which of equal elements comes first is open, and with it which of
+# them gets a gradient.
 TIES = ("sort", "msort")
 TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# In these, a sample may lose more digits by itself than the tolerance allows: then the widest dtype says how many.
+# In these, a sample may lose more digits by itself than the tolerance allows: then the widest dtype
+# says how many.
 WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
@@ -45,9 +55,15 @@ def combinations_of(system: System, info: Any, sample: Any) -> int:
 def writes(name: str) -> bool:
     """Whether the operator of an entry writes to arguments by its schema (running statistics, for one)."""
     packet = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
+    schemas = (
+        [getattr(packet, overload)._schema for overload in packet.overloads()]
+        if packet is not None
+        else []
+    )
     arguments = [a for schema in schemas if not schema.name.endswith("_") for a in schema.arguments]
-    return any(a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in arguments)
+    return any(
+        a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in arguments
+    )
 
 
 class _Run(NamedTuple):
@@ -71,8 +87,11 @@ class Sample:
         self.tensors = tensors_of(self.arguments)
         self.placed = len(placed_of(info, sample))  # how many of them are placed
         self.defined = sample.output_process_fn_grad
-        self.written: list[int] = []  # which tensors the call writes to: their values afterwards count as outputs
-        fresh = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.arguments)
+        # which tensors the call writes to: their values afterwards count as outputs
+        self.written: list[int] = []
+        fresh = tree_map_only(
+            Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.arguments
+        )
         versions = [t._version for t in tensors_of(fresh)]
         try:
             self.expected: _Run | None = self._run(fresh, None)
@@ -83,7 +102,9 @@ class Sample:
         if self.inplace and sample.broadcasts_input:
             self.expected = None
 
-    def every(self, limit: int, seed: str) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
+    def every(
+        self, limit: int, seed: str
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
         """All combinations of the tensors' placements on the mesh of one axis; of very many, `limit` of them."""
         options = [self.system.options(t, MESHES[0]) for t in self.tensors[: self.placed]]
         whole = prod(map(len, options)) if self.expected is not None else 0
@@ -94,16 +115,21 @@ class Sample:
                 places.append(option[at])
             yield MESHES[0], tuple(places)
 
-    def some(self, each: int, seed: str, number: int) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
+    def some(
+        self, each: int, seed: str, number: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
         """Meshes and placements for all tensors: all alike, one alone, any; always the same ones for a sample."""
         draw = random.Random(seed)
         if self.expected is None:
             return
-        flat = each - (each + number % 3) // 3  # two thirds on the one axis, the rest on two; single cases take turns
+        # two thirds on the one axis, the rest on two; single cases take turns
+        flat = each - (each + number % 3) // 3
         for mesh, share in zip(MESHES, (flat, each - flat), strict=True):
             yield from ((mesh, drawn) for drawn in self._drawn(mesh, share, draw))
 
-    def _drawn(self, mesh: tuple[int, ...], share: int, draw: random.Random) -> list[tuple[Placements, ...]]:
+    def _drawn(
+        self, mesh: tuple[int, ...], share: int, draw: random.Random
+    ) -> list[tuple[Placements, ...]]:
         options = [self.system.options(t, mesh) for t in self.tensors[: self.placed]]
         seen: dict[tuple[Placements, ...], None] = {}
         for attempt in range(4 * share):
@@ -121,9 +147,13 @@ class Sample:
     def described(self, mesh: tuple[int, ...], placements: Sequence[Placements]) -> str:
         """A case in words."""
         shapes = [tuple(t.shape) for t in self.tensors]
-        return f"{shapes} {['/'.join(map(str, p)) for p in placements]} on {'x'.join(map(str, mesh))}"
+        return (
+            f"{shapes} {['/'.join(map(str, p)) for p in placements]} on {'x'.join(map(str, mesh))}"
+        )
 
-    def verdict(self, mesh: tuple[int, ...], placements: Sequence[Placements], notes: list[str]) -> str:
+    def verdict(
+        self, mesh: tuple[int, ...], placements: Sequence[Placements], notes: list[str]
+    ) -> str:
         numbered = iter(placements)
         described = self.described(mesh, placements)
 
@@ -150,11 +180,14 @@ class Sample:
     def _wide(self) -> _Run | None:
         """The single device's answer for the same values in the widest dtype; None if it has none."""
         values = tree_map_only(
-            Tensor, lambda t: t.detach().to(WIDE.get(t.dtype, t.dtype)).requires_grad_(t.requires_grad), self.arguments
+            Tensor,
+            lambda t: t.detach().to(WIDE.get(t.dtype, t.dtype)).requires_grad_(t.requires_grad),
+            self.arguments,
         )
         try:
             return self._run(values, None, {wide: dtype for dtype, wide in WIDE.items()})
-        except Exception:  # a function that does not take the widest dtype
+        except Exception:
+            # a function that does not take the widest dtype
             return None
 
     def _run(
@@ -169,13 +202,16 @@ class Sample:
         """
         wanted = [t for t in tensors_of(arguments) if t.requires_grad]
         first, args, kwargs = arguments
-        torch.default_generator.manual_seed(1)  # not torch.manual_seed, which formats a stack for each missing device
+        # not torch.manual_seed, which formats a stack for each missing device
+        torch.default_generator.manual_seed(1)
         random.seed(1)
         made = self.function(first.clone() if self.inplace else first, *args, **kwargs)
         outputs, defined = tree_leaves(made), tree_leaves(self.defined(made))
         rooted = [o for o in defined if isinstance(o, Tensor) and o.requires_grad]
         if rooted and wanted:
-            seeds: list[Any] = [_cotangent(o.shape, drawn.get(o.dtype, o.dtype)).to(o.dtype) for o in rooted]
+            seeds: list[Any] = [
+                _cotangent(o.shape, drawn.get(o.dtype, o.dtype)).to(o.dtype) for o in rooted
+            ]
             if mesh is not None:
                 seeds = [self.system.place_like(s, o) for s, o in zip(seeds, rooted, strict=True)]
             torch.autograd.backward(rooted, seeds, inputs=wanted)
@@ -185,17 +221,24 @@ class Sample:
     def _difference(self, got: _Run) -> str:
         """The first thing in which two runs differ; empty if they agree.
 
-        Outputs must be the same.  Where they are not, as eigenvectors of one matrix may differ in phase, what torch's
-        database calls well defined of them must be, and the gradients that it has.
+        Outputs must be the same. Where they are not, as eigenvectors of one matrix may differ in
+        phase, what torch's database calls well defined of them must be, and the gradients that it
+        has.
         """
         assert self.expected is not None, "a sample without an answer has no cases"
-        return (self._first("outputs", got) and self._first("defined", got)) or self._first("gradients", got)
+        return (self._first("outputs", got) and self._first("defined", got)) or self._first(
+            "gradients", got
+        )
 
     def _sorts_like(self, got: _Run) -> bool:
         """Whether a sort is right: the values, indices that give these values, gradients up to equal elements."""
         assert self.expected is not None, "a sample without an answer has no cases"
         x, args, kwargs = self.tensors[0].detach(), self.arguments[1], self.arguments[2]
-        dim = kwargs.get("dim", next((a for a in args if type(a) is int), -1)) if self.expected.outputs[1:] else 0
+        dim = (
+            kwargs.get("dim", next((a for a in args if type(a) is int), -1))
+            if self.expected.outputs[1:]
+            else 0
+        )
 
         def by_value(gradient: Tensor) -> Tensor:
             ordered, places = gradient.sort(dim)
@@ -204,7 +247,9 @@ class Sample:
         right = torch.equal(got.outputs[0], self.expected.outputs[0])
         for indices in got.outputs[1:]:
             right &= torch.equal(x.gather(dim, indices), got.outputs[0])
-            right &= torch.equal(indices.sort(dim)[0], torch.zeros_like(x).argsort(stable=True, dim=dim))
+            right &= torch.equal(
+                indices.sort(dim)[0], torch.zeros_like(x).argsort(stable=True, dim=dim)
+            )
         for one, other in zip(self.expected.gradients, got.gradients, strict=True):
             right &= _alike(by_value(one), by_value(other))
         return right
@@ -213,20 +258,34 @@ class Sample:
         ones, others = getattr(self.expected, kind), getattr(got, kind)
         if len(ones) != len(others):
             return f"{len(others)} {kind}, should be {len(ones)}"
-        described = ((i, self._unlike(one, other)) for i, (one, other) in enumerate(zip(ones, others, strict=True)))
+        described = (
+            (i, self._unlike(one, other))
+            for i, (one, other) in enumerate(zip(ones, others, strict=True))
+        )
         return next(
-            (f"{kind} {i}: {text}" for i, text in described if text and not self._rounds_alike(kind, i, got)), ""
+            (
+                f"{kind} {i}: {text}"
+                for i, text in described
+                if text and not self._rounds_alike(kind, i, got)
+            ),
+            "",
         )
 
     def _rounds_alike(self, kind: str, index: int, got: _Run) -> bool:
         """Whether a float32 or complex64 value is about as near to the widest dtype's as the single device's is.
 
-        `logcumsumexp` of values about 10000, for one, adds logarithms that complex64 has to 1e-3, so two orders of a
-        sum are that far apart.  Other orders may make up to four times the single device's error.  Where that is above
-        1 % of the largest value, the dtypes do not compute the same (random numbers), and nothing is allowed.
+        `logcumsumexp` of values about 10000, for one, adds logarithms that complex64 has to 1e-3,
+        so two orders of a sum are that far apart. Other orders may make up to four times the single
+        device's error. Where that is above 1 % of the largest value, the dtypes do not compute the
+        same (random numbers), and nothing is allowed.
         """
         one, other = getattr(self.expected, kind)[index], getattr(got, kind)[index]
-        if not isinstance(one, Tensor) or one.dtype not in WIDE or not one.numel() or self._wide is None:
+        if (
+            not isinstance(one, Tensor)
+            or one.dtype not in WIDE
+            or not one.numel()
+            or self._wide is None
+        ):
             return False
         wide = getattr(self._wide, kind)[index]
         if not isinstance(wide, Tensor) or wide.shape != one.shape:
@@ -265,7 +324,8 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _noted(notes: list[str], verdict: str, text: str) -> str:
-    print(text, flush=True)  # what a rank printed is shown if it dies
+    # what a rank printed is shown if it dies
+    print(text, flush=True)
     if len(notes) < 8:
         notes.append(text)
     return verdict

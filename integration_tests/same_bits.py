@@ -1,9 +1,11 @@
 """Trains two models on many meshes inside `invariant_arithmetic` and compares all bits with those of one rank.
 
-    python integration_tests/same_bits.py [--steps 50] [--models demo hf] [--dtypes float32 bfloat16]
+    python integration_tests/same_bits.py [--steps 50] [--models demo hf] [--dtypes float32
+    bfloat16]
 
-The models are the Llama of docs/examples and the one of transformers, of small sizes, with dropout, clipping and AdamW.
-Losses, norms, gradients, weights and the optimizer's state of every step are compared, by digests of their bits.
+The models are the Llama of docs/examples and the one of transformers, of small sizes, with dropout,
+clipping and AdamW. Losses, norms, gradients, weights and the optimizer's state of every step are
+compared, by digests of their bits.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ Digests = list[dict[str, str]]
 VOCAB, WIDTH, HEADS, HIDDEN, LAYERS, BATCH, SEQUENCE = 64, 64, 8, 128, 2, 8, 32
 SPLIT, WHOLE = Shard(1), Replicate()
 
-# Ranks for data and for tensors; whether the sequence is sharded; whether parameters are sharded over data ranks.
+# Ranks for data and for tensors; whether the sequence is sharded; whether parameters are sharded
+# over data ranks.
 RUNS: list[Run] = [
     ((1, 1), False, False),
     ((1, 1), True, False),
@@ -75,14 +78,20 @@ def demo_plan(sequence: bool) -> Plan:
         "blocks.*.feed_forward.gate": ColwiseParallel(),
         "blocks.*.feed_forward.up": ColwiseParallel(),
         "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=split),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if sequence:
         inputs, desired = (SPLIT, None, None), (WHOLE, None, None)
         plan |= {
             "**.*norm": SequenceParallel(),
-            "blocks.*.attention": PrepareModuleInput(input_layouts=inputs, desired_input_layouts=desired),
-            "blocks.*.feed_forward": PrepareModuleInput(input_layouts=SPLIT, desired_input_layouts=WHOLE),
+            "blocks.*.attention": PrepareModuleInput(
+                input_layouts=inputs, desired_input_layouts=desired
+            ),
+            "blocks.*.feed_forward": PrepareModuleInput(
+                input_layouts=SPLIT, desired_input_layouts=WHOLE
+            ),
         }
     return plan
 
@@ -116,7 +125,9 @@ def hf_plan(sequence: bool) -> Plan:
         layer + "mlp.gate_proj": ColwiseParallel(),
         layer + "mlp.up_proj": ColwiseParallel(),
         layer + "mlp.down_proj": RowwiseParallel(output_layouts=split),
-        "lm_head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        "lm_head": ColwiseParallel(
+            input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if sequence:
         plan |= {
@@ -126,7 +137,8 @@ def hf_plan(sequence: bool) -> Plan:
             layer + "*norm": SequenceParallel(use_local_output=True),
             "model.norm": SequenceParallel(use_local_output=True),
             layer + "self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": SPLIT}, desired_input_kwarg_layouts={"hidden_states": WHOLE}
+                input_kwarg_layouts={"hidden_states": SPLIT},
+                desired_input_kwarg_layouts={"hidden_states": WHOLE},
             ),
             layer + "mlp": PrepareModuleInput(input_layouts=SPLIT, desired_input_layouts=WHOLE),
         }
@@ -170,7 +182,10 @@ def train(kind: str, run: Run, dtype: torch.dtype, steps: int) -> Digests:
                 loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             found = {"loss": digest(all_reduce(whole(loss.detach()), (mesh, "data"), op="avg"))}
-            found |= {f"gradient of {name}": digest(param.grad) for name, param in model.named_parameters()}
+            found |= {
+                f"gradient of {name}": digest(param.grad)
+                for name, param in model.named_parameters()
+            }
             found["norm"] = digest(clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             optimizer.zero_grad()
@@ -183,7 +198,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
     """Digests of weights and of the optimizer's state."""
     for name, param in model.named_parameters():
         yield name, digest(param.detach())
-        yield from ((f"{key} of {name}", digest(value)) for key, value in optimizer.state[param].items())
+        yield from (
+            (f"{key} of {name}", digest(value)) for key, value in optimizer.state[param].items()
+        )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -193,7 +210,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 def digest(tensor: Any) -> str:
     """Of the bits of a global value."""
-    return hashlib.sha1(whole(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha1(
+        whole(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def difference(want: Digests, got: Digests) -> str:
@@ -218,7 +237,10 @@ def compare(kind: str, dtype: torch.dtype, steps: int, runs: list[Run]) -> list[
         found += [f"{run}: {differ}"] if differ else []
         modes = f"{'sequence ' if sequence else ''}{'fully_shard' if sharded else 'replicate'}"
         seconds = time.perf_counter() - began
-        print(f"{kind} {dtype} {data}x{tensor} {modes}: {differ or 'same bits'}, {seconds:.0f} s", flush=True)
+        print(
+            f"{kind} {dtype} {data}x{tensor} {modes}: {differ or 'same bits'}, {seconds:.0f} s",
+            flush=True,
+        )
     return found
 
 

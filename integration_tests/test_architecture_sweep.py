@@ -15,7 +15,9 @@ def test_a_sample_is_right_by_every_plan(name: str) -> None:
     outcomes = sweep(name)
     assert len(outcomes) >= 2
     assert {outcome.name for outcome in outcomes.values()} == {"right"}
-    shares = [float(each.happened.partition(":")[2]) for case, each in outcomes.items() if case.ways == 4]
+    shares = [
+        float(each.happened.partition(":")[2]) for case, each in outcomes.items() if case.ways == 4
+    ]
     assert all(share < 0.3 for share in shares)
 
 
@@ -23,7 +25,9 @@ def test_the_page_counts_architectures() -> None:
     cases = {
         Case("llama", "own", 2): Outcome("fits", "right: 0.511"),
         Case("llama", "own", 4): Outcome("fits", "wrong: logits"),
-        Case("opt", "auto", 4): Outcome("refuted: wrong: output 0", "right: 0.3", {"a.*.b": "small"}),
+        Case("opt", "auto", 4): Outcome(
+            "refuted: wrong: output 0", "right: 0.3", {"a.*.b": "small"}
+        ),
         Case("opt", "peer", 4): Outcome("fits", "error: ValueError: no plan"),
     }
     text = page(cases)

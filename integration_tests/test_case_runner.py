@@ -23,18 +23,33 @@ def verdict(case: str) -> str:
         return "error: RuntimeError: here" if rank == 3 else ""
     if case == "two kinds":
         return "refused: PlanError: a" if rank else "refused: LayoutError: b"
-    if case == "torn":  # as a program in which ranks differ; a right one after it would meet what is left of it
+    # as a program in which ranks differ; a right one after it would meet what is left of it
+    if case == "torn":
         try:
             all_reduce(torch.ones(2 + rank), init_device_mesh("cpu", (4,)).comm((0,)))
         except PeerError as error:
             return f"error: {type(error).__name__}: {error}"
     if case == "meets":
-        return "" if all_reduce(torch.ones(2), init_device_mesh("cpu", (4,)).comm((0,)))[0] == 4 else "wrong: y"
+        return (
+            ""
+            if all_reduce(torch.ones(2), init_device_mesh("cpu", (4,)).comm((0,)))[0] == 4
+            else "wrong: y"
+        )
     return "" if case == "right" else "wrong: y" if rank == 1 else ""
 
 
 def test_each_kind_of_failure_has_its_name_and_costs_no_other_case() -> None:
-    cases = ["right", "one raises", "two kinds", "wrong", "rank 2 dies", "right", "rank 1 hangs", "all hang", "right"]
+    cases = [
+        "right",
+        "one raises",
+        "two kinds",
+        "wrong",
+        "rank 2 dies",
+        "right",
+        "rank 1 hangs",
+        "all hang",
+        "right",
+    ]
     cases += ["torn", "meets", "right"]
     found = run_cases(verdict, cases, patience=3.0)
     assert [*map(kind, found)] == [

@@ -31,7 +31,9 @@ from shoal_tp_styles import (
     parallelize_module,
 )
 
-CONFIG = LlamaConfig(dim=16, layers=4, heads=4, kv_heads=2, hidden=24, vocab=26, max_seq=8, dropout=0.0)
+CONFIG = LlamaConfig(
+    dim=16, layers=4, heads=4, kv_heads=2, hidden=24, vocab=26, max_seq=8, dropout=0.0
+)
 ROWS, STEPS, TOLERANCE = 8, 3, 1e-9
 PLAN: dict[str, ParallelStyle] = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -41,12 +43,16 @@ PLAN: dict[str, ParallelStyle] = {
     ),
     "blocks.*.attention.w[qkv]": ColwiseParallel(),
     "blocks.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "blocks.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "blocks.*.feed_forward": PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
     "blocks.*.feed_forward.gate": ColwiseParallel(),
     "blocks.*.feed_forward.up": ColwiseParallel(),
     "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    "head": ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+    ),
 }
 
 
@@ -86,7 +92,9 @@ def parallel(part: Any, mesh: DeviceMesh) -> Any:
     axes = mesh.axis_names
     if "tensor" in axes:
         held = {path for path, _ in part.named_children()}
-        parallelize_module(part, mesh["tensor"], {p: s for p, s in PLAN.items() if p.split(".")[0] in held})
+        parallelize_module(
+            part, mesh["tensor"], {p: s for p, s in PLAN.items() if p.split(".")[0] in held}
+        )
     if "data" in axes:
         data = mesh[tuple(axis for axis in axes if axis in ("replica", "data"))]
         for block in part.blocks:
@@ -94,7 +102,8 @@ def parallel(part: Any, mesh: DeviceMesh) -> Any:
         fully_shard(part, data)
         for unit in part.modules():
             if isinstance(unit, FSDPModule):
-                unit.set_gradient_divide_factor(1)  # the loss is divided by the size of the global batch
+                # the loss is divided by the size of the global batch
+                unit.set_gradient_divide_factor(1)
     return part
 
 
@@ -107,7 +116,10 @@ class Trained:
         self.at = mesh.get_local_rank("stage") if piped else 0
         count = (4 if "Interleaved" in schedule else 2) if piped else 1
         step = 2 if piped else 1
-        self.parts = [parallel(Part(copy.deepcopy(model), i, count), mesh) for i in range(self.at, count, step)]
+        self.parts = [
+            parallel(Part(copy.deepcopy(model), i, count), mesh)
+            for i in range(self.at, count, step)
+        ]
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in self.parts]
         self.last = self.parts[-1].last
         if not piped:
@@ -121,7 +133,12 @@ class Trained:
             for stage in stages:
                 reduce_after_last_microbatch(stage)
         kind: Any = getattr(pipelining, schedule)
-        self.schedule = kind(stages if count == 4 else stages[0], n_microbatches=4, loss_fn=loss_of, scale_grads=False)
+        self.schedule = kind(
+            stages if count == 4 else stages[0],
+            n_microbatches=4,
+            loss_fn=loss_of,
+            scale_grads=False,
+        )
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
         """The loss of the global batch and the norm of all gradients, before they are clipped and applied."""
@@ -151,7 +168,9 @@ class Trained:
             return [loss]
         losses: list[Any] = []
         first = (tokens,) if self.parts[0].first else ()
-        self.schedule.step(*first, target=targets if self.last else None, losses=losses if self.last else None)
+        self.schedule.step(
+            *first, target=targets if self.last else None, losses=losses if self.last else None
+        )
         return losses or [torch.zeros((), dtype=torch.float64)]
 
 
@@ -163,8 +182,12 @@ class Trained:
         pytest.param({"replica": 2, "data": 2}, "", id="HSDP"),
         pytest.param({"data": 4}, "", id="FSDP4"),
         pytest.param({"stage": 2, "tensor": 2}, "Schedule1F1B", id="PP2xTP2"),
-        pytest.param({"stage": 2, "data": 2}, "ScheduleInterleaved1F1B", id="PP2xFSDP2, interleaved"),
-        pytest.param({"stage": 2, "tensor": 2}, "ScheduleInterleavedZeroBubble", id="PP2xTP2, no bubble"),
+        pytest.param(
+            {"stage": 2, "data": 2}, "ScheduleInterleaved1F1B", id="PP2xFSDP2, interleaved"
+        ),
+        pytest.param(
+            {"stage": 2, "tensor": 2}, "ScheduleInterleavedZeroBubble", id="PP2xTP2, no bubble"
+        ),
     ],
 )
 @on_ranks(4, timeout=120)
@@ -176,7 +199,9 @@ def test_a_llama_trains_as_on_one_device(axes: dict[str, int], schedule: str) ->
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
-        tokens, targets = torch.randint(CONFIG.vocab, (2, ROWS, CONFIG.max_seq), generator=generator)
+        tokens, targets = torch.randint(
+            CONFIG.vocab, (2, ROWS, CONFIG.max_seq), generator=generator
+        )
         expected = loss_of(plain(tokens), targets)
         expected.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)

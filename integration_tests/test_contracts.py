@@ -43,11 +43,13 @@ def findings(root: Path, tree: Path, files: dict[str, str]) -> list[str]:
             "low/src/shoal_low/layout/spec.py",
             "def late():\n    from ..rules.row import Row\n",
             [
-                f"{LOW}/layout/spec.py:2: imports rules, which {LOW}/layout/__init__.py does not allow",
+                f"{LOW}/layout/spec.py:2: imports rules, which {LOW}/layout/__init__.py does not "
+                "allow",
                 f"{LOW}: a circle",
             ],
         ),
-        (  # for type checkers only, from a file that says nothing
+        # for type checkers only, from a file that says nothing
+        (
             "low/src/shoal_low/errors.py",
             "if TYPE_CHECKING:\n    from . import layout\n",
             [f"{LOW}/errors.py:2: imports layout, which {LOW}/errors.py does not allow"],
@@ -87,7 +89,8 @@ def findings(root: Path, tree: Path, files: dict[str, str]) -> list[str]:
             "low/src/shoal_low/layout/spec.py",
             "import shoal_high\n",
             [
-                f"{LOW}/layout/spec.py:1: imports high, which packages/low/pyproject.toml does not allow",
+                f"{LOW}/layout/spec.py:1: imports high, which packages/low/pyproject.toml does not "
+                "allow",
                 "packages: a circle",
             ],
         ),
@@ -100,4 +103,5 @@ def findings(root: Path, tree: Path, files: dict[str, str]) -> list[str]:
 )
 def test_contracts(root: Path, tmp_path: Path, file: str, text: str, expected: list[str]) -> None:
     found = findings(root, tmp_path, {file: text})
-    assert [re.sub("(?<=a circle): .*", "", line) for line in found] == expected  # it may begin anywhere
+    # it may begin anywhere
+    assert [re.sub("(?<=a circle): .*", "", line) for line in found] == expected

@@ -15,17 +15,33 @@ import pytest
 from integration_tests.processes import two_at_a_time
 
 SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "examples" / "train_llama.py"
-TINY = ["--steps=4", "--batch=4", "--seq=16", "--dim=32", "--layers=1", "--heads=4", "--kv-heads=2", "--hidden=64"]
+TINY = [
+    "--steps=4",
+    "--batch=4",
+    "--seq=16",
+    "--dim=32",
+    "--layers=1",
+    "--heads=4",
+    "--kv-heads=2",
+    "--hidden=64",
+]
 
 
 def run(*args: str | Path, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+        if torchrun
+        else []
+    )
     command = [sys.executable, *launcher, str(SCRIPT), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
-RUNS = {  # that need nothing of each other, each with the ranks that torchrun starts
+# that need nothing of each other, each with the ranks that torchrun starts
+RUNS = {
     "untied": (["--dtype=float64"], 0),  # rounding is below 1e-9 there
     "fully sharded": (["--fsdp", "--tied", "--dtype=float64"], 0),
     "tied": (["--tied", "--mesh=1x2"], 2),
@@ -34,7 +50,9 @@ RUNS = {  # that need nothing of each other, each with the ranks that torchrun s
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[subprocess.CompletedProcess[str]]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Future[subprocess.CompletedProcess[str]]]:
     """Small runs, two of them at a time, in folders of their names."""
     folder = tmp_path_factory.mktemp("runs")
 
@@ -76,7 +94,9 @@ def test_a_run_with_tied_weights_under_torchrun(ended: Any) -> None:
     assert "equal bit for bit" in done.stdout
 
 
-def test_a_checkpoint_is_resumed_on_another_mesh_under_torchrun(finished: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_on_another_mesh_under_torchrun(
+    finished: Path, tmp_path: Path
+) -> None:
     changed = ("--steps=6", "--mesh=1x2", "--dtype=float64")
     done = run(*TINY, *changed, "--resume", finished / "checkpoint", "--out", tmp_path, torchrun=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,12 +108,18 @@ BAD = {
     "data that are not there": (["--data=/nowhere"], "there are no data at /nowhere"),
     "data that are too short": (["--data={short}"], "fewer than a sequence"),
     "heads that do not fit": (["--heads=5"], "does not split into 5 heads"),
-    "key-value heads that do not fit the heads": (["--kv-heads=3"], "cannot share 3 key-value heads"),
+    "key-value heads that do not fit the heads": (
+        ["--kv-heads=3"],
+        "cannot share 3 key-value heads",
+    ),
     "key-value heads that do not fit the mesh": (["--mesh=1x4"], "do not split over 4 ranks"),
     "a batch that does not fit the mesh": (["--batch=3"], "does not split into 2 equal parts"),
     "no steps": (["--steps=1"], "at least 2, got 1"),
     "a checkpoint that is not there": (["--resume={nowhere}"], "there is no checkpoint at"),
-    "a checkpoint of another shape": (["--resume={checkpoint}", "--hidden=96"], "holds another model"),
+    "a checkpoint of another shape": (
+        ["--resume={checkpoint}", "--hidden=96"],
+        "holds another model",
+    ),
     "steps that were done already": (["--resume={checkpoint}", "--steps=3"], "at least 5, got 3"),
 }
 
@@ -105,7 +131,11 @@ def test_bad_input_is_found_before_a_rank_starts(
     monkeypatch.syspath_prepend(SCRIPT.parent)
     job = importlib.import_module("job")
     (tmp_path / "short").write_text("too short")
-    names = {"short": tmp_path / "short", "nowhere": tmp_path, "checkpoint": finished / "checkpoint"}
+    names = {
+        "short": tmp_path / "short",
+        "nowhere": tmp_path,
+        "checkpoint": finished / "checkpoint",
+    }
     with pytest.raises(job.JobError, match=re.escape(message)):
         job.read_job([*TINY, *(arg.format(**names) for arg in args)])
 
@@ -123,5 +153,6 @@ def test_a_mesh_that_does_not_fit_the_world_is_refused_by_every_rank(ended: Any)
     done = ended["too few ranks"].result()
     assert done.returncode != 0
     assert done.stderr.count("train_llama: a mesh of 2x2 has 4 ranks, but torchrun started 2") == 2
-    assert done.stderr.count("Traceback") <= 1  # torchrun's own, about the end of its children
+    # torchrun's own, about the end of its children
+    assert done.stderr.count("Traceback") <= 1
     assert not Path(done.args[-1]).exists()

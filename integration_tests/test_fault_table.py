@@ -14,7 +14,9 @@ ABORTS = ("gloo", "has another shape", 1)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case[0] == "shared memory" and case[1] in SOME else pytest.mark.slow)
+        pytest.param(
+            case, marks=() if case[0] == "shared memory" and case[1] in SOME else pytest.mark.slow
+        )
         for case in CASES
         if case != ABORTS
     ],
@@ -26,10 +28,16 @@ def test_every_other_rank_raises_and_names_the_one_at_fault(case: tuple[str, str
     for each in seen.values():
         assert each["error"] in TYPED, each
         assert float(str(each["seconds"])) < LIMIT
-        assert each["ranks"] == [case[2]] or mentions(str(each["text"]), case[2]) or "all ranks" in str(each["text"])
+        assert (
+            each["ranks"] == [case[2]]
+            or mentions(str(each["text"]), case[2])
+            or "all ranks" in str(each["text"])
+        )
 
 
 def test_the_page_has_every_fault() -> None:
     page = PAGE.read_text()
     assert len(CASES) >= 25
-    assert all(f"| rank {culprit} {name} | {transport} |" in page for transport, name, culprit in CASES)
+    assert all(
+        f"| rank {culprit} {name} | {transport} |" in page for transport, name, culprit in CASES
+    )

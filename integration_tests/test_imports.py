@@ -21,7 +21,8 @@ from integration_tests.processes import two_at_a_time
 
 from shoal_mesh.shared_memory.recorder import LIBRARIES
 
-# 60 ms where torch itself takes 1.4 s: a share of torch's own import, for machines, and one machine's minutes, differ.
+# 60 ms where torch itself takes 1.4 s: a share of torch's own import, for machines, and one
+# machine's minutes, differ.
 IMPORT_BUDGET = 60 / 1400
 OPTIONAL = {"matplotlib", "tqdm", "safetensors", "hypothesis", "pytest"}
 TORCHS_OWN = (
@@ -32,9 +33,11 @@ TORCHS_OWN = (
     "torch.distributed._local_tensor",
     "torch.distributed.init_device_mesh",
 )
-PUBLIC = ("torch.ops.", "torch._foreach_")  # names of operators, and functions that torch documents
+# names of operators, and functions that torch documents
+PUBLIC = ("torch.ops.", "torch._foreach_")
 
-# Runs in a fresh process: the state of everything global that an import could change, before and after.
+# Runs in a fresh process: the state of everything global that an import could change, before and
+# after.
 PROBE = """
 import gc, json, logging, os, signal, sys, threading, time, warnings
 start = time.process_time()
@@ -76,7 +79,9 @@ def said(program: str, *args: str) -> str:
     unset = ("PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     command = [sys.executable, "-W", "error", "-c", program, *args]
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, env=kept, capture_output=True, text=True, check=False, timeout=120
+    )
     return f"{done.stdout}{done.stderr}{done.returncode or ''}"
 
 
@@ -93,7 +98,9 @@ def probed(layers: Any) -> dict[str, Future[dict[str, Any]]]:
     return two_at_a_time(probe, [(layer.name,) for layer in layers])
 
 
-def test_importing_a_layer_prints_nothing_and_changes_nothing_outside_it(layer: Any, layers: Any, probed: Any) -> None:
+def test_importing_a_layer_prints_nothing_and_changes_nothing_outside_it(
+    layer: Any, layers: Any, probed: Any
+) -> None:
     found = probed[layer.name].result()
     assert found["changed"] == {}
     added = {name.split(".")[0] for name in found["added"]}
@@ -138,12 +145,15 @@ def test_each_layer_imports_within_its_time(layers: Any) -> None:
     names = [layer.name for layer in layers]
     # The first run leaves bytecode beside the sources, as installing a package does.
     runs = [probe(*names)["seconds"] for _ in range(3)]
-    while True:  # whatever else the machine does adds to a time, so the least of some is the nearest
+    # whatever else the machine does adds to a time, so the least of some is the nearest
+    while True:
         torchs, *over = [min(times) for times in zip(*runs, strict=True)]
         budget = IMPORT_BUDGET * torchs
         if max(over) <= budget:
             return
-        assert len(runs) < 8, f"seconds of torch {torchs}, over it, bottom to top: {over}; allowed {budget}"
+        assert len(runs) < 8, (
+            f"seconds of torch {torchs}, over it, bottom to top: {over}; allowed {budget}"
+        )
         runs.append(probe(*names)["seconds"])
 
 
@@ -158,7 +168,8 @@ def imports(path: Path) -> Iterator[tuple[ast.stmt, str, int]]:
 
 def imported_at_once(path: Path) -> Iterator[Path]:
     """The modules of the same package that importing a module runs, beside the folders that it is in."""
-    waits: set[ast.AST] = set()  # inside of functions, or for type checkers only
+    # inside of functions, or for type checkers only
+    waits: set[ast.AST] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -169,9 +180,16 @@ def imported_at_once(path: Path) -> Iterator[Path]:
         home = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
         for name in [alias.name for alias in node.names]:
             module = next(
-                (home / tail for tail in (f"{name}.py", f"{name}/__init__.py") if (home / tail).is_file()), None
+                (
+                    home / tail
+                    for tail in (f"{name}.py", f"{name}/__init__.py")
+                    if (home / tail).is_file()
+                ),
+                None,
             )
-            target = module or next(each for each in (home.with_suffix(".py"), home / "__init__.py") if each.is_file())
+            target = module or next(
+                each for each in (home.with_suffix(".py"), home / "__init__.py") if each.is_file()
+            )
             if target.name != "__init__.py" or target.parent not in path.parents:
                 yield target
 
@@ -210,17 +228,27 @@ def torch_names(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
             yield node, f"{known.get(first, '')}.{rest}"
 
 
-def test_only_seams_use_private_names_of_torch_and_only_interop_its_own_implementation(root: Path) -> None:
+def test_only_seams_use_private_names_of_torch_and_only_interop_its_own_implementation(
+    root: Path,
+) -> None:
     for path in (*root.glob("packages/*/src/**/*.py"), *root.glob("docs/**/*.py")):
         tree = ast.parse(path.read_text())
         for node, name in torch_names(tree):
             where = f"{path.relative_to(root)}:{node.lineno}: {name}"
             if name.startswith(TORCHS_OWN):
-                assert path.name == "interop.py", f"{where}: shoal does not use torch's own implementation (ADR 12)"
+                assert path.name == "interop.py", (
+                    f"{where}: shoal does not use torch's own implementation (ADR 12)"
+                )
                 assert node not in tree.body and node.col_offset > 0, f"{where}: at import time"
             elif name.startswith("torch.") and not name.startswith(PUBLIC):
-                private = [part for part in name.split(".") if part.startswith("_") and not part.endswith("__")]
-                assert not private or "_torch" in (path.stem, path.parent.name), f"{where}: belongs in _torch.py"
+                private = [
+                    part
+                    for part in name.split(".")
+                    if part.startswith("_") and not part.endswith("__")
+                ]
+                assert not private or "_torch" in (path.stem, path.parent.name), (
+                    f"{where}: belongs in _torch.py"
+                )
 
 
 def test_imports_are_relative_inside_and_of_public_names_across(layer: Any, layers: Any) -> None:
@@ -232,18 +260,23 @@ def test_imports_are_relative_inside_and_of_public_names_across(layer: Any, laye
             if level or top not in public:
                 continue
             assert top != layer.name, f"{where}: imports inside a package are relative"
-            assert isinstance(node, ast.ImportFrom), f"{where}: only `from {top} import Name` survives vendoring"
+            assert isinstance(node, ast.ImportFrom), (
+                f"{where}: only `from {top} import Name` survives vendoring"
+            )
             assert rest in ("", "errors", "internal", "testing"), f"{where}: reaches into {module}"
             if not rest:
                 names = {alias.name for alias in node.names}
-                assert names <= public[top], f"{where}: not public in {top}: {sorted(names - public[top])}"
+                assert names <= public[top], (
+                    f"{where}: not public in {top}: {sorted(names - public[top])}"
+                )
 
 
 def public_names(init: Path) -> set[str]:
     for node in ast.parse(init.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]  # narrowed by the line above
+            # narrowed by the line above
+            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]
     raise AssertionError(f"{init} has no literal __all__")
 
 
@@ -259,7 +292,8 @@ def test_no_two_files_of_a_layer_have_one_name(layer: Any) -> None:
     assert [one for one, other in pairwise(names) if one == other] == []
 
 
-LONG_FUNCTIONS = {"dispatch", "_all_reduce"}  # a cached call, and one protocol: each is read as a whole
+# a cached call, and one protocol: each is read as a whole
+LONG_FUNCTIONS = {"dispatch", "_all_reduce"}
 
 
 def test_files_and_functions_stay_readable(layer: Any, root: Path) -> None:
@@ -268,7 +302,10 @@ def test_files_and_functions_stay_readable(layer: Any, root: Path) -> None:
         module = ast.parse(path.read_text())
         assert statements_in(module) <= 300, f"{path.name} has {statements_in(module)} statements"
         for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in LONG_FUNCTIONS:
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name not in LONG_FUNCTIONS
+            ):
                 size = statements_in(node) - 1
                 assert size <= 40, f"{path.name}:{node.lineno} {node.name} has {size} statements"
 
@@ -277,7 +314,8 @@ def test_frames_of_no_layer_are_lines_of_the_program(layers: Any) -> None:
     assert [layer.name for layer in layers if re.fullmatch(LIBRARIES, layer.name) is None] == []
 
 
-# torch's name in two of its modules, and errors that users catch by the name that their layer documents.
+# torch's name in two of its modules, and errors that users catch by the name that their layer
+# documents.
 SHARED_NAMES = {"Shard", "ArgumentTypeError", "CheckpointError"}
 
 

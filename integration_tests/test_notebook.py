@@ -13,7 +13,8 @@ import nbformat
 from nbclient import NotebookClient
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "notebook.ipynb"
-FREE = ("image/png",)  # pictures of times and memory differ from run to run
+# pictures of times and memory differ from run to run
+FREE = ("image/png",)
 
 
 def executed(folder: Path) -> Any:
@@ -24,7 +25,9 @@ def executed(folder: Path) -> Any:
 
 def shown(notebook: Any) -> list[str]:
     """What each cell shows, pictures by their kind only."""
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
     texts = []
     for output in outputs:
         data = {kind: "" if kind in FREE else text for kind, text in output.get("data", {}).items()}
@@ -33,7 +36,8 @@ def shown(notebook: Any) -> list[str]:
 
 
 def test_the_notebook_runs_and_shows_what_the_page_shows(tmp_path: Path) -> None:
-    assert shown(executed(tmp_path)) == shown(nbformat.read(PAGE, 4))  # type: ignore[no-untyped-call]  # it has no types
+    # it has no types
+    assert shown(executed(tmp_path)) == shown(nbformat.read(PAGE, 4))  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

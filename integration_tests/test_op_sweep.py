@@ -43,7 +43,9 @@ def _family(name: str) -> str:
 def _sample() -> dict[str, list[tuple[str, str]]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
-    ordered = sorted({(op.name, op.variant_test_name) for op in op_db}, key=lambda key: (_family(key[0]), key))
+    ordered = sorted(
+        {(op.name, op.variant_test_name) for op in op_db}, key=lambda key: (_family(key[0]), key)
+    )
     chosen = [key for i, key in enumerate(ordered) if i % TURNS == TURN % TURNS or key[0] in ALWAYS]
     return {family: list(keys) for family, keys in groupby(chosen, key=lambda key: _family(key[0]))}
 
@@ -61,4 +63,6 @@ def test_sample_is_right(family: str) -> None:
     for name, variant in SAMPLE[family]:
         for part in PARTS:
             answer = together(rank_pool(4).run(sweep_part, name, variant, part, timeout=180))
-            assert not set(answer.letters) & {"w", "f"}, "\n".join([f"{name}.{variant}, {part.name}", *answer.notes])
+            assert not set(answer.letters) & {"w", "f"}, "\n".join(
+                [f"{name}.{variant}, {part.name}", *answer.notes]
+            )

@@ -31,9 +31,15 @@ def test_a_program_is_the_same_everywhere_and_prints_itself() -> None:
 
 def test_a_program_that_differs_is_found_and_shrunk() -> None:
     wrong = ("Mlp", (8, 8, "gelu", True, 0.0))
-    # A row-wise style on local columns that another activation function has made: its input is replicated, not sharded.
-    layouts = (("blocks.1.down", "RowwiseParallel()"), ("blocks.0.up", "ColwiseParallel(output_layouts=Replicate())"))
-    program = Program((4,), (wrong, wrong), (2, 4, 8, 0), "parallelize", layouts, PLAIN, ("zero", "clip:2"), 1)
+    # A row-wise style on local columns that another activation function has made: its input is
+    # replicated, not sharded.
+    layouts = (
+        ("blocks.1.down", "RowwiseParallel()"),
+        ("blocks.0.up", "ColwiseParallel(output_layouts=Replicate())"),
+    )
+    program = Program(
+        (4,), (wrong, wrong), (2, 4, 8, 0), "parallelize", layouts, PLAIN, ("zero", "clip:2"), 1
+    )
     (found,) = on_ranks([program])
     assert found
     small, said = shrink(program, found)

@@ -16,8 +16,11 @@ from typing import Any
 def test_every_public_name_has_its_entry(layer: Any, root: Any) -> None:
     module = importlib.import_module(layer.name)
     page = (root / "docs" / "reference" / f"{layer.name}.md").read_text()
-    page = re.sub(r"^\.\. module:: .*?^```", "", page, flags=re.MULTILINE | re.DOTALL)  # of errors and internal names
-    listed = Counter(re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page, re.MULTILINE))
+    # of errors and internal names
+    page = re.sub(r"^\.\. module:: .*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    listed = Counter(
+        re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page, re.MULTILINE)
+    )
     values = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
     # What a layer passes on from the one below is on that one's page.
     homes = {name: getattr(value, "__module__", "").split(".")[0] for name, value in values.items()}
@@ -28,13 +31,16 @@ def test_every_public_name_has_its_entry(layer: Any, root: Any) -> None:
 
 
 GAPS = Path(__file__).with_name("reference_gaps.txt")
-# A docstring whose first word is one of these does not say what comes back, so it has a section `Returns:`.
+# A docstring whose first word is one of these does not say what comes back, so it has a section
+# `Returns:`.
 VERBS = re.compile(
     r"(Add|Apply|Bring|Check|Compare|Fill|Find|Give|Load|Make|Record|Reduce|Replace|Run|Save|Train|Write)\b"
 )
-# Where another docstring says the same: "arguments as for `empty`", "are those of the collectives of the same names".
+# Where another docstring says the same: "arguments as for `empty`", "are those of the collectives
+# of the same names".
 ELSEWHERE = re.compile(
-    r"\bas (for|in) (`|torch)|under torch's name and arguments|errors are those of|Create one\s+with"
+    r"\bas (for|in) (`|torch)|under torch's name and arguments|errors are those of|Create "
+    r"one\s+with"
 )
 
 
@@ -42,7 +48,11 @@ def documented(layer: str, page: str) -> Iterator[tuple[str, Any]]:
     """Addresses and values of the classes and functions in a layer's facade and in the modules that its page shows."""
     for space in (layer, *re.findall(r"automodule:: (\S+)", page)):
         module = importlib.import_module(space)
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == space]
+        own = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == space
+        ]
         for name in getattr(module, "__all__", [name for name in own if name[0] != "_"]):
             value = getattr(module, name)
             home = (getattr(value, "__module__", "") or "").split(".")[0]
@@ -64,10 +74,18 @@ def lacks(value: Any, programs: str) -> list[str]:
     text, module = docstring(value), inspect.getmodule(value)
     elsewhere = bool(ELSEWHERE.search(text) or ELSEWHERE.search((module and module.__doc__) or ""))
     signature = signature_of(value)
-    found = [] if elsewhere or "keywords:" in text or "properties:" in text else undescribed(signature, text)
+    found = (
+        []
+        if elsewhere or "keywords:" in text or "properties:" in text
+        else undescribed(signature, text)
+    )
     if inspect.isroutine(value):
         result = str(signature.return_annotation)
-        if VERBS.match(text) and not re.match(r"None$|Iterator|.*_empty", result) and "Returns:" not in text:
+        if (
+            VERBS.match(text)
+            and not re.match(r"None$|Iterator|.*_empty", result)
+            and "Returns:" not in text
+        ):
             found.append("Returns")
         raises = re.search(r"^ +raise \w", inspect.getsource(inspect.unwrap(value)), re.MULTILINE)
         if raises and not elsewhere and "Raises:" not in text:
@@ -78,7 +96,11 @@ def lacks(value: Any, programs: str) -> list[str]:
 
 def signature_of(value: Any) -> inspect.Signature:
     """Without arguments for an enum, and where a class has the constructor of a class of the standard library."""
-    makers = (base for base in getattr(value, "__mro__", ()) if {"__init__", "__new__"} & vars(base).keys())
+    makers = (
+        base
+        for base in getattr(value, "__mro__", ())
+        if {"__init__", "__new__"} & vars(base).keys()
+    )
     home = next(makers, value).__module__.split(".")[0]
     if home in sys.stdlib_module_names or (inspect.isclass(value) and issubclass(value, Enum)):
         return inspect.Signature()
@@ -90,19 +112,34 @@ def signature_of(value: Any) -> inspect.Signature:
 
 def undescribed(signature: inspect.Signature, text: str) -> list[str]:
     """The arguments that a docstring does not describe."""
-    named = [name for name in signature.parameters if name not in ("self", "args", "kwargs") and name[0] != "_"]
+    named = [
+        name
+        for name in signature.parameters
+        if name not in ("self", "args", "kwargs") and name[0] != "_"
+    ]
     described = r"^ +[\w, *]*\b{}\b[\w, *]*:"
-    return [f"argument {name}" for name in named if not re.search(described.format(name), text, re.MULTILINE)]
+    return [
+        f"argument {name}"
+        for name in named
+        if not re.search(described.format(name), text, re.MULTILINE)
+    ]
 
 
 def test_every_entry_is_complete(layers: Any, root: Any) -> None:
     """Those that lack something are listed in `reference_gaps.txt`; a new entry is complete, a mended one taken out."""
-    pages = [root / "README.md", *root.glob("packages/*/README.md"), *root.glob("docs/*.md"), *root.glob("docs/*/*.md")]
+    pages = [
+        root / "README.md",
+        *root.glob("packages/*/README.md"),
+        *root.glob("docs/*.md"),
+        *root.glob("docs/*/*.md"),
+    ]
     texts = "\n".join(path.read_text() for path in pages)
     programs = "\n".join(re.findall(r"^```python\n(.*?)^```", texts, re.MULTILINE | re.DOTALL))
     lines = []
     for layer in layers:
         page = (root / "docs" / "reference" / f"{layer.name}.md").read_text()
-        entries = {address: lacks(value, programs) for address, value in documented(layer.name, page)}
+        entries = {
+            address: lacks(value, programs) for address, value in documented(layer.name, page)
+        }
         lines += [f"{address}: {', '.join(found)}" for address, found in entries.items() if found]
     assert sorted(lines) == GAPS.read_text().splitlines()

@@ -20,7 +20,9 @@ def test_meshes_tensors_modules_and_optimizers_go_on() -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).double()
-    model: Any = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model: Any = parallelize_module(
+        copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     model = fully_shard(model, mesh["dp"])
     x = torch.arange(24.0).view(4, 6).double().sin()
     rows = x.chunk(2)[mesh.get_local_rank("dp")]
@@ -33,6 +35,8 @@ def test_meshes_tensors_modules_and_optimizers_go_on() -> None:
             optimizer.step()
         torch.testing.assert_close(model(rows), plain(x).chunk(2)[mesh.get_local_rank("dp")])
         restart_world()
-        torch.testing.assert_close(held.redistribute(mesh, [Replicate(), Shard(0)]).full_tensor(), x)
+        torch.testing.assert_close(
+            held.redistribute(mesh, [Replicate(), Shard(0)]).full_tensor(), x
+        )
         product: Any = held @ held.t()
         torch.testing.assert_close(product.full_tensor(), x @ x.t())

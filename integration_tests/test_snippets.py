@@ -1,6 +1,7 @@
 """Covers: README.md, packages/*/README.md and docs/**/*.md: every Python block runs as written.
 
-The blocks of a page run in order, as one program. A page that says `<!-- ranks: 4 -->` runs on four gloo ranks. A
+The blocks of a page run in order, as one program. A page that says `<!-- ranks: 4 -->` runs on four
+gloo ranks. A
 ```text block right after a Python block is what it prints, on the first rank.
 """
 
@@ -23,13 +24,18 @@ RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 def pages() -> list[Path]:
     found = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")]
-    return sorted(path for path in found if "_build" not in path.parts and BLOCK.search(path.read_text()))
+    return sorted(
+        path for path in found if "_build" not in path.parts and BLOCK.search(path.read_text())
+    )
 
 
 def blocks(page: Path) -> list[tuple[str, str | None]]:
     """The blocks of a page and what each prints; blank lines above, so that a traceback shows the page's own lines."""
     text = page.read_text()
-    return [("\n" * text.count("\n", 0, block.start(1)) + block[1], block[2]) for block in BLOCK.finditer(text)]
+    return [
+        ("\n" * text.count("\n", 0, block.start(1)) + block[1], block[2])
+        for block in BLOCK.finditer(text)
+    ]
 
 
 def run(page: str, program: list[tuple[str, str | None]]) -> None:
@@ -40,11 +46,15 @@ def run(page: str, program: list[tuple[str, str | None]]) -> None:
             exec(compile(code, page, "exec"), namespace)
         if expected is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             said = [line.rstrip() for line in printed.getvalue().splitlines() if line.strip()]
-            assert said == [line.rstrip() for line in expected.splitlines() if line.strip()], "\n".join(said)
+            assert said == [line.rstrip() for line in expected.splitlines() if line.strip()], (
+                "\n".join(said)
+            )
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ranks = RANKS.search(page.read_text())
     if ranks is None:

@@ -89,7 +89,9 @@ def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
             gradient = torch.randn(parameter.shape, generator=drawn)
             if isinstance(parameter, DTensor):
                 spec = parameter.spec
-                gradient = distribute_tensor(gradient, spec.mesh, spec.placements, src_data_rank=None)
+                gradient = distribute_tensor(
+                    gradient, spec.mesh, spec.placements, src_data_rank=None
+                )
             parameter.grad = gradient
         optimizer.step()
     optimizer.zero_grad()
@@ -99,7 +101,9 @@ def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
 def same(state: Any, expected: Any, path: str = "") -> None:
     """Equal values under equal keys; DTensors by their full values."""
     if isinstance(expected, torch.Tensor):
-        got, wanted = (each.full_tensor() if isinstance(each, DTensor) else each for each in (state, expected))
+        got, wanted = (
+            each.full_tensor() if isinstance(each, DTensor) else each for each in (state, expected)
+        )
         torch.testing.assert_close(got, wanted, msg=path)
     elif isinstance(expected, dict):
         assert state.keys() == expected.keys(), path
@@ -135,7 +139,9 @@ def test_full_state_dicts_are_those_of_one_device(layout: str, kind: str) -> Non
             assert state == ({}, {})
             continue
         same(state, expected)
-        assert not [each for each in tensors(state[0]) + tensors(state[1]) if isinstance(each, DTensor)]
+        assert not [
+            each for each in tensors(state[0]) + tensors(state[1]) if isinstance(each, DTensor)
+        ]
     saved = io.BytesIO()
     torch.save(get_model_state_dict(model, options=OFFLOADED), saved)
     if dist.get_rank() == 0:
@@ -169,7 +175,9 @@ def test_state_dicts_load(layout: str, options: str, kind: str) -> None:
     target = sharded(2, layout)
     specs = {name: getattr(each, "spec", None) for name, each in target.named_parameters()}
     optimizer = OPTIMIZERS[kind](target.parameters())
-    keys = set_state_dict(target, optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=chosen)
+    keys = set_state_dict(
+        target, optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=chosen
+    )
     assert list(keys.missing_keys) == list(keys.unexpected_keys) == []
     assert {name: getattr(each, "spec", None) for name, each in target.named_parameters()} == specs
     same(get_state_dict(target, optimizer, options=FULL), get_state_dict(plain, plain_optimizer))
@@ -197,7 +205,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None
     for state, text in (
         (missing, r"missing \['up.bias'\], unexpected \[\]"),
         (full | {"other": torch.zeros(1)}, r"missing \[\], unexpected \['other'\]"),
-        (full | {"up.weight": torch.zeros(6, 10)}, r"up.weight has shape \(6, 10\), here it has \(10, 6\)"),
+        (
+            full | {"up.weight": torch.zeros(6, 10)},
+            r"up.weight has shape \(6, 10\), here it has \(10, 6\)",
+        ),
         (None, "must be a dict, got NoneType"),
         (full | {"up.weight": UserDict(one=torch.zeros(1))}, "must be a dict, got UserDict"),
     ):
@@ -213,7 +224,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None
         with pytest.raises(StateDictError, match=r"state.up.weight.exp_avg has shape \(2,\)"):
             set_optimizer_state_dict(model, optimizer, wrong, options=options)
     same(get_state_dict(model, optimizer, options=FULL), before)
-    set_model_state_dict(model, missing, options=StateDictOptions(full_state_dict=True, strict=False))
+    set_model_state_dict(
+        model, missing, options=StateDictOptions(full_state_dict=True, strict=False)
+    )
     after = get_model_state_dict(model, options=FULL)
     same(after["up.bias"], before[0]["up.bias"])
     same(after["up.weight"], full["up.weight"])
@@ -249,7 +262,11 @@ def test_torchs_own_functions_gather_and_shard(layout: str) -> None:
     optimizer_state = torchs.get_optimizer_state_dict(source, source_optimizer, options=OFFLOADED)
     if dist.get_rank() == 0:
         same((model_state, optimizer_state), expected)
-        assert not [each for each in tensors(model_state) + tensors(optimizer_state) if isinstance(each, DTensor)]
+        assert not [
+            each
+            for each in tensors(model_state) + tensors(optimizer_state)
+            if isinstance(each, DTensor)
+        ]
     else:
         assert (model_state, optimizer_state) == ({}, {})
     torchs.set_model_state_dict(target, model_state, options=BROADCAST)
@@ -260,7 +277,9 @@ def test_torchs_own_functions_gather_and_shard(layout: str) -> None:
     same(torchs.get_model_state_dict(again, options=FULL), expected[0])
     assert isinstance(torchs.get_model_state_dict(again)["up.weight"], DTensor)  # sharded, as ever
     with pytest.raises(StateDictError, match=r"missing \['up.bias'\]"):
-        torchs.set_model_state_dict(again, {k: v for k, v in expected[0].items() if k != "up.bias"}, options=FULL)
+        torchs.set_model_state_dict(
+            again, {k: v for k, v in expected[0].items() if k != "up.bias"}, options=FULL
+        )
 
 
 @pytest.mark.parametrize("first", ["torch", "shoal"])
@@ -294,5 +313,9 @@ def test_the_names_and_arguments_are_those_of_torch() -> None:
 
     for name in ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"):
         for each in (name, name.replace("get", "set")):
-            ours, theirs = (inspect.signature(getattr(api, each)).parameters for api in (shoal_dtensor, torchs))
-            assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+            ours, theirs = (
+                inspect.signature(getattr(api, each)).parameters for api in (shoal_dtensor, torchs)
+            )
+            assert [(p.name, p.kind) for p in ours.values()] == [
+                (p.name, p.kind) for p in theirs.values()
+            ]

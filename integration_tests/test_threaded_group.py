@@ -56,5 +56,7 @@ print(sorted(done))
 
 
 def test_a_group_of_threads() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.stdout == "[0, 1, 2, 3]\n", done.stderr

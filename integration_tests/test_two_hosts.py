@@ -20,7 +20,15 @@ from integration_tests.two_hosts import Hosts, begin, two_hosts
 from torch import nn
 
 from shoal_data_parallel import fully_shard
-from shoal_mesh import PeerError, all_gather, all_reduce, broadcast, comm_over, init_device_mesh, reduce_scatter
+from shoal_mesh import (
+    PeerError,
+    all_gather,
+    all_reduce,
+    broadcast,
+    comm_over,
+    init_device_mesh,
+    reduce_scatter,
+)
 from shoal_mesh.collectives import c10d_transport
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -41,10 +49,13 @@ def hosts() -> Iterator[Hosts]:
 def run(what: str, folder: str) -> None:
     """One rank: what it has seen goes to a file."""
     rank = begin(TIMEOUT if what in {"kill", "disconnect"} else 60)
-    seen = {"train": _train, "values": _values, "kill": _lose, "disconnect": _lose}[what](what, Path(folder))
+    seen = {"train": _train, "values": _values, "kill": _lose, "disconnect": _lose}[what](
+        what, Path(folder)
+    )
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
     if what in {"kill", "disconnect"}:
-        time.sleep(TIMEOUT)  # the others hear of it though this process does not end
+        # the others hear of it though this process does not end
+        time.sleep(TIMEOUT)
     else:
         dist.destroy_process_group()
 
@@ -57,7 +68,9 @@ def _train(what: str, folder: Path) -> list[float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(over, inside))
         plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).double()
         styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        model: Any = fully_shard(parallelize_module(copy.deepcopy(plain), mesh["tp"], styles), mesh["dp"])
+        model: Any = fully_shard(
+            parallelize_module(copy.deepcopy(plain), mesh["tp"], styles), mesh["dp"]
+        )
         x = torch.arange(24.0).view(4, 6).double().sin()
         rows = x.chunk(2)[mesh.get_local_rank("dp")]
         for module, inputs in ((plain, x), (model, rows)):
@@ -78,7 +91,12 @@ def _values(what: str, folder: Path) -> list[float]:
 
     def all_values() -> list[torch.Tensor]:
         quarter = x[: x.numel() // 4]
-        return [all_reduce(x, comm), reduce_scatter(x, comm), all_gather(quarter, comm), broadcast(x, comm, 3)]
+        return [
+            all_reduce(x, comm),
+            reduce_scatter(x, comm),
+            all_gather(quarter, comm),
+            broadcast(x, comm, 3),
+        ]
 
     combined = all_values()
     assert type(comm.transport) is c10d_transport.AcrossHosts and comm.transport._parts
@@ -110,7 +128,9 @@ def _seen(folder: Path) -> dict[int, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["train", "values"])
-def test_ranks_of_two_hosts_compute_what_one_process_does(hosts: Hosts, what: str, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_compute_what_one_process_does(
+    hosts: Hosts, what: str, tmp_path: Path
+) -> None:
     printed = hosts.run(JOB, 2, what, str(tmp_path))
     seen = _seen(tmp_path)
     assert sorted(seen) == [0, 1, 2, 3], printed
@@ -122,7 +142,10 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> N
     printed = hosts.run(JOB, 2, "kill", str(tmp_path))
     seen = _seen(tmp_path)
     assert sorted(seen) == [0, 1, 2], printed
-    assert all(ranks == [3] and "rank 3 " in text and seconds < TIMEOUT for seconds, ranks, text in seen.values()), seen
+    assert all(
+        ranks == [3] and "rank 3 " in text and seconds < TIMEOUT
+        for seconds, ranks, text in seen.values()
+    ), seen
 
 
 @pytest.mark.slow

@@ -96,13 +96,23 @@ assert not strays, f"the copy imported the original: {strays}"
 def rewrite(folder: Path, tests: bool = False) -> None:
     """Put the host's prefix before every import of a layer, those of docstring examples too.
 
-    Tests may also say `import shoal_mesh`, with or without `as`, and name modules to replace something in them.
+    Tests may also say `import shoal_mesh`, with or without `as`, and name modules to replace
+    something in them.
     """
     for path in folder.rglob("*.py"):
-        text = re.sub(r"^(\s*(?:>>> )?)from (shoal_\w+)", rf"\1from {HOST}.\2", path.read_text(), flags=re.MULTILINE)
+        text = re.sub(
+            r"^(\s*(?:>>> )?)from (shoal_\w+)",
+            rf"\1from {HOST}.\2",
+            path.read_text(),
+            flags=re.MULTILINE,
+        )
         if tests:
-            text = re.sub(r"^(\s*)import (shoal_\w+)$", rf"\1import {HOST}.\2 as \2", text, flags=re.MULTILINE)
-            text = re.sub(r"^(\s*)import (shoal_\w+ as)", rf"\1import {HOST}.\2", text, flags=re.MULTILINE)
+            text = re.sub(
+                r"^(\s*)import (shoal_\w+)$", rf"\1import {HOST}.\2 as \2", text, flags=re.MULTILINE
+            )
+            text = re.sub(
+                r"^(\s*)import (shoal_\w+ as)", rf"\1import {HOST}.\2", text, flags=re.MULTILINE
+            )
             text = re.sub(r"((?:setattr|import_module)\(\s*\")(shoal_\w+\.)", rf"\1{HOST}.\2", text)
         path.write_text(text)
 
@@ -115,7 +125,9 @@ def vendor(layer: Any, layers: Any, home: Path) -> Path:
     (target / "__init__.py").touch()
     for other in layers:
         if other.name in (layer.name, *layer.below):
-            shutil.copytree(other.source, target / other.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                other.source, target / other.name, ignore=shutil.ignore_patterns("__pycache__")
+            )
     rewrite(target)
     return target
 
@@ -123,22 +135,30 @@ def vendor(layer: Any, layers: Any, home: Path) -> Path:
 def run(home: Path, *args: str, timeout: float) -> None:
     env = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *args]
-    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
 
 
 def smoke(layer: Any, layers: Any, home: Path) -> None:
     """Use a copy of the layer in a process that must not meet the original."""
     vendor(layer, layers, home)
-    run(home, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120)
+    run(
+        home, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
 def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Future[None]]:
-    return two_at_a_time(smoke, [(layer, layers, tmp_path_factory.mktemp(layer.folder)) for layer in layers])
+    return two_at_a_time(
+        smoke, [(layer, layers, tmp_path_factory.mktemp(layer.folder)) for layer in layers]
+    )
 
 
-def test_a_copy_with_one_prefix_rewritten_works_without_the_original(layer: Any, smoked: Any) -> None:
+def test_a_copy_with_one_prefix_rewritten_works_without_the_original(
+    layer: Any, smoked: Any
+) -> None:
     smoked[layer].result()
 
 
@@ -150,16 +170,39 @@ def test_no_file_names_a_layer_in_any_other_way(layer: Any) -> None:
             assert not dynamic, f"{path.name}:{number}: {line.strip()}"
 
 
-# These speak of the published package: READMEs, programs rewritten to import it, files that name it, an error's module.
-OF_COPIES = "not test_readme and not migrate and not earlier_files and not shoal_dtensor.argument_types"
+# These speak of the published package: READMEs, programs rewritten to import it, files that name
+# it, an error's module.
+OF_COPIES = (
+    "not test_readme and not migrate and not earlier_files and not shoal_dtensor.argument_types"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_whole_suite_of_the_layer_passes_in_the_copy(layer: Any, layers: Any, root: Path, tmp_path: Path) -> None:
+def test_whole_suite_of_the_layer_passes_in_the_copy(
+    layer: Any, layers: Any, root: Path, tmp_path: Path
+) -> None:
     vendor(layer, layers, tmp_path)
     tests = tmp_path / "tests"
     shutil.copytree(layer.home / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     rewrite(tests, tests=True)
-    config = ("-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
-    run(tmp_path, "-m", "pytest", *config, "-m", "not parity and not slow", "-k", OF_COPIES, str(tests), timeout=1700)
+    config = (
+        "-c",
+        str(root / "pyproject.toml"),
+        "--rootdir",
+        str(tmp_path),
+        "-p",
+        "no:cacheprovider",
+    )
+    run(
+        tmp_path,
+        "-m",
+        "pytest",
+        *config,
+        "-m",
+        "not parity and not slow",
+        "-k",
+        OF_COPIES,
+        str(tests),
+        timeout=1700,
+    )

@@ -25,16 +25,26 @@ def test_the_layers_have_one_version(layers: Any) -> None:
 
 def test_layers_below_are_pinned_from_the_own_version_to_the_next_minor(layer: Any) -> None:
     major, minor, _ = version(layer).split(".")
-    pins = {f"{name.replace('_', '-')} >= {version(layer)}, < {major}.{int(minor) + 1}" for name in layer.below}
-    assert pins == {text for text in pyproject(layer.home)["project"]["dependencies"] if text.startswith("shoal")}
+    pins = {
+        f"{name.replace('_', '-')} >= {version(layer)}, < {major}.{int(minor) + 1}"
+        for name in layer.below
+    }
+    assert pins == {
+        text
+        for text in pyproject(layer.home)["project"]["dependencies"]
+        if text.startswith("shoal")
+    }
 
 
 def test_extras_are_used(layer: Any) -> None:
-    source = "\n".join(path.read_text().lower() for path in layer.files)  # IPython is called ipython on the index
+    # IPython is called ipython on the index
+    source = "\n".join(path.read_text().lower() for path in layer.files)
     for names in pyproject(layer.home)["project"].get("optional-dependencies", {}).values():
         for name in names:
             module = name.partition("[")[0].partition(">")[0].strip().replace("-", "_")
-            assert f"import {module}" in source or f"from {module}" in source, f"no file imports {module}"
+            assert f"import {module}" in source or f"from {module}" in source, (
+                f"no file imports {module}"
+            )
 
 
 def test_an_sdist_is_tested_as_the_repository_is(layer: Any, root: Any) -> None:
@@ -51,7 +61,11 @@ def test_the_long_description_has_no_dead_links(layer: Any) -> None:
 
 
 def test_the_changelog_opens_with_the_version(layer: Any) -> None:
-    headings = [line for line in (layer.home / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    headings = [
+        line
+        for line in (layer.home / "CHANGELOG.md").read_text().splitlines()
+        if line.startswith("## ")
+    ]
     assert headings[0].split()[1] == version(layer)
 
 
@@ -67,7 +81,11 @@ def test_one_license(layer: Any, root: Any) -> None:
 
 def test_torch_is_bounded_by_what_was_run(layer: Any, root: Any) -> None:
     """The bounds of the metadata, the table of what was run, and the sessions say the same versions."""
-    (declared,) = [text for text in pyproject(layer.home)["project"]["dependencies"] if text.startswith("torch")]
+    (declared,) = [
+        text
+        for text in pyproject(layer.home)["project"]["dependencies"]
+        if text.startswith("torch")
+    ]
     assert declared in pyproject(root)["dependency-groups"]["runtime"]
     page = (root / "docs" / "releasing.md").read_text()
     oldest, last = re.findall(r"2\.(\d+)", declared)
@@ -82,5 +100,7 @@ def test_every_python_is_checked_in_public(layer: Any, root: Any) -> None:
     classified = re.findall(
         r'"Programming Language :: Python :: (3\.\d+)"', (layer.home / "pyproject.toml").read_text()
     )
-    matrix = re.search(r"matrix: \{ python: (\[.*?\])", (root / ".github" / "workflows" / "checks.yml").read_text())
+    matrix = re.search(
+        r"matrix: \{ python: (\[.*?\])", (root / ".github" / "workflows" / "checks.yml").read_text()
+    )
     assert matrix and json.loads(matrix[1]) == classified

@@ -87,7 +87,9 @@ def ways(mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "all-reduce", lambda: all_reduce(torch.ones(2), (mesh, 0))
 
 
-def forward_and_backward(name: str, module: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
+def forward_and_backward(
+    name: str, module: nn.Module
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """One pass, each half of it alone."""
     entered: list[Tensor] = []
     for _ in range(2):
@@ -105,7 +107,9 @@ def counted() -> Iterator[tuple[str, list[str], set[tuple[str, str]]]]:
 
 def test_a_call_stays_within_so_many_files() -> None:
     found = {name: (len(files), len(pairs)) for name, files, pairs in counted()}
-    assert {name: n for name, n in found.items() if n[0] > BOUNDS[name][0] or n[1] > BOUNDS[name][1]} == {}
+    assert {
+        name: n for name, n in found.items() if n[0] > BOUNDS[name][0] or n[1] > BOUNDS[name][1]
+    } == {}
 
 
 if __name__ == "__main__":

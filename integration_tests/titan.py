@@ -1,16 +1,20 @@
 """torchtitan 0.2.2, its imports changed to shoal's, trains on meshes: losses and norms beside one process on torch.
 
-    python -m integration_tests.titan PATH [--models llama3] [--meshes fsdp4 hsdp] [--steps 5] [--torch]
+    python -m integration_tests.titan PATH [--models llama3] [--meshes fsdp4 hsdp] [--steps 5]
+    [--torch]
 
-PATH is the folder that has `torchtitan` (`pip install --no-deps --target PATH torchtitan==0.2.2`, and what it imports).
-`python -m shoal_dtensor.migrate --write` rewrites a copy of it; what is counted is what differs. One process of
-torchtitan as it is, on torch, writes its seed checkpoint; every run loads that, trains for some steps on the same
-global batches in float64, and its losses and gradient norms are compared with those of one process, step for step.
-torchtitan itself divides gradients once more by the ranks of a DistributedDataParallel, and does not divide them by the
-tokens in a pipeline: the one process has the same factor there.  `--torch` runs every mesh on torch's own stack too.
+PATH is the folder that has `torchtitan` (`pip install --no-deps --target PATH torchtitan==0.2.2`,
+and what it imports). `python -m shoal_dtensor.migrate --write` rewrites a copy of it; what is
+counted is what differs. One process of torchtitan as it is, on torch, writes its seed checkpoint;
+every run loads that, trains for some steps on the same global batches in float64, and its losses
+and gradient norms are compared with those of one process, step for step. torchtitan itself divides
+gradients once more by the ranks of a DistributedDataParallel, and does not divide them by the
+tokens in a pipeline: the one process has the same factor there. `--torch` runs every mesh on
+torch's own stack too.
 
-`--models deepseek_v3` routes tokens in float32: under a tensor axis both stacks are as far from one process as that is.
-Its experts on several ranks need a kernel for GPUs; context parallelism asks for private names of torch.
+`--models deepseek_v3` routes tokens in float32: under a tensor axis both stacks are as far from one
+process as that is. Its experts on several ranks need a kernel for GPUs; context parallelism asks
+for private names of torch.
 """
 
 from __future__ import annotations
@@ -34,7 +38,14 @@ from integration_tests.titan_rank import BATCH, TOKENS, Run
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 1e-9
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama3": {"dim": 32, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 96, "multiple_of": 16},
+    "llama3": {
+        "dim": 32,
+        "n_layers": 4,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "vocab_size": 96,
+        "multiple_of": 16,
+    },
     "qwen3": {
         "dim": 32,
         "n_layers": 4,
@@ -63,12 +74,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 # What the command leaves to a person: (file, line as it is, line as it has to be).
 BY_HAND = (
     (
-        "distributed/utils.py",  # torch's functional collectives take torch's mesh, or a group
+        # torch's functional collectives take torch's mesh, or a group
+        "distributed/utils.py",
         "    return funcol.all_reduce(x, reduceOp=reduceOp, group=mesh).item()",
         "    return funcol.all_reduce(x, reduceOp=reduceOp, group=mesh.get_group()).item()",
     ),
     (
-        "models/llama3/infra/parallelize.py",  # the arguments of DistributedDataParallel
+        # the arguments of DistributedDataParallel
+        "models/llama3/infra/parallelize.py",
         "    replicate(model, device_mesh=dp_mesh, bucket_cap_mb=100)",
         "    replicate(model, dp_mesh, bucket_bytes=100 << 20)",
     ),
@@ -98,7 +111,10 @@ def pipeline(schedule: str, layers: int | None = None) -> dict[str, Any]:
 
 ACCUMULATED = {"training.local_batch_size": 1}
 CHECKPOINTED = {"activation_checkpoint.mode": "full"}
-SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+SELECTIVE = {
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+}
 # Ranks, and the configuration.
 MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "fsdp4": (4, degrees(shard=4)),
@@ -120,7 +136,9 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 
 def migrated(source: Path, target: Path) -> int:
     """A copy of torchtitan with shoal's imports; returns the number of its lines that are new."""
-    shutil.copytree(source, target / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments"))
+    shutil.copytree(
+        source, target / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments")
+    )
     # It reads torchtitan's list of experiments, of which none is used.
     (target / "torchtitan" / "experiments").mkdir()
     shutil.copy(source / "experiments" / "__init__.py", target / "torchtitan" / "experiments")
@@ -132,7 +150,8 @@ def migrated(source: Path, target: Path) -> int:
         assert text.count(old) == 1, (name, old)
         path.write_text(text.replace(old, new), encoding="utf-8")
     return sum(
-        changed_lines(source / path.relative_to(target / "torchtitan"), path) for path in sorted(target.rglob("*.py"))
+        changed_lines(source / path.relative_to(target / "torchtitan"), path)
+        for path in sorted(target.rglob("*.py"))
     )
 
 
@@ -149,7 +168,13 @@ def train(run: Run, ranks: int, work: Path) -> list[list[float]]:
     """(loss, norm, seconds) per step; raises with the last lines of a run that failed."""
     path = work / "run.json"
     path.write_text(json.dumps(asdict(run)), encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     done = subprocess.run(
         [*launcher, "-m", "integration_tests.titan_rank", str(path)],
         cwd=ROOT,
@@ -162,12 +187,18 @@ def train(run: Run, ranks: int, work: Path) -> list[list[float]]:
         raise RuntimeError("\n".join(done.stderr.splitlines()[-60:]))
     if run.out is None:
         return []
-    logs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(run.out).glob("*.json"))]
-    return next(log for log in logs if log[0][0] >= 0)  # ranks without the last stage of a pipeline log -1
+    logs = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(Path(run.out).glob("*.json"))
+    ]
+    # ranks without the last stage of a pipeline log -1
+    return next(log for log in logs if log[0][0] >= 0)
 
 
 def main(args: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path)
     parser.add_argument("--models", nargs="*", default=["llama3", "qwen3"])
     parser.add_argument("--meshes", nargs="*", default=list(MESHES))
@@ -192,7 +223,9 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
-def compare(model: str, given: argparse.Namespace, stacks: Mapping[str, list[str]], work: Path) -> int:
+def compare(
+    model: str, given: argparse.Namespace, stacks: Mapping[str, list[str]], work: Path
+) -> int:
     """Prints a line per mesh; returns how many are not those of one process."""
 
     def start(
@@ -202,17 +235,33 @@ def compare(model: str, given: argparse.Namespace, stacks: Mapping[str, list[str
         folder.mkdir()
         seed = str(work / f"seed_{model}")
         run = Run(
-            stacks[stack], model, dict(MODELS[model]), dict(config), seed, str(folder), given.steps, BATCH, gradients
+            stacks[stack],
+            model,
+            dict(MODELS[model]),
+            dict(config),
+            seed,
+            str(folder),
+            given.steps,
+            BATCH,
+            gradients,
         )
         return train(run if name != "seed" else replace(run, out=None), ranks, work)
 
     alone = degrees()
-    start("seed", "torch", 1, alone | {"checkpoint.create_seed_checkpoint": True, "checkpoint.initial_load_path": None})
+    start(
+        "seed",
+        "torch",
+        1,
+        alone | {"checkpoint.create_seed_checkpoint": True, "checkpoint.initial_load_path": None},
+    )
     # torchtitan splits Qwen3 into no stages.
     meshes = [name for name in given.meshes if model != "qwen3" or not name.startswith("pp")]
     factors = {name: gradient_factor(MESHES[name][1]) for name in meshes}
     one = {each: start(f"one {each}", "torch", 1, alone, each) for each in {1.0, *factors.values()}}
-    print(f"{model}, one process on torch: losses {', '.join(f'{line[0]:.6f}' for line in one[1.0])}", flush=True)
+    print(
+        f"{model}, one process on torch: losses {', '.join(f'{line[0]:.6f}' for line in one[1.0])}",
+        flush=True,
+    )
     wrong = 0
     for name, stack in product(meshes, ("shoal", "torch") if given.torch else ("shoal",)):
         ranks, config = MESHES[name]
@@ -223,9 +272,15 @@ def compare(model: str, given: argparse.Namespace, stacks: Mapping[str, list[str
             wrong += stack == "shoal"
             continue
         expected = one[factors[name]]
-        apart = [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(many, expected, strict=True)) for i in (0, 1)]
+        apart = [
+            max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(many, expected, strict=True))
+            for i in (0, 1)
+        ]
         verdict = "same" if max(apart) <= BAR else "NOT THE SAME"
-        print(f"{model} {name} {stack}: {verdict}: losses {apart[0]:.1e}, norms {apart[1]:.1e}", flush=True)
+        print(
+            f"{model} {name} {stack}: {verdict}: losses {apart[0]:.1e}, norms {apart[1]:.1e}",
+            flush=True,
+        )
         wrong += stack == "shoal" and max(apart) > BAR
     return wrong
 

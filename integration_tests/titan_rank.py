@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 -m integration_tests.titan_rank RUN.json
 
-`RUN.json` has the fields of `Run`. What torchtitan lets its users exchange is exchanged: the data (random tokens, the
-same global batch on every mesh), the loss (in float64) and the metrics (kept in full precision, written as JSON). What
-it asks of a GPU machine is answered for a CPU: the device type, `triton`, which it imports for its MoE kernels.
+`RUN.json` has the fields of `Run`. What torchtitan lets its users exchange is exchanged: the data
+(random tokens, the same global batch on every mesh), the loss (in float64) and the metrics (kept in
+full precision, written as JSON). What it asks of a GPU machine is answered for a CPU: the device
+type, `triton`, which it imports for its MoE kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 BATCH, SEQUENCE = 8, 32
-TOKENS = BATCH * SEQUENCE - sum(range(BATCH))  # that count: of sample i the last i do not
+# that count: of sample i the last i do not
+TOKENS = BATCH * SEQUENCE - sum(range(BATCH))
 
 
 @dataclass
@@ -60,12 +62,20 @@ class Tokens:
     """The rank's part of a global batch of random tokens, one microbatch after another."""
 
     def __init__(self, run: Run, vocabulary: int, ranks: int, rank: int, local: int) -> None:
-        self.run, self.vocabulary, self.ranks, self.rank, self.local = run, vocabulary, ranks, rank, local
+        self.run, self.vocabulary, self.ranks, self.rank, self.local = (
+            run,
+            vocabulary,
+            ranks,
+            rank,
+            local,
+        )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         generator = torch.Generator().manual_seed(7)
         while True:
-            text = torch.randint(self.vocabulary, (self.run.batch, SEQUENCE + 1), generator=generator)
+            text = torch.randint(
+                self.vocabulary, (self.run.batch, SEQUENCE + 1), generator=generator
+            )
             labels = text[:, 1:].clone()
             labels[torch.arange(SEQUENCE) >= SEQUENCE - torch.arange(len(labels))[:, None]] = -100
             for inputs, targets in zip(self.own(text[:, :-1]), self.own(labels), strict=True):
@@ -89,7 +99,9 @@ class Metrics:
         self.run = run
         self.color = importlib.import_module("torchtitan.tools.utils").NoColor()
         stats = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
-        self.device_memory_monitor = SimpleNamespace(device_name="CPU", get_peak_stats=lambda: stats)
+        self.device_memory_monitor = SimpleNamespace(
+            device_name="CPU", get_peak_stats=lambda: stats
+        )
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
         self.last = time.perf_counter()
@@ -98,7 +110,9 @@ class Metrics:
     def should_log(self, step: int) -> bool:
         return True
 
-    def log(self, step: int, loss: float, most: float, norm: float, extra_metrics: dict[str, Any]) -> None:
+    def log(
+        self, step: int, loss: float, most: float, norm: float, extra_metrics: dict[str, Any]
+    ) -> None:
         now = time.perf_counter()
         self.lines.append([float(loss), float(norm), now - self.last])
         self.last = now
@@ -113,8 +127,14 @@ def loss_of(run: Run) -> Any:
     """The loss of torchtitan without its cast to float32, and with the run's factor of gradients."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        value = F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=-100)
-        return value if run.gradients == 1 else value.detach() + (value - value.detach()) * run.gradients
+        value = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=-100
+        )
+        return (
+            value
+            if run.gradients == 1
+            else value.detach() + (value - value.detach()) * run.gradients
+        )
 
     return loss
 
@@ -122,14 +142,16 @@ def loss_of(run: Run) -> Any:
 def prepare(run: Run) -> None:
     """Lets torchtitan be imported where there is no GPU."""
     sys.path[:0] = run.packages
-    os.environ["LOCAL_RANK"] = "0"  # torchtitan makes a device of it, and a CPU has one
+    # torchtitan makes a device of it, and a CPU has one
+    os.environ["LOCAL_RANK"] = "0"
     torch._utils._get_available_device_type = lambda: "cpu"
     vars(torch.cpu)["current_device"] = lambda: 0
     torch.histc = lambda tokens, bins, **_: torch.bincount(tokens.reshape(-1), minlength=bins)
     if find_spec("triton") is not None:
         return
     for name in ("torch._dynamo", "torch._inductor.output_code", "torch._inductor.compile_fx"):
-        importlib.import_module(name)  # while they can see that there is no triton
+        # while they can see that there is no triton
+        importlib.import_module(name)
     language: Any = ModuleType("triton.language")
     language.constexpr = int
     triton: Any = ModuleType("triton")
@@ -176,7 +198,10 @@ def configured(run: Run) -> Any:
 
 def replaced(arguments: Any, fields: dict[str, Any]) -> Any:
     """A dataclass with other values of fields, also of those of its dataclasses."""
-    values = {k: replaced(getattr(arguments, k), v) if isinstance(v, dict) else v for k, v in fields.items()}
+    values = {
+        k: replaced(getattr(arguments, k), v) if isinstance(v, dict) else v
+        for k, v in fields.items()
+    }
     return dataclasses.replace(arguments, **values)
 
 
@@ -191,7 +216,9 @@ def main(path: str) -> None:
     sizes = replaced(spec.model_args["debugmodel"], run.sizes)
 
     def data(dp_world_size: int, dp_rank: int, tokenizer: object, job_config: Any) -> Tokens:
-        return Tokens(run, sizes.vocab_size, dp_world_size, dp_rank, job_config.training.local_batch_size)
+        return Tokens(
+            run, sizes.vocab_size, dp_world_size, dp_rank, job_config.training.local_batch_size
+        )
 
     exchanged = dataclasses.replace(
         spec,

@@ -2,7 +2,8 @@
 
     python integration_tests/two_hosts.py [--per-host N] [--rate 1gbit] [KIB ...]
 
-Prints times of collectives of all ranks of both hosts, as they are and by gloo alone. Needs Linux, root, `ip` and `tc`.
+Prints times of collectives of all ranks of both hosts, as they are and by gloo alone. Needs Linux,
+root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -45,17 +46,39 @@ class Hosts:
         _do("ip", "-n", self.names[0], "link", "set", "eth0", "down")
 
     @contextmanager
-    def running(self, job: str, per_host: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    def running(
+        self, job: str, per_host: int, *arguments: str
+    ) -> Iterator[list[subprocess.Popen[str]]]:
         """One process a host, each with `per_host` ranks that run a job: `run(*arguments)` of a module."""
         inside = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts")
-        ranks = (sys.executable, "-m", "integration_tests.two_hosts", "--job", job, "--per-host", str(per_host))
+        ranks = (
+            sys.executable,
+            "-m",
+            "integration_tests.two_hosts",
+            "--job",
+            job,
+            "--per-host",
+            str(per_host),
+        )
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         with ExitStack() as stack:
             processes = []
             for host, name in enumerate(self.names):
-                command = ("ip", "netns", "exec", name, *inside, *ranks, "--host", str(host), *arguments)
+                command = (
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    *inside,
+                    *ranks,
+                    "--host",
+                    str(host),
+                    *arguments,
+                )
                 into = subprocess.PIPE
-                process = subprocess.Popen(command, stdout=into, stderr=subprocess.STDOUT, text=True, env=env)
+                process = subprocess.Popen(
+                    command, stdout=into, stderr=subprocess.STDOUT, text=True, env=env
+                )
                 stack.callback(process.wait)
                 stack.callback(process.kill)
                 processes.append(process)
@@ -82,7 +105,21 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
         for name in names:
             _do("ip", "netns", "add", name)
             stack.callback(_do, "ip", "netns", "del", name)
-        _do("ip", "-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        _do(
+            "ip",
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "eth0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for i, name in enumerate(names):
             _do("ip", "-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -90,13 +127,28 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
             if rate:
                 shape = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
                 _do("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape)
-        _do("ip", "netns", "exec", names[0], "unshare", "--pid", "--fork", "--mount-proc", "--uts", "true")
+        _do(
+            "ip",
+            "netns",
+            "exec",
+            names[0],
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--uts",
+            "true",
+        )
         yield Hosts(names)
 
 
 def _start_ranks(host: int, job: str, per_host: int, arguments: list[str]) -> None:
     """On a host: one process per rank, until all have ended. They are forked, so the host imports the job once."""
-    os.environ |= {"LOCAL_WORLD_SIZE": str(per_host), "WORLD_SIZE": str(2 * per_host), "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "WORLD_SIZE": str(2 * per_host),
+        "OMP_NUM_THREADS": "1",
+    }
     os.environ |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
     module = importlib.import_module(job)
     for local in range(per_host):
@@ -155,7 +207,9 @@ def run(*sizes: str) -> None:
 
 def main() -> None:
     """The command, and what it starts on each host."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--per-host", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--host", type=int, help=argparse.SUPPRESS)

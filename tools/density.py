@@ -122,7 +122,11 @@ def measure(folder, worst):
                 t["long_functions"] += statements_in(node) - 1 > 40
             t["ifexp"] += isinstance(node, ast.IfExp)
             t["lambdas"] += isinstance(node, ast.Lambda)
-            if isinstance(node, ast.stmt) and not isinstance(node, UNMEASURED) and not is_docstring(node):
+            if (
+                isinstance(node, ast.stmt)
+                and not isinstance(node, UNMEASURED)
+                and not is_docstring(node)
+            ):
                 t["parallel"] += is_parallel(node)
                 if id(node) not in of_module:
                     t["sizes"].append(size_of(node))
@@ -145,7 +149,9 @@ def row_of(name, figures):
     sizes = sorted(figures["sizes"])
     count = max(len(sizes), 1)
     code = max(figures["code"], 1)
-    per_thousand = [f"{figures[c] / count * 1000:.1f}" for c in ("parallel", "nested", "ifexp", "lambdas")]
+    per_thousand = [
+        f"{figures[c] / count * 1000:.1f}" for c in ("parallel", "nested", "ifexp", "lambdas")
+    ]
     return [
         name,
         len(sizes),
@@ -162,7 +168,9 @@ def row_of(name, figures):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=pathlib.Path)
     parser.add_argument("--worst", type=int, default=0)
     arguments = parser.parse_args()

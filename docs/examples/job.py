@@ -1,6 +1,7 @@
 """What to train: the command line, checked completely before a rank starts or a file is written.
 
-Every process runs the same checks on the same facts, so under torchrun all ranks end with the same line.
+Every process runs the same checks on the same facts, so under torchrun all ranks end with the same
+line.
 """
 
 from __future__ import annotations
@@ -52,15 +53,19 @@ class Job:
         """The global batch of a step, (batch, seq + 1): the same on every rank and every mesh."""
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.corpus) - self.seq, (self.batch,), generator=draw)
-        return torch.stack([self.corpus[at : at + self.seq + 1] for at in starts.tolist()]).long().to(self.device)
+        return (
+            torch.stack([self.corpus[at : at + self.seq + 1] for at in starts.tolist()])
+            .long()
+            .to(self.device)
+        )
 
 
 def read_job(argv: list[str] | None = None) -> Job:
     """The job that the command line asks for.
 
     Raises:
-        JobError: if data are missing or too short, sizes do not fit each other, the mesh or the world, or the
-            checkpoint to resume from is missing or holds another model.
+        JobError: if data are missing or too short, sizes do not fit each other, the mesh or the
+            world, or the checkpoint to resume from is missing or holds another model.
     """
     asked = parser().parse_args(argv)
     try:
@@ -80,10 +85,15 @@ def read_job(argv: list[str] | None = None) -> Job:
     check_mesh(asked)
     corpus = read_corpus(asked.data)
     if len(corpus) <= asked.seq:
-        raise JobError(f"{asked.data} has {len(corpus)} bytes, fewer than a sequence of {asked.seq} and its successor")
+        raise JobError(
+            f"{asked.data} has {len(corpus)} bytes, fewer than a sequence of {asked.seq} and its "
+            "successor"
+        )
     start = 0 if asked.resume is None else check_checkpoint(asked.resume, config)
     if asked.steps < start + 2:
-        raise JobError(f"a run from step {start} needs --steps of at least {start + 2}, got {asked.steps}")
+        raise JobError(
+            f"a run from step {start} needs --steps of at least {start + 2}, got {asked.steps}"
+        )
     data, tensor = asked.mesh
     device = "cuda" if torch.cuda.device_count() >= data * tensor else "cpu"
     return Job(
@@ -102,7 +112,9 @@ def check_mesh(asked: argparse.Namespace) -> None:
     if asked.batch % data:
         raise JobError(f"{shape}: a batch of {asked.batch} does not split into {data} equal parts")
     if asked.kv_heads % tensor:
-        raise JobError(f"{shape}: {asked.kv_heads} key-value heads do not split over {tensor} ranks")
+        raise JobError(
+            f"{shape}: {asked.kv_heads} key-value heads do not split over {tensor} ranks"
+        )
     if asked.batch < 1 or asked.seq < 1:
         raise JobError(f"batch and seq must be positive, got {asked.batch} and {asked.seq}")
 
@@ -112,14 +124,20 @@ def read_corpus(path: Path) -> Tensor:
     if not path.exists():
         raise JobError(f"there are no data at {path}")
     files = (
-        [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in (".py", ".txt", ".md"))
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.glob("*") if file.suffix in (".py", ".txt", ".md"))
     )
     text = bytearray()
     for file in files:
         text += file.read_bytes()
         if len(text) >= CORPUS_BYTES:
             break
-    return torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def check_checkpoint(path: Path, config: LlamaConfig) -> int:
@@ -127,9 +145,16 @@ def check_checkpoint(path: Path, config: LlamaConfig) -> int:
     if not (path / ".metadata").is_file():
         raise JobError(f"there is no checkpoint at {path}")
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: tuple(getattr(entry, "size", ())) for name, entry in saved.items() if name.startswith("model.")}
+    found = {
+        name: tuple(getattr(entry, "size", ()))
+        for name, entry in saved.items()
+        if name.startswith("model.")
+    }
     with torch.device("meta"):
-        wanted = {f"model.{name}": tuple(weight.shape) for name, weight in Llama(config).state_dict().items()}
+        wanted = {
+            f"model.{name}": tuple(weight.shape)
+            for name, weight in Llama(config).state_dict().items()
+        }
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise JobError(
@@ -137,7 +162,8 @@ def check_checkpoint(path: Path, config: LlamaConfig) -> int:
                 f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here"
             )
     step = torch.tensor(0)
-    with warnings.catch_warnings(action="ignore"):  # it is meant: this process alone reads one number
+    # it is meant: this process alone reads one number
+    with warnings.catch_warnings(action="ignore"):
         dcp.load({"step": step}, checkpoint_id=path, no_dist=True)
     return int(step)
 
@@ -152,9 +178,16 @@ def mesh_shape(text: str) -> tuple[int, int]:
 
 def parser() -> argparse.ArgumentParser:
     """The options and their defaults."""
-    options = argparse.ArgumentParser(prog="train_llama", description="Train a small Llama on a mesh of ranks.")
+    options = argparse.ArgumentParser(
+        prog="train_llama", description="Train a small Llama on a mesh of ranks."
+    )
     add = options.add_argument
-    add("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text: a file or a folder")
+    add(
+        "--data",
+        type=Path,
+        default=Path(sysconfig.get_paths()["stdlib"]),
+        help="text: a file or a folder",
+    )
     add("--mesh", type=mesh_shape, default=(2, 2), help="data-parallel x tensor-parallel ranks")
     add("--fsdp", action="store_true", help="shard the weights along the data-parallel axis too")
     add("--steps", type=int, default=60)
@@ -170,6 +203,11 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-3, help="reached after ten steps of warm-up")
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("out/demo"), help="where the checkpoint and the pictures go")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        help="where the checkpoint and the pictures go",
+    )
     add("--resume", type=Path, default=None, help="a checkpoint to go on from, saved on any mesh")
     return options

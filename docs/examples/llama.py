@@ -1,10 +1,12 @@
 """A Llama-style language model in plain PyTorch: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Nothing in this file knows that it will run on several ranks. Two habits make it easy to parallelize: every
-projection is its own `nn.Linear`, and the number of heads is read off the activations (`-1`) rather than off the
-config, so that a rank which holds half the heads runs the same line.
+Nothing in this file knows that it will run on several ranks. Two habits make it easy to
+parallelize: every projection is its own `nn.Linear`, and the number of heads is read off the
+activations (`-1`) rather than off the config, so that a rank which holds half the heads runs the
+same line.
 
-Shapes: B batch, S sequence, D model width, H query heads, K key and value heads, E width of one head, V vocabulary.
+Shapes: B batch, S sequence, D model width, H query heads, K key and value heads, E width of one
+head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"width {self.dim} does not split into {self.heads} heads of an even width")
+            raise ValueError(
+                f"width {self.dim} does not split into {self.heads} heads of an even width"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
@@ -59,7 +65,9 @@ class Attention(nn.Module):
         q_BHSE = rotate(self.split(self.wq(x_BSD)), cos_SE, sin_SE)
         k_BKSE = rotate(self.split(self.wk(x_BSD)), cos_SE, sin_SE)
         v_BKSE = self.split(self.wv(x_BSD))
-        out_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True
+        )
         return self.wo(out_BHSE.transpose(1, 2).flatten(2))
 
     def split(self, x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@
     python docs/examples/train_llama.py --fsdp                            # weights sharded over both axes
     torchrun --nproc-per-node 4 docs/examples/train_llama.py              # on the ranks that torchrun started
 
-The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and `Trainer` are all of
-parallel training; the model (llama.py) does not know of it, and the reference is the same class with `mesh=None`.
+The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and
+`Trainer` are all of parallel training; the model (llama.py) does not know of it, and the reference
+is the same class with `mesh=None`.
 """
 
 from __future__ import annotations
@@ -41,29 +42,36 @@ from shoal_tp_styles import (
     parallelize_module,
 )
 
-# Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared gradient, so where a
-# gradient is near zero its step may differ by a good part of the learning rate: single weights feel it, losses hardly.
-# Such differences grow from step to step, as all training does; in float64 they stay where nobody sees them.
+# Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared
+# gradient, so where a gradient is near zero its step may differ by a good part of the learning
+# rate: single weights feel it, losses hardly. Such differences grow from step to step, as all
+# training does; in float64 they stay where nobody sees them.
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative, at every step
-WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}  # norm of the difference / distance from initialisation
+# norm of the difference / distance from initialisation
+WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
     """Shard the weights along the axis "tensor"; between attention and feed-forward, shard the sequence along it."""
     split, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),  # rows of the vocabulary
+        # rows of the vocabulary
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),
         "**.*norm": SequenceParallel(),
         "blocks.*.attention": PrepareModuleInput(
             input_layouts=(split, None, None), desired_input_layouts=(whole, None, None)
         ),
         "blocks.*.attention.w[qkv]": ColwiseParallel(),  # whole heads
         "blocks.*.attention.wo": RowwiseParallel(output_layouts=split),
-        "blocks.*.feed_forward": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "blocks.*.feed_forward": PrepareModuleInput(
+            input_layouts=split, desired_input_layouts=whole
+        ),
         "blocks.*.feed_forward.gate": ColwiseParallel(),
         "blocks.*.feed_forward.up": ColwiseParallel(),
         "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=split),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     return parallelize_module(model, mesh["tensor"], plan)
 
@@ -79,11 +87,14 @@ class Trainer:
     """A model, its optimizer and how far the run is: on a mesh, or with `mesh=None` on one process."""
 
     def __init__(self, job: Job, mesh: DeviceMesh | None) -> None:
-        torch.manual_seed(job.seed)  # on every rank: from here on, the program draws what one process would draw
+        # on every rank: from here on, the program draws what one process would draw
+        torch.manual_seed(job.seed)
         model = Llama(job.config).to(job.device, job.dtype)
         self.model = over_data(parallelize(model, mesh), mesh, job.fsdp) if mesh else model
         self.weights = dict(self.model.named_parameters())
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
         self.job, self.mesh, self.start = job, mesh, 0
         self.losses: list[float] = []
 
@@ -92,8 +103,11 @@ class Trainer:
         tokens = self.job.tokens(index)
         if self.mesh:
             tokens = tokens.chunk(self.job.mesh[0])[self.mesh.get_local_rank("data")]
-        with loss_parallel():  # the logits are sharded along the vocabulary, and stay so
-            loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        # the logits are sharded along the vocabulary, and stay so
+        with loss_parallel():
+            loss = F.cross_entropy(
+                self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            )
             loss.backward()
         loss = whole(loss.detach())
         if self.mesh:
@@ -113,10 +127,19 @@ class Trainer:
                 if index == save_at:
                     self.save(self.job.out / "checkpoint")
                 self.step(index)
-                speed = (index + 1 - first) * self.job.batch * self.job.seq / (time.perf_counter() - began)
+                speed = (
+                    (index + 1 - first)
+                    * self.job.batch
+                    * self.job.seq
+                    / (time.perf_counter() - began)
+                )
                 bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {speed:.0f} tokens/s")
         if is_first_rank():
-            print(f"{title}: steps {first} to {until}, loss {self.losses[-1]:.3f}, {speed:.0f} tokens/s", flush=True)
+            print(
+                f"{title}: steps {first} to {until}, loss {self.losses[-1]:.3f}, {speed:.0f} "
+                "tokens/s",
+                flush=True,
+            )
         return speed
 
     def state(self) -> dict[str, Any]:
@@ -139,7 +162,12 @@ class Trainer:
         """Go on where the checkpoint was written."""
         state = self.state()
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self.start = int(state["step"])
         (torch.cuda if self.job.device == "cuda" else torch).set_rng_state(state["random"])
 
@@ -162,7 +190,9 @@ def train(job: Job) -> bool:
 
     weights = {name: whole(weight.detach()) for name, weight in trainer.weights.items()}
     if is_first_rank():
-        print(f"\nresumed from step {late}: losses {'equal bit for bit' if agrees[0] else 'DIFFER'}")
+        print(
+            f"\nresumed from step {late}: losses {'equal bit for bit' if agrees[0] else 'DIFFER'}"
+        )
         counts = (f"{count} {op.__name__}" for op, count in counted.get_comm_counts().items())
         print("collectives of one step:", ", ".join(counts))
         agrees[0] &= compare(job, trainer, weights, speed)
@@ -172,7 +202,8 @@ def train(job: Job) -> bool:
 
 def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float) -> bool:
     """Train the same model on this process alone, report both, and draw the pictures."""
-    from pictures import draw_layout, draw_losses  # one rank draws: matplotlib takes a second to import
+    # one rank draws: matplotlib takes a second to import
+    from pictures import draw_layout, draw_losses
 
     alone = Trainer(job, None)
     before = {name: weight.detach().clone() for name, weight in alone.weights.items()}
@@ -181,16 +212,34 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
     loss_gap = max(abs(a - b) / b for a, b in zip(trainer.losses, losses, strict=True))
     moved = norm(alone.weights[name] - before[name] for name in before)
     weight_gap = norm(alone.weights[name] - weights[name] for name in before) / moved
-    print(f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes/rank':>25}{'optimizer, bytes/rank':>24}")
-    for title, run, tokens in ((f"{job.ranks} ranks", trainer, speed), ("one process", alone, speed_alone)):
+    print(
+        f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes/rank':>25}{'optimizer, bytes/rank':>24}"
+    )
+    for title, run, tokens in (
+        (f"{job.ranks} ranks", trainer, speed),
+        ("one process", alone, speed_alone),
+    ):
         moments = [moment for state in run.optimizer.state.values() for moment in state.values()]
         sizes = f"{num_bytes(run.weights.values()):25,}{num_bytes(moments):24,}"
         print(f"{title:12}{tokens:10.0f}{run.losses[-1]:11.4f}{sizes}")
     if job.device == "cpu" and job.ranks > (cores := os.cpu_count() or 1):
-        print(f"({job.ranks} ranks share {cores} cores and pay for collectives besides: slower is expected here)")
-    print(f"largest relative difference of the losses   {loss_gap:.1e} (allowed {LOSS_TOLERANCE[job.dtype]:.0e})")
-    print(f"difference of the weights / distance moved  {weight_gap:.1e} (allowed {WEIGHT_TOLERANCE[job.dtype]:.0e})")
-    draw_losses(job.out / "losses.png", {f"{job.ranks} ranks": trainer.losses, "one process": losses}, trainer.start)
+        print(
+            f"({job.ranks} ranks share {cores} cores and pay for collectives besides: slower is "
+            "expected here)"
+        )
+    print(
+        f"largest relative difference of the losses   {loss_gap:.1e} (allowed "
+        f"{LOSS_TOLERANCE[job.dtype]:.0e})"
+    )
+    print(
+        f"difference of the weights / distance moved  {weight_gap:.1e} (allowed "
+        f"{WEIGHT_TOLERANCE[job.dtype]:.0e})"
+    )
+    draw_losses(
+        job.out / "losses.png",
+        {f"{job.ranks} ranks": trainer.losses, "one process": losses},
+        trainer.start,
+    )
     draw_layout(job.out / "layout.png", trainer.weights, job.mesh)
     print(f"pictures and checkpoint are in {job.out}")
     return loss_gap <= LOSS_TOLERANCE[job.dtype] and weight_gap <= WEIGHT_TOLERANCE[job.dtype]
@@ -208,7 +257,9 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that this rank holds of some tensors."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
+    )
 
 
 def is_first_rank() -> bool:

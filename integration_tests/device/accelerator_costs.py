@@ -1,6 +1,7 @@
 """A plugin of pytest: CPU ranks plan as ranks on accelerators do, so that tests of operators run their other plans.
 
-`python -m pytest -p integration_tests.device.accelerator_costs packages/dtensor/tests/test_programs.py`
+`python -m pytest -p integration_tests.device.accelerator_costs
+packages/dtensor/tests/test_programs.py`
 """
 
 from __future__ import annotations

@@ -42,7 +42,13 @@ def set_device(device: int | str | torch.device) -> None:
 
 
 def _index(device: int | str | torch.device | None) -> int:
-    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    index = (
+        device
+        if isinstance(device, int)
+        else None
+        if device is None
+        else torch.device(device).index
+    )
     return current_device() if index is None else index
 
 
@@ -76,13 +82,17 @@ class Stream(torch.Stream):
     """A stream of the current device."""
 
     def __new__(cls, device: torch.device | None = None, priority: int = 0) -> Stream:
-        return super().__new__(cls, device or torch.device("sim", current_device()), priority=priority)
+        return super().__new__(
+            cls, device or torch.device("sim", current_device()), priority=priority
+        )
 
 
 class Event(torch.Event):
     """An event of the current device."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         return super().__new__(cls, "sim", enable_timing=enable_timing)
 
 

@@ -28,12 +28,15 @@ def loss_parallel(lib: Library) -> Generator[Part, Any, None]:
     expected = F.cross_entropy(plain, target)
     expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     there = target.to(device())
-    x = lib.tensor.distribute_tensor(logits.to(device()), mesh, [lib.tensor.Shard(1)]).requires_grad_()
+    x = lib.tensor.distribute_tensor(
+        logits.to(device()), mesh, [lib.tensor.Shard(1)]
+    ).requires_grad_()
     for _ in range(2):
         x.grad = None
         with lib.styles.loss_parallel():
             loss = yield "forward", partial(F.cross_entropy, x, there)
-            yield "backward", lambda: loss.backward()  # noqa: B023  # it is run before the next round
+            # it is run before the next round
+            yield "backward", lambda: loss.backward()  # noqa: B023
     if lib.ours:
         assert_same(loss, expected)
         assert_same(x.grad, plain.grad)
@@ -50,7 +53,9 @@ def linear_cross_entropy(lib: Library) -> Generator[Part, Any, None]:
     expected = F.cross_entropy(F.linear(*plain), target)
     expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     hidden, there = x.to(device()).requires_grad_(), target.to(device())
-    head = lib.tensor.distribute_tensor(weight.to(device()), mesh, [lib.tensor.Shard(0)]).requires_grad_()
+    head = lib.tensor.distribute_tensor(
+        weight.to(device()), mesh, [lib.tensor.Shard(0)]
+    ).requires_grad_()
     for _ in range(2):
         hidden.grad = head.grad = None
         loss = yield "forward", partial(losses.linear_cross_entropy, hidden, head, there)
@@ -61,7 +66,11 @@ def linear_cross_entropy(lib: Library) -> Generator[Part, Any, None]:
 
 def _attention(method: Any, lib: Library) -> Generator[Part, Any, None]:
     """Causal attention of a sequence of 16 over four ranks, and its parts put together."""
-    from shoal_context_parallel import SequenceLayout, context_parallel_attention, context_parallel_unshard
+    from shoal_context_parallel import (
+        SequenceLayout,
+        context_parallel_attention,
+        context_parallel_unshard,
+    )
 
     mesh = lib.init_device_mesh(device().type, (4,))
     layout, rank = SequenceLayout.head_tail(16, 4), dist.get_rank()
@@ -72,7 +81,9 @@ def _attention(method: Any, lib: Library) -> Generator[Part, Any, None]:
     gradients = torch.autograd.grad(expected, plain, seed)
     q, k, v = (layout.shard(x.detach(), 2, rank).to(device()).requires_grad_() for x in plain)
     own_seed = layout.shard(seed, 2, rank).to(device())
-    attend = partial(context_parallel_attention, q, k, v, mesh, is_causal=True, layout=layout, method=method)
+    attend = partial(
+        context_parallel_attention, q, k, v, mesh, is_causal=True, layout=layout, method=method
+    )
     for _ in range(2):
         out = yield "forward", attend
         got = yield "backward", partial(torch.autograd.grad, out, (q, k, v), own_seed)
@@ -117,7 +128,9 @@ def _experts(kind: str, lib: Library) -> Generator[Part, Any, None]:
     weights, chosen = torch.randn(12, 8).softmax(-1).topk(2, -1)
     expected = plain(x, chosen, weights)
     expected.square().sum().backward()
-    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3) if kind == "own tokens" else slice(None)
+    mine = (
+        slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3) if kind == "own tokens" else slice(None)
+    )
     arguments = [each[mine].to(device()) for each in (x, chosen, weights)]
     for _ in range(2):
         model.zero_grad()
@@ -210,7 +223,13 @@ LAYERS: dict[str, Program] = {
     "optimizers": optimizers,
     "loss_parallel": loss_parallel,
     "linear_cross_entropy": linear_cross_entropy,
-    **{f"context parallel, {method}": partial(_attention, method) for method in ("allgather", "ring", "ulysses")},
-    **{f"experts, {kind}": partial(_experts, kind) for kind in ("own tokens", "replicated tokens", "features")},
+    **{
+        f"context parallel, {method}": partial(_attention, method)
+        for method in ("allgather", "ring", "ulysses")
+    },
+    **{
+        f"experts, {kind}": partial(_experts, kind)
+        for kind in ("own tokens", "replicated tokens", "features")
+    },
     "checkpoint": checkpoint,
 }

@@ -38,14 +38,27 @@ def library(name: str) -> Library:
     if name == "shoal":
         tensor, data = import_module("shoal_dtensor"), import_module("shoal_data_parallel")
         mesh, styles = import_module("shoal_mesh"), import_module("shoal_tp_styles")
-        return Library(name, tensor, styles, data, mesh.init_device_mesh, data.replicate, tensor.clip_grad_norm_)
+        return Library(
+            name,
+            tensor,
+            styles,
+            data,
+            mesh.init_device_mesh,
+            data.replicate,
+            tensor.clip_grad_norm_,
+        )
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.device_mesh import init_device_mesh
 
-    tensor, styles = import_module("torch.distributed.tensor"), import_module("torch.distributed.tensor.parallel")
+    tensor, styles = (
+        import_module("torch.distributed.tensor"),
+        import_module("torch.distributed.tensor.parallel"),
+    )
     data = import_module("torch.distributed.fsdp")
 
     def replicated(module: nn.Module, mesh: Any) -> object:
         return replicate(module, device_mesh=mesh)
 
-    return Library(name, tensor, styles, data, init_device_mesh, replicated, nn.utils.clip_grad_norm_)
+    return Library(
+        name, tensor, styles, data, init_device_mesh, replicated, nn.utils.clip_grad_norm_
+    )

@@ -99,7 +99,9 @@ def _plain() -> Operands:
     torch.manual_seed(0)
     x = torch.randn(7, 5)
     ids = torch.tensor([3, 0, 6, 5, 1, 2])
-    return Operands(x, torch.randn(5, 7), x.clone(), torch.randn(7, 5), ids, ids.clone(), torch.randn(2, 3, 3))
+    return Operands(
+        x, torch.randn(5, 7), x.clone(), torch.randn(7, 5), ids, ids.clone(), torch.randn(2, 3, 3)
+    )
 
 
 def _sharded(lib: Library, plain: Operands) -> Operands:
@@ -125,10 +127,13 @@ def operators(lib: Library, calls: dict[str, Call] = OPERATORS) -> Generator[Par
     plain = _plain()
     operands = _sharded(lib, plain)
     for name, call in calls.items():
-        yield name, lambda call=call: call(operands)  # type: ignore[misc]  # mypy infers no lambda with a default
+        # mypy infers no lambda with a default
+        yield name, lambda call=call: call(operands)  # type: ignore[misc]
         got = yield name, lambda call=call: call(operands)  # type: ignore[misc]  # as above
         if lib.ours:
-            assert_same(got, call(plain)) if isinstance(got, Tensor) else _assert_close(got, call(plain))
+            assert_same(got, call(plain)) if isinstance(got, Tensor) else _assert_close(
+                got, call(plain)
+            )
 
 
 def _assert_close(got: float | bool, expected: float | bool) -> None:
@@ -147,7 +152,9 @@ def redistribution(lib: Library) -> Generator[Part, Any, None]:
     torch.manual_seed(0)
     whole = torch.randn(7, 5)
     targets = list(product([shard(0), shard(1), replicate()], repeat=2))
-    sources = [lib.tensor.distribute_tensor(whole.to(device()), mesh, placements) for placements in targets]
+    sources = [
+        lib.tensor.distribute_tensor(whole.to(device()), mesh, placements) for placements in targets
+    ]
     local = whole.to(device()) / 2
     addends = [(partial(), replicate()), (replicate(), partial())]
     sources += [lib.tensor.DTensor.from_local(local, mesh, placements) for placements in addends]
@@ -180,7 +187,8 @@ def random_operators(lib: Library) -> Generator[Part, Any, None]:
     x = lib.tensor.distribute_tensor(whole, mesh, [shard(0), shard(1)])
     for name, call in RANDOM.items():
         torch.manual_seed(3)
-        yield name, lambda call=call: call(x)  # type: ignore[misc]  # mypy infers no lambda with a default
+        # mypy infers no lambda with a default
+        yield name, lambda call=call: call(x)  # type: ignore[misc]
         got = yield name, lambda call=call: call(x)  # type: ignore[misc]  # as above
         if lib.ours:
             torch.manual_seed(3)

@@ -1,8 +1,8 @@
 """The main programs of each package, in parts that are measured; each compares itself with one CPU process.
 
-A program is a generator: it yields the name of a part and what to run, and gets back what that returned. A part that it
-yields again is warm; the last time counts. Programs of `training.py`, `operators.py` and `layers.py` are the rows of
-docs/device_stalls.md.
+A program is a generator: it yields the name of a part and what to run, and gets back what that
+returned. A part that it yields again is warm; the last time counts. Programs of `training.py`,
+`operators.py` and `layers.py` are the rows of docs/device_stalls.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Measure:
 
     Attributes:
         events: what the device was made to do.
-        live, peak: bytes of device memory after it, and the most during it, above those before the program.
+        live, peak: bytes of device memory after it, and the most during it, above those before the
+            program.
         error: what the part of torch's own raised, if it did.
     """
 
@@ -71,9 +72,13 @@ def measured(program: Program, name: str) -> dict[str, Measure]:
                     raise
                 error = type(raised).__name__
         found[named] = Measure(
-            tuple(events), module.memory_allocated() - before, module.max_memory_allocated() - before, error
+            tuple(events),
+            module.memory_allocated() - before,
+            module.max_memory_allocated() - before,
+            error,
         )
-        del run  # what it holds is not the program's any longer
+        # what it holds is not the program's any longer
+        del run
         try:
             part = steps.send(result)
         except StopIteration:
@@ -93,4 +98,6 @@ def assert_same(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
     if not isinstance(expected, Tensor):
         assert got == expected
         return
-    torch.testing.assert_close(on_host(got), expected.detach(), rtol=tolerance, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        on_host(got), expected.detach(), rtol=tolerance, atol=tolerance, check_dtype=False
+    )

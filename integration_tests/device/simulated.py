@@ -1,8 +1,9 @@
 """The simulated accelerator `sim`: built once, registered with torch, and heard of what programs make it do.
 
-Every process with `autoload` (and the root of the repository) on its path registers it when it imports torch, as the
-packages of real accelerators do; so do ranks and scripts that it starts. `python -m integration_tests.device.simulated`
-builds it, in a minute, once for each torch, and says why where it cannot.
+Every process with `autoload` (and the root of the repository) on its path registers it when it
+imports torch, as the packages of real accelerators do; so do ranks and scripts that it starts.
+`python -m integration_tests.device.simulated` builds it, in a minute, once for each torch, and says
+why where it cannot.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 NAME = "sim"
 _SOURCES = sorted((Path(__file__).parent / "simulation").iterdir())
 _EXTENSION = "simulated_device"
-# Of the frames under an event the innermost of the first kind that there is: who made the device do it.
+# Of the frames under an event the innermost of the first kind that there is: who made the device do
+# it.
 _MAKERS = ("/src/shoal_", "torch/distributed/", "torch/optim/", "torch/nn/", "/integration_tests/")
 
 
@@ -62,7 +64,8 @@ def build() -> None:
 
 def register() -> None:
     """Make `sim` a device of this process, if it is built; called by `import torch`."""
-    torch: Any = importlib.import_module("torch")  # functions that it leaves out of its types
+    # functions that it leaves out of its types
+    torch: Any = importlib.import_module("torch")
 
     if not library().exists() or _extension() in sys.modules:
         return
@@ -93,7 +96,9 @@ def _register_backend(extension: ModuleType) -> None:
     dist: Any = distributed
 
     def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return extension.backend(dist.ProcessGroupGloo(PrefixStore(NAME, store), rank, size, timeout))
+        return extension.backend(
+            dist.ProcessGroupGloo(PrefixStore(NAME, store), rank, size, timeout)
+        )
 
     dist.Backend.register_backend("simccl", create, devices=[NAME])
 
@@ -108,10 +113,10 @@ class Event:
     """Something that a program has made the device do.
 
     Attributes:
-        kind: "H2D" and "D2H" are copies that the host waits for, "H2D later" and "D2H later" those that it does not;
-            "P2P" copies between devices; "SYNC" any other wait of the host; "POLL" a question whether work is done;
-            "COLLECTIVE"; "RACE" memory that was written or freed under a collective or a copy; "DROPPED" a collective
-            that nobody has waited for.
+        kind: "H2D" and "D2H" are copies that the host waits for, "H2D later" and "D2H later" those
+            that it does not; "P2P" copies between devices; "SYNC" any other wait of the host;
+            "POLL" a question whether work is done; "COLLECTIVE"; "RACE" memory that was written or
+            freed under a collective or a copy; "DROPPED" a collective that nobody has waited for.
         what: which.
         nbytes: of the message.
         line: of shoal, else of torch, that did it.
@@ -153,7 +158,9 @@ def _line(frame: FrameType | None) -> str:
         for each in frames:
             name = each.f_code.co_filename
             if maker in name:
-                return f"{name[name.rindex(maker) :].removeprefix('/src').lstrip('/')}:{each.f_lineno}"
+                return (
+                    f"{name[name.rindex(maker) :].removeprefix('/src').lstrip('/')}:{each.f_lineno}"
+                )
     return ""
 
 

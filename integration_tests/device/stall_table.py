@@ -102,7 +102,10 @@ def page() -> str:
         numbers = []
         for library in ("shoal", "torch"):
             parts = measures(name, library)[0]
-            numbers += [f"{parts['forward'].live / 1024:.0f}", f"{parts['backward'].peak / 1024:.0f}"]
+            numbers += [
+                f"{parts['forward'].live / 1024:.0f}",
+                f"{parts['backward'].peak / 1024:.0f}",
+            ]
         lines.append(f"| {name} | {' | '.join(numbers)} |")
     return "\n".join(lines) + "\n" + graphs()
 
@@ -112,7 +115,13 @@ def graphs() -> str:
     quiet, lines = [], []
     for name in (name for name in (*TRAININGS, *LAYERS) if name != "checkpoint"):
         seen = {
-            part: sorted({(event.kind, event.line) for event in measure.events if event.kind in (*HOST, "POLL")})
+            part: sorted(
+                {
+                    (event.kind, event.line)
+                    for event in measure.events
+                    if event.kind in (*HOST, "POLL")
+                }
+            )
             for part, measure in measures(name)[0].items()
         }
         if not any(seen.values()):
@@ -120,7 +129,10 @@ def graphs() -> str:
         for part, found in seen.items():
             if found:
                 kinds, places = ({each[at] for each in found} for at in (0, 1))
-                lines.append(f"| {name}: {part} | {', '.join(sorted(kinds))} | {', '.join(sorted(places))} |\n")
+                lines.append(
+                    f"| {name}: {part} | {', '.join(sorted(kinds))} | {', '.join(sorted(places))} "
+                    "|\n"
+                )
     return GRAPHS.format(quiet="; ".join(quiet)) + "".join(lines)
 
 

@@ -18,14 +18,23 @@ import shoal_dtensor as sd
 from shoal_data_parallel import fully_shard
 from shoal_dtensor import Replicate, Shard
 from shoal_dtensor.errors import RandomStateError
-from shoal_mesh import all_gather, all_reduce, init_device_mesh, launch, measure_topology, reduce_scatter
+from shoal_mesh import (
+    all_gather,
+    all_reduce,
+    init_device_mesh,
+    launch,
+    measure_topology,
+    reduce_scatter,
+)
 from shoal_mesh.testing import default_world_size, device_type, on_ranks
 
 from .simulated import is_registered, watched
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not is_registered(), reason="needs the simulated accelerator: nox -s device"),
+    pytest.mark.skipif(
+        not is_registered(), reason="needs the simulated accelerator: nox -s device"
+    ),
 ]
 
 
@@ -47,7 +56,9 @@ def _place() -> tuple[str, str]:
 def test_links_are_measured_on_the_device() -> None:
     with watched() as events:
         measure_topology(mesh(), repeats=1)
-    assert sum(event.kind == "COLLECTIVE" for event in events) >= 8, "two sizes, twice, along two axes"
+    assert sum(event.kind == "COLLECTIVE" for event in events) >= 8, (
+        "two sizes, twice, along two axes"
+    )
 
 
 @on_ranks(4)
@@ -75,8 +86,11 @@ def test_states_of_the_device_are_saved_and_restored() -> None:
 @on_ranks(4)
 def test_generators_of_the_device_are_compared() -> None:
     torch.manual_seed(5)
-    torch.sim.manual_seed(dist.get_rank() // 2)  # type: ignore[attr-defined]  # registered as torch is imported
-    with pytest.raises(RandomStateError, match=r"sim:. generators are out of step: ranks \[0, 1\] agree"):
+    # registered as torch is imported
+    torch.sim.manual_seed(dist.get_rank() // 2)  # type: ignore[attr-defined]
+    with pytest.raises(
+        RandomStateError, match=r"sim:. generators are out of step: ranks \[0, 1\] agree"
+    ):
         sd.check_random_state(mesh())
 
 
@@ -84,7 +98,10 @@ def test_generators_of_the_device_are_compared() -> None:
 def test_the_generator_that_keys_are_taken_from_is_compared() -> None:
     torch.manual_seed(dist.get_rank())
     torch.sim.manual_seed(5)  # type: ignore[attr-defined]  # registered as torch is imported
-    with sd.random_mode("counter"), pytest.raises(RandomStateError, match="the cpu generators are out of step"):
+    with (
+        sd.random_mode("counter"),
+        pytest.raises(RandomStateError, match="the cpu generators are out of step"),
+    ):
         sd.rand(8, device_mesh=init_device_mesh("sim", (4,)), placements=[Shard(0)])
 
 
@@ -126,7 +143,10 @@ def test_a_generator_of_the_device_moves_on(passed: bool) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("op", ["band", "bor", "bxor"])
 def test_reductions_that_the_backend_has_not_are_made_here(op: str) -> None:
-    comm, own = (mesh(), ("data", "tensor")), torch.arange(8, dtype=torch.int16) * (dist.get_rank() + 1)
+    comm, own = (
+        (mesh(), ("data", "tensor")),
+        torch.arange(8, dtype=torch.int16) * (dist.get_rank() + 1),
+    )
     for dtype in (torch.int32, torch.uint8, torch.int16):
         values = own.to(dtype)
         expected, part = all_reduce(values, _on_cpu(), op), reduce_scatter(values, _on_cpu(), op=op)
@@ -145,5 +165,7 @@ def test_any_dtype_and_any_strides_are_sent() -> None:
     for dtype in (torch.int16, torch.complex64, torch.uint16, torch.bool, torch.float8_e4m3fn):
         x = (torch.arange(6).view(2, 3).t() + rank).to(dtype).to("sim")
         whole = all_gather(x, comm)
-        expected = torch.cat([(torch.arange(6).view(2, 3).t() + other).to(dtype) for other in range(4)])
+        expected = torch.cat(
+            [(torch.arange(6).view(2, 3).t() + other).to(dtype) for other in range(4)]
+        )
         assert torch.equal(whole.cpu().view(torch.uint8), expected.view(torch.uint8)), dtype

@@ -1,6 +1,7 @@
 """The main programs on an accelerator: as on one CPU process, and without a wait of the host that is not listed here.
 
-Covers: {accelerator,topology}.py, {state,draw,fill}.py: what they do on devices that are neither the CPU nor CUDA.
+Covers: {accelerator,topology}.py, {state,draw,fill}.py: what they do on devices that are neither
+the CPU nor CUDA.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from .simulated import is_registered
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.accelerator.device_count() < RANKS, reason="needs four accelerators: nox -s device"),
+    pytest.mark.skipif(
+        torch.accelerator.device_count() < RANKS, reason="needs four accelerators: nox -s device"
+    ),
 ]
 
-Waits = dict[str, dict[str, int]]  # "program: part" -> kind -> how often, on the rank that waits most
+# "program: part" -> kind -> how often, on the rank that waits most
+Waits = dict[str, dict[str, int]]
 # What has to be waited for: a value on the host, a size that values decide, or a file.
 NEEDED: Waits = {
     "operators that need values: item": {"SYNC": 1},
@@ -61,8 +65,14 @@ def test_it_is_right_and_the_host_does_not_wait(name: str) -> None:
         most = {kind: max(rank[part].count(kind) for rank in ranks) for kind in WAITS}
         waits[f"{name}: {part}"] = {kind: count for kind, count in most.items() if count}
     lines = sorted({event.line for event in events if event.kind in WAITS})
-    listed = {part: counts for part, counts in {**NEEDED, **NOT_YET}.items() if part.startswith(f"{name}: ")}
-    assert {part: counts for part, counts in waits.items() if counts} == listed, f"the host waits at {lines}"
+    listed = {
+        part: counts
+        for part, counts in {**NEEDED, **NOT_YET}.items()
+        if part.startswith(f"{name}: ")
+    }
+    assert {part: counts for part, counts in waits.items() if counts} == listed, (
+        f"the host waits at {lines}"
+    )
 
 
 # Bytes: which gradients this rank has travels with those of a unit.
@@ -86,7 +96,8 @@ def test_the_peak_of_a_backward_is_not_above_torchs(name: str) -> None:
     assert ours.peak <= theirs.peak + FLAGS
 
 
-# A collective of the transport whose wait is left out, and a program that reads what it has not written.
+# A collective of the transport whose wait is left out, and a program that reads what it has not
+# written.
 LEFT_OUT = {
     "all_gather": "fully_shard",
     "reduce_scatter": "fully_shard",

@@ -21,7 +21,9 @@ from .simulated import Event, is_registered, watched
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not is_registered(), reason="needs the simulated accelerator: nox -s device"),
+    pytest.mark.skipif(
+        not is_registered(), reason="needs the simulated accelerator: nox -s device"
+    ),
 ]
 
 
@@ -40,12 +42,14 @@ def test_memory_that_nobody_has_written_is_not_a_number() -> None:
 
 
 def test_memory_is_counted() -> None:
-    before = torch.sim.memory_allocated()  # type: ignore[attr-defined]  # registered as torch is imported
+    # registered as torch is imported
+    before = torch.sim.memory_allocated()  # type: ignore[attr-defined]
     torch.sim.reset_peak_memory_stats()  # type: ignore[attr-defined]  # as above
     x = torch.zeros(100, device="sim")
     del x
     assert torch.sim.memory_allocated() == before  # type: ignore[attr-defined]  # as above
-    assert torch.sim.max_memory_allocated() == before + 400  # type: ignore[attr-defined]  # as above
+    # as above
+    assert torch.sim.max_memory_allocated() == before + 400  # type: ignore[attr-defined]
 
 
 def test_there_are_several_devices() -> None:
@@ -88,7 +92,10 @@ STALLS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "by an index of the CPU": ("H2D", lambda x: x[torch.tensor([0, 1])]),
     "to the host": ("D2H", lambda x: x.cpu()),
     "tolist": ("D2H", lambda x: x.tolist()),
-    "not blocking, to memory that is not pinned": ("D2H", lambda x: torch.empty(3).copy_(x, non_blocking=True)),
+    "not blocking, to memory that is not pinned": (
+        "D2H",
+        lambda x: torch.empty(3).copy_(x, non_blocking=True),
+    ),
 }
 NO_STALLS: dict[str, Callable[[Tensor], object]] = {
     "arithmetic": lambda x: (x * 2 + 1).softmax(0),
@@ -113,7 +120,10 @@ def test_a_wait_of_the_host_is_counted_with_its_line(name: str) -> None:
     with watched() as events:
         stall(x)
     assert set(kinds(events)) - {"H2D"} == {kind} - {"H2D"} and kind in kinds(events)
-    assert all(event.line.startswith(("integration_tests/device/test_simulation.py:", "torch/")) for event in events)
+    assert all(
+        event.line.startswith(("integration_tests/device/test_simulation.py:", "torch/"))
+        for event in events
+    )
 
 
 @pytest.mark.parametrize("name", NO_STALLS)
@@ -145,7 +155,9 @@ def test_pinned_memory_is_not_written_before_it_has_been_copied(early: bool) -> 
         host.zero_()
         torch.accelerator.synchronize()
     assert x.cpu().eq(1).all()
-    assert kinds(events) == (["H2D later", "SYNC", "RACE"] if early else ["H2D later", "SYNC", "SYNC"])
+    assert kinds(events) == (
+        ["H2D later", "SYNC", "RACE"] if early else ["H2D later", "SYNC", "SYNC"]
+    )
 
 
 def test_random_numbers_are_of_the_device() -> None:
@@ -160,7 +172,9 @@ def test_random_numbers_are_of_the_device() -> None:
     dropped = F.dropout(ones, 0.5).cpu()
     assert torch.equal(torch.get_rng_state(), before), "the CPU's stream is another"
     torch.manual_seed(1)
-    assert not torch.equal(dropped, 2 * torch.empty_like(ones).bernoulli_(0.5).cpu()), "dropout has a law of its own"
+    assert not torch.equal(dropped, 2 * torch.empty_like(ones).bernoulli_(0.5).cpu()), (
+        "dropout has a law of its own"
+    )
 
 
 def test_a_module_computes_as_on_the_cpu() -> None:
@@ -181,7 +195,7 @@ def test_a_module_computes_as_on_the_cpu() -> None:
         assert (got @ got.transpose(1, 2)).dtype == torch.bfloat16
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -211,7 +225,8 @@ def test_what_a_collective_writes_is_not_there_before_it_is_waited_for() -> None
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "mistake", ["input written", "input freed", "output written", "output freed", "never waited for"]
+    "mistake",
+    ["input written", "input freed", "output written", "output freed", "never waited for"],
 )
 def test_mistakes_around_a_collective_are_seen(mistake: str) -> None:
     x, out = own(3), own(12)
@@ -225,7 +240,10 @@ def test_mistakes_around_a_collective_are_seen(mistake: str) -> None:
             del work
         else:
             work.wait()
-    assert kinds(events)[:2] == ["COLLECTIVE", "DROPPED" if mistake == "never waited for" else "RACE"]
+    assert kinds(events)[:2] == [
+        "COLLECTIVE",
+        "DROPPED" if mistake == "never waited for" else "RACE",
+    ]
     dist.barrier()
 
 
@@ -247,7 +265,9 @@ def test_collectives_give_what_they_give_on_the_cpu() -> None:
     assert scattered.item() == 60 + 4 * rank
     received, sizes = torch.empty(10, device="sim"), [1, 2, 3, 4]
     dist.all_to_all_single(received, own(4 * (rank + 1)), sizes, [rank + 1] * 4)
-    assert received.tolist() == [10 * other + (other + 1) * rank + i for other in range(4) for i in range(other + 1)]
+    assert received.tolist() == [
+        10 * other + (other + 1) * rank + i for other in range(4) for i in range(other + 1)
+    ]
     x = own(3)
     dist.broadcast(x, 2)
     assert x.tolist() == [20, 21, 22]

@@ -17,7 +17,14 @@ from .libraries import Library
 from .programs import Part, assert_same, device
 
 STEPS, ROWS, LENGTH = 3, 4, 6
-PLAN = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise", "*.up": "colwise", "*.down": "rowwise"}
+PLAN = {
+    "*.q": "colwise",
+    "*.k": "colwise",
+    "*.v": "colwise",
+    "*.o": "rowwise",
+    "*.up": "colwise",
+    "*.down": "rowwise",
+}
 
 
 class Block(nn.Module):
@@ -76,13 +83,21 @@ class Training:
         reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
         for step in range(STEPS):
             for last in (False, True):
-                x = torch.randn(ROWS, LENGTH, self.width, generator=torch.Generator().manual_seed(2 * step + last))
+                x = torch.randn(
+                    ROWS,
+                    LENGTH,
+                    self.width,
+                    generator=torch.Generator().manual_seed(2 * step + last),
+                )
                 _loss(plain, x).backward()
                 mine = self.own_rows(x, mesh).to(device())
                 if hasattr(model, "set_requires_gradient_sync"):
                     model.set_requires_gradient_sync(last)
                 loss = yield "forward", partial(_loss, model, mine)
-                yield "backward" if last else "backward that keeps", loss.backward if loss is not None else _nothing
+                yield (
+                    "backward" if last else "backward that keeps",
+                    loss.backward if loss is not None else _nothing,
+                )
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             yield "clip", partial(lib.clip_grad_norm_, model.parameters(), 1.0)
             yield "step", ours.step
@@ -113,7 +128,9 @@ def _nothing() -> None:
 
 def styles(lib: Library, model: nn.Module, mesh: Any) -> None:
     made = {"colwise": lib.styles.ColwiseParallel, "rowwise": lib.styles.RowwiseParallel}
-    lib.styles.parallelize_module(model, mesh["tensor"], {name: made[style]() for name, style in PLAN.items()})
+    lib.styles.parallelize_module(
+        model, mesh["tensor"], {name: made[style]() for name, style in PLAN.items()}
+    )
 
 
 def sharded(lib: Library, model: Any, mesh: Any, **options: Any) -> None:

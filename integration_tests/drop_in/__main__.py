@@ -15,14 +15,21 @@ if __name__ == "__main__":
     verdicts = run_cases(compare, cases, 120.0)
     for case, verdict in zip(cases, verdicts, strict=True):
         if verdict or case.row:
-            sys.stdout.write(f"[{case.row or 'no row'}] {case.area}: {case.code!r}\n    {verdict or 'the same now'}\n")
+            sys.stdout.write(
+                f"[{case.row or 'no row'}] {case.area}: {case.code!r}\n    "
+                f"{verdict or 'the same now'}\n"
+            )
     with fake_world(4):
         signatures = differences()
     sys.stdout.write("".join(f"[{row or 'no row'}] {line}\n" for row, line in signatures))
     count = sum(map(bool, verdicts))
-    without = sum(bool(verdict) != bool(case.row) for case, verdict in zip(cases, verdicts, strict=True))
+    without = sum(
+        bool(verdict) != bool(case.row) for case, verdict in zip(cases, verdicts, strict=True)
+    )
     sys.stdout.write(
-        f"{count} of {len(cases)} snippets differ, {without} otherwise than docs/differences.md says; "
-        f"{len(signatures)} differences of signatures, {sum(not row for row, _ in signatures)} without a row there\n"
+        f"{count} of {len(cases)} snippets differ, {without} otherwise than docs/differences.md "
+        "says; "
+        f"{len(signatures)} differences of signatures, {sum(not row for row, _ in signatures)} "
+        "without a row there\n"
     )
     sys.exit(bool(without or not all(row for row, _ in signatures)))

@@ -23,11 +23,18 @@ _HOMES: dict[str, tuple[str, str]] = {
         _TENSOR,
         "shoal_dtensor",
     ),
-    "local_map implicit_replication register_sharding": (f"{_TENSOR}.experimental", "shoal_dtensor"),
-    "context_parallel context_parallel_unshard set_rotate_method _ContextParallel _context_parallel_shard "
+    "local_map implicit_replication register_sharding": (
+        f"{_TENSOR}.experimental",
+        "shoal_dtensor",
+    ),
+    "context_parallel context_parallel_unshard set_rotate_method _ContextParallel "
+    "_context_parallel_shard "
     "_HeadTailLoadBalancer": (f"{_TENSOR}.experimental._attention", "shoal_context_parallel"),
     "tensor_parallel_transformation": (f"{_TENSOR}.experimental._tp_transform", "shoal_tp_styles"),
-    "redistribute_local_tensor use_min_cost_redistribution_plan": (f"{_TENSOR}._redistribute", "shoal_dtensor"),
+    "redistribute_local_tensor use_min_cost_redistribution_plan": (
+        f"{_TENSOR}._redistribute",
+        "shoal_dtensor",
+    ),
     "OpStrategy": (f"{_TENSOR}._op_schema", "shoal_dtensor"),
     "register_op_strategy": (f"{_TENSOR}._ops.utils", "shoal_dtensor"),
     "CommDebugMode": (f"{_TENSOR}.debug", "shoal_mesh"),
@@ -36,16 +43,32 @@ _HOMES: dict[str, tuple[str, str]] = {
     "compute_local_shape_and_global_offset ExplicitRedistributionContext compute_local_tensor_info "
     "compute_global_tensor_shape": (f"{_TENSOR}._utils", "shoal_dtensor"),
     "_StridedShard": (f"{_TENSOR}.placement_types", "shoal_dtensor"),
-    "LocalShardsWrapper": (f"{_TENSOR}._shards_wrapper", f"{_TENSOR}._shards_wrapper"),  # torch's, in a DTensor of each
+    # torch's, in a DTensor of each
+    "LocalShardsWrapper": (f"{_TENSOR}._shards_wrapper", f"{_TENSOR}._shards_wrapper"),
     "DebugMode": ("torch.utils._debug_mode", "shoal_dtensor"),
     "manual_seed is_rng_supported_mesh": (f"{_TENSOR}._random", "shoal_dtensor"),
-    "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput "
+    "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput "
+    "PrepareModuleInputOutput "
     "ParallelStyle parallelize_module loss_parallel": (f"{_TENSOR}.parallel", "shoal_tp_styles"),
     "input_reshard": (f"{_TENSOR}.parallel.input_reshard", "shoal_tp_styles"),
     "_pre_dp_module_transform": (f"{_TENSOR}.parallel.ddp", "shoal_tp_styles"),
 }
-_SHARD_HOMES = ("", ".api", ".sharded_tensor", ".sharding_spec", ".sharding_plan", ".sharder", ".sharded_optim")
-_SHARD_MORE = (".metadata", "._utils", ".sharding_spec.api", ".sharded_tensor.api", ".sharded_tensor.metadata")
+_SHARD_HOMES = (
+    "",
+    ".api",
+    ".sharded_tensor",
+    ".sharding_spec",
+    ".sharding_plan",
+    ".sharder",
+    ".sharded_optim",
+)
+_SHARD_MORE = (
+    ".metadata",
+    "._utils",
+    ".sharding_spec.api",
+    ".sharded_tensor.api",
+    ".sharded_tensor.metadata",
+)
 _SHARD_DEEP = (
     ".sharding_spec._internals",
     ".sharding_spec.chunk_sharding_spec",
@@ -97,12 +120,15 @@ class ShardApi:
 def names(library: str) -> dict[str, Any]:
     """The namespace of a snippet: one library's names, meshes of the four ranks, and short forms.
 
-    `mesh` is a mesh of four ranks named "tp", `grid` one of 2 x 2 named "dp" and "tp"; `spread(tensor, *placements)` is
-    a DTensor on `mesh`, or on `grid` if there are two placements; `numbers(*shape)` counts from 1.
+    `mesh` is a mesh of four ranks named "tp", `grid` one of 2 x 2 named "dp" and "tp";
+    `spread(tensor, *placements)` is a DTensor on `mesh`, or on `grid` if there are two placements;
+    `numbers(*shape)` counts from 1.
     """
     column = 0 if library == "torch" else 1
     found: dict[str, Any] = {
-        name: _found(homes[column], name) for spelled, homes in _HOMES.items() for name in spelled.split()
+        name: _found(homes[column], name)
+        for spelled, homes in _HOMES.items()
+        for name in spelled.split()
     }
     mesh = found["init_device_mesh"]("cpu", (4,), mesh_dim_names=("tp",))
     grid = found["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

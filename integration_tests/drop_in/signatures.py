@@ -24,7 +24,11 @@ _ROWS = {
     **dict.fromkeys(
         [
             *("OpStrategy", "_ContextParallel", "_HeadTailLoadBalancer", "_context_parallel_shard"),
-            *("redistribute_local_tensor", "register_op_strategy", "tensor_parallel_transformation"),
+            *(
+                "redistribute_local_tensor",
+                "register_op_strategy",
+                "tensor_parallel_transformation",
+            ),
             "use_min_cost_redistribution_plan",
         ],
         "d-internals",
@@ -81,11 +85,18 @@ def differences() -> list[tuple[str, str]]:
     The name is that of a class, a function or a method.
     """
     theirs, ours = names("torch"), names("shoal")
-    public = [n for n, value in theirs.items() if inspect.isclass(value) or inspect.isfunction(value)]
-    pairs = [(n, theirs[n], ours[n]) for n in public if n not in ("spread", "numbers", "local", "S", "P")]
+    public = [
+        n for n, value in theirs.items() if inspect.isclass(value) or inspect.isfunction(value)
+    ]
+    pairs = [
+        (n, theirs[n], ours[n]) for n in public if n not in ("spread", "numbers", "local", "S", "P")
+    ]
     pairs += [(f"sh.{n}", _of_shard_api(theirs, n), _of_shard_api(ours, n)) for n in _SHARD_NAMES]
     lines = [line for name, peer, own in pairs for line in _of(name, peer, own)]
-    return [(next((row for name, row in _ROWS.items() if line.startswith(name)), ""), line) for line in lines]
+    return [
+        (next((row for name, row in _ROWS.items() if line.startswith(name)), ""), line)
+        for line in lines
+    ]
 
 
 def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
@@ -101,12 +112,18 @@ def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
         if not hasattr(own, attribute) and attribute not in getattr(own, "__annotations__", {}):
             yield f"{name}.{attribute}: is not there"
         elif callable(getattr(peer, attribute)) and callable(getattr(own, attribute, None)):
-            yield from _parameters(f"{name}.{attribute}", getattr(peer, attribute), getattr(own, attribute))
+            yield from _parameters(
+                f"{name}.{attribute}", getattr(peer, attribute), getattr(own, attribute)
+            )
 
 
 def _attributes(kind: type) -> list[str]:
     """Public attributes of a class that `torch.Tensor` and `object` have not."""
-    known = {*dir(torch.Tensor), *dir(torch.nn.Module)} if issubclass(kind, torch.Tensor) else set(dir(object))
+    known = (
+        {*dir(torch.Tensor), *dir(torch.nn.Module)}
+        if issubclass(kind, torch.Tensor)
+        else set(dir(object))
+    )
     own = {n for base in kind.__mro__ if base.__module__.startswith("torch") for n in vars(base)}
     return sorted(n for n in own - known if not n.startswith("_"))
 
@@ -133,7 +150,10 @@ def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
             parameter not in positions or positions.index(parameter) != expected.index(parameter)
         ):
             yield f"{name}({parameter}): at another position"
-        elif repr(_default(peer, there)) != repr(_default(own, here)) and there.default is not there.empty:
+        elif (
+            repr(_default(peer, there)) != repr(_default(own, here))
+            and there.default is not there.empty
+        ):
             yield f"{name}({parameter}): default {here.default!r}, torch's {there.default!r}"
         elif there.default is not there.empty and here.default is here.empty:
             yield f"{name}({parameter}): has no default"

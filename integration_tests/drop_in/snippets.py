@@ -28,7 +28,8 @@ class Snippet:
     Attributes:
         area: the file that it stands in.
         code: the lines; the value of the last one is what is compared.
-        row: anchor of the row of docs/differences.md that explains why the answers differ; empty where they do not.
+        row: anchor of the row of docs/differences.md that explains why the answers differ; empty
+            where they do not.
     """
 
     area: str
@@ -52,14 +53,15 @@ def snippets(*areas: str) -> list[Snippet]:
 def compare(snippet: Snippet) -> str:
     """What differs on this rank: empty, or a kind and both answers.
 
-    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is no instance of the builtin
-    that torch's is), `values`, `local` (the same global values, and another local part of the same shape),
-    `layout` (the same global values in other parts), `answer` (anything else). What torch refuses and shoal answers
-    is no difference.
+    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is no instance
+    of the builtin that torch's is), `values`, `local` (the same global values, and another local
+    part of the same shape), `layout` (the same global values in other parts), `answer` (anything
+    else). What torch refuses and shoal answers is no difference.
     """
     theirs, ours = _answer(snippet.code, "torch"), _answer(snippet.code, "shoal")
     if isinstance(theirs, Exception):
-        accident = isinstance(theirs, AttributeError | UnboundLocalError)  # torch did not mean to refuse
+        # torch did not mean to refuse
+        accident = isinstance(theirs, AttributeError | UnboundLocalError)
         if not isinstance(ours, Exception) or isinstance(ours, _builtin(theirs)) or accident:
             return ""
         return f"error: {type(theirs).__name__} | {type(ours).__name__}: {_short(ours)}"
@@ -75,14 +77,21 @@ def _answer(code: str, library: str) -> Any:
     scope = dict(names(library))
     tree = ast.parse(code)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    torch.default_generator.manual_seed(0)  # not torch.manual_seed, which formats a stack for each missing device
+    # not torch.manual_seed, which formats a stack for each missing device
+    torch.default_generator.manual_seed(0)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             exec(compile(tree, "snippet", "exec"), scope)
-            value = None if last is None else eval(compile(ast.Expression(last.value), "snippet", "eval"), scope)  # type: ignore[attr-defined]  # an Expr has a value
+            # an Expr has a value
+            value = (
+                None
+                if last is None
+                else eval(compile(ast.Expression(last.value), "snippet", "eval"), scope)
+            )  # type: ignore[attr-defined]
             return _plain(value)
-    except Exception as error:  # whatever a library raises is its answer
+    except Exception as error:
+        # whatever a library raises is its answer
         return error
 
 
@@ -99,7 +108,11 @@ def _plain(value: Any) -> Any:
         shards = [(_plain(s.tensor), s.metadata.shard_offsets) for s in value.local_shards()]
         return ("ShardedTensor", tuple(value.size()), shards)
     if isinstance(value, torch.Tensor):
-        numbers = value.detach().double() if value.dtype != torch.bool and not value.is_complex() else value.detach()
+        numbers = (
+            value.detach().double()
+            if value.dtype != torch.bool and not value.is_complex()
+            else value.detach()
+        )
         rounded = [] if value.is_meta else _rounded(numbers.tolist())
         return ("tensor", tuple(value.shape), str(value.dtype), rounded)
     if isinstance(value, Mapping):
@@ -125,7 +138,12 @@ def _rounded(value: Any) -> Any:
 
 
 def _kind(theirs: Any, ours: Any) -> str:
-    if not (isinstance(theirs, dict) and isinstance(ours, dict) and "whole" in theirs and "whole" in ours):
+    if not (
+        isinstance(theirs, dict)
+        and isinstance(ours, dict)
+        and "whole" in theirs
+        and "whole" in ours
+    ):
         return "answer" if not (isinstance(theirs, tuple) and isinstance(ours, tuple)) else "values"
     if theirs["whole"] != ours["whole"]:
         return "values"

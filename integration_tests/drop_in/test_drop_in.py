@@ -16,7 +16,8 @@ from shoal_mesh.testing import fake_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
-MOST = 30  # differences of signatures: fewer are welcome
+# differences of signatures: fewer are welcome
+MOST = 30
 
 
 def test_every_difference_of_signatures_has_a_row() -> None:
@@ -31,12 +32,18 @@ def test_every_difference_has_a_row() -> None:
     anchors = re.findall(r'<a id="([^"]+)">', PAGE)
     assert len(anchors) == len(set(anchors))
     assert rows <= set(anchors)
-    assert {anchor for anchor in anchors if anchor.startswith("d-")} <= rows | {row for row, _ in _signatures()}
+    assert {anchor for anchor in anchors if anchor.startswith("d-")} <= rows | {
+        row for row, _ in _signatures()
+    }
 
 
 def test_every_row_can_be_linked_to() -> None:
     lines = PAGE.splitlines()
-    rows = [line for line, below in itertools.pairwise(lines) if line.startswith("| ") and not below.startswith("|--")]
+    rows = [
+        line
+        for line, below in itertools.pairwise(lines)
+        if line.startswith("| ") and not below.startswith("|--")
+    ]
     assert rows and all(row.startswith('| <a id="') for row in rows)
 
 
@@ -45,7 +52,9 @@ def _signatures() -> list[tuple[str, str]]:
         return differences()
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="docs/differences.md is about torch 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="docs/differences.md is about torch 2.13"
+)
 @pytest.mark.parametrize("area", AREAS)
 def test_answers_differ_where_a_row_says_so(area: str) -> None:
     cases = snippets(area)

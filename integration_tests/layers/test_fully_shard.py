@@ -1,6 +1,7 @@
 """`fully_shard` of modules with styles against one device, on real gloo ranks.
 
-Covers: shoal_data_parallel/{fully_shard,sharded_parameters,unit}.py, with shoal_tp_styles/plan/parallelize.py.
+Covers: shoal_data_parallel/{fully_shard,sharded_parameters,unit}.py, with
+shoal_tp_styles/plan/parallelize.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
-from shoal_tp_styles import ColwiseParallel, LayoutError, LoRA, RowwiseParallel, merge_adapters, parallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    LoRA,
+    RowwiseParallel,
+    merge_adapters,
+    parallelize_module,
+)
 
 
 def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> tuple[Any, Any]:
@@ -84,7 +92,8 @@ def test_one_gather_forward_one_backward_one_reduction() -> None:
         loss = loss_of(model, *own(mesh, *batch(0)))
     with CommDebugMode() as backward:
         loss.backward()
-    # Four units; the outermost stays gathered. Three blocks reduce along "tensor", and one parameter is a number.
+    # Four units; the outermost stays gathered. Three blocks reduce along "tensor", and one
+    # parameter is a number.
     assert counts(forward) == {"all_gather": 4, "all_reduce": 3}
     assert counts(backward) == {"all_gather": 3, "reduce_scatter": 4, "all_reduce": 1 + 3}
 
@@ -106,7 +115,12 @@ def test_checkpoints_are_loaded_on_other_degrees() -> None:
     mesh = mesh_of(2, 2)
     tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    others = [units(build(1), mesh_of(4, 1)["data"]), units(build(1), replicated), build(1), styled(build(1), tensor)]
+    others = [
+        units(build(1), mesh_of(4, 1)["data"]),
+        units(build(1), replicated),
+        build(1),
+        styled(build(1), tensor),
+    ]
     units_load_on_other_degrees(units(styled(build(), mesh), mesh["data"]), mesh, others)
 
 
@@ -153,7 +167,7 @@ def test_an_axis_of_styles_is_refused() -> None:
         fully_shard(placed, mesh["data"])
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 ADAPTED = {
@@ -171,7 +185,10 @@ def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
     plain, model = adapted(), adapted()
     parallelize_module(model, mesh["tensor"], ADAPTED)
     shard(model, mesh["data"])
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, model)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+        for m in (plain, model)
+    ]
     assert len(optimizers[1].param_groups[0]["params"]) == 8
     train_alike(plain, model, mesh, optimizers)
 
@@ -182,10 +199,17 @@ def test_adapters_of_a_style_are_merged_after_they_were_sharded() -> None:
     plain = adapted()
     torch.manual_seed(0)
     model: Any = Model(6, 2).double().requires_grad_(False)
-    bases: dict[str, ColwiseParallel | RowwiseParallel] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    bases: dict[str, ColwiseParallel | RowwiseParallel] = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     plan = {f"blocks.*.{name}": LoRA(base=base, rank=3, alpha=6.0) for name, base in bases.items()}
     units(parallelize_module(model, mesh["tensor"], plan), mesh["data"])
-    pairs = [(getattr(b, n), getattr(p, n)) for b, p in zip(model.blocks, plain.blocks, strict=True) for n in bases]
+    pairs = [
+        (getattr(b, n), getattr(p, n))
+        for b, p in zip(model.blocks, plain.blocks, strict=True)
+        for n in bases
+    ]
     with torch.no_grad():
         for ours, other in pairs:
             ours.lora_B.add_(0.3)
@@ -199,4 +223,6 @@ def test_adapters_of_a_style_are_merged_after_they_were_sharded() -> None:
     merge_adapters(model)
     torch.testing.assert_close(model(batch(1)[0]), plain(batch(1)[0]))
     for ours, other in pairs:
-        torch.testing.assert_close(full(ours.weight), other.base.weight + 2 * other.b.weight @ other.a.weight)
+        torch.testing.assert_close(
+            full(ours.weight), other.base.weight + 2 * other.b.weight @ other.a.weight
+        )

@@ -61,7 +61,9 @@ def same(state: Any, expected: Any, path: str = "") -> None:
         for key in expected:
             same(state[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(state.full_tensor() if isinstance(state, DTensor) else state, expected, msg=path)
+        torch.testing.assert_close(
+            state.full_tensor() if isinstance(state, DTensor) else state, expected, msg=path
+        )
     else:
         assert state == expected, path
 
@@ -106,12 +108,20 @@ def test_checkpoints_have_the_names_and_values_of_one_device(kind: str, tmp_path
     dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=paths[0])
     for over in ("ranks", "shards", "replicas", "optimizer shards", "one device"):
         target, other = model_of(over)
-        state: Any = dict(zip(("model", "optimizer"), api.get_state_dict(target, other), strict=True))
+        state: Any = dict(
+            zip(("model", "optimizer"), api.get_state_dict(target, other), strict=True)
+        )
         dcp.load(state, checkpoint_id=paths[0], no_dist=over == "one device")
-        api.set_state_dict(target, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        api.set_state_dict(
+            target, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         for got, wanted in zip(api.get_state_dict(target, other), expected, strict=True):
             same(got, wanted, over)
-        rows = x if over in ("one device", "ranks") else x.repeat(2, 1, 1).chunk(2)[grid.get_local_rank("data")]
+        rows = (
+            x
+            if over in ("one device", "ranks")
+            else x.repeat(2, 1, 1).chunk(2)[grid.get_local_rank("data")]
+        )
         loss_of(target, rows).backward()  # the mean over equal rows
         other.step()
         resumed: Any = api.get_state_dict(target, other)[0]
@@ -131,7 +141,7 @@ def test_fused_parameters_are_read_by_their_runs(kind: str) -> None:
     state = single.state_dict()
     assert not load_sharded(parallel, state).missing
     same(dict(parallel.state_dict()), dict(state))
-    assert load_sharded(parallel, {name: value + 1 for name, value in state.items()}).bytes_read < 2 * sum(
-        value.nbytes for value in state.values()
-    )
+    assert load_sharded(
+        parallel, {name: value + 1 for name, value in state.items()}
+    ).bytes_read < 2 * sum(value.nbytes for value in state.values())
     same(dict(parallel.state_dict()), {name: value + 1 for name, value in state.items()})

@@ -23,7 +23,12 @@ from shoal_tp_styles import parallelize_module
 pytestmark = needs_hf
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "head_dim": 4,
+    },
 }
 
 
@@ -46,12 +51,15 @@ def loss_of(model: Any, tokens: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("how", "shape"), [("fully_shard", (4, 1)), ("fully_shard", (2, 2)), ("replicate", (4, 1))])
+@pytest.mark.parametrize(
+    ("how", "shape"), [("fully_shard", (4, 1)), ("fully_shard", (2, 2)), ("replicate", (4, 1))]
+)
 @on_ranks(4, timeout=200)
 def test_a_model_trains_as_on_one_device(how: str, shape: tuple[int, int], family: str) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     single = build_model(family, **FAMILIES[family])
-    single.config._experts_implementation = "eager"  # the library's grouped product takes no float64
+    # the library's grouped product takes no float64
+    single.config._experts_implementation = "eager"
     single.train()
     model = parallel(copy.deepcopy(single), how, mesh)
     plain, own = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (single, model))
@@ -61,7 +69,9 @@ def test_a_model_trains_as_on_one_device(how: str, shape: tuple[int, int], famil
         loss = loss_of(model, tokens.chunk(shape[0])[mesh.get_local_rank("data")])
         expected.backward()
         loss.backward()
-        torch.testing.assert_close(all_reduce(loss.detach(), (mesh, "data"), "avg"), expected.detach())
+        torch.testing.assert_close(
+            all_reduce(loss.detach(), (mesh, "data"), "avg"), expected.detach()
+        )
         norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
         for optimizer in (plain, own):

@@ -26,7 +26,13 @@ from data_parallel_model import (
     same_gradients,
     same_weights,
 )
-from shoal_data_parallel import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
+from shoal_data_parallel import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    replicate,
+)
 from shoal_dtensor import Shard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh
@@ -85,7 +91,9 @@ def train_both(mesh: DeviceMesh, models: Sequence[Any]) -> None:
             optimizer.step()
             counted.append(counts(collectives))
         assert counted[0] == counted[1]
-    for (name, one), (_, other) in zip(*(model.named_parameters() for model in models), strict=True):
+    for (name, one), (_, other) in zip(
+        *(model.named_parameters() for model in models), strict=True
+    ):
         assert getattr(one, "spec", None) is getattr(other, "spec", None), name
         assert torch.equal(full(one), full(other)), name
         assert torch.equal(full(one.grad), full(other.grad)), name
@@ -118,14 +126,21 @@ MODELS: dict[str, tuple[dict[str, Any], Mapping[str, ParallelStyle]]] = {
 def test_units_of_any_model(name: str) -> None:
     mesh = mesh_of(2, 2)
     options, plan = MODELS[name]
-    train_both(mesh, both_orders(mesh, lambda model: sharded(model, mesh), lambda: Model(**options), plan))
+    train_both(
+        mesh, both_orders(mesh, lambda model: sharded(model, mesh), lambda: Model(**options), plan)
+    )
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 @on_ranks(4)
 def test_replicas(shard_optimizer: bool) -> None:
     mesh = mesh_of(2, 2)
-    train_both(mesh, both_orders(mesh, lambda model: replicate(model, mesh["data"], shard_optimizer=shard_optimizer)))
+    train_both(
+        mesh,
+        both_orders(
+            mesh, lambda model: replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
+        ),
+    )
 
 
 @on_ranks(4)
@@ -134,9 +149,14 @@ def test_styles_of_a_model_that_has_trained_come_and_go() -> None:
     plain, model = models(mesh_of(4, 1))
     sharded(model, mesh)
     backward_of_each(plain, model, mesh)
-    for change in (lambda m: parallelize_module(m, mesh["tensor"], PLAN), unparallelize_module, copy.deepcopy):
+    for change in (
+        lambda m: parallelize_module(m, mesh["tensor"], PLAN),
+        unparallelize_module,
+        copy.deepcopy,
+    ):
         model = change(model)
-        plain = copy.deepcopy(plain) if change is copy.deepcopy else plain  # copies have no gradients
+        # copies have no gradients
+        plain = copy.deepcopy(plain) if change is copy.deepcopy else plain
         same_gradients(plain, model)
         backward_of_each(plain, model, mesh)
         same_gradients(plain, model)
@@ -152,7 +172,9 @@ def test_a_module_inside_of_a_unit_and_a_model_without_memory() -> None:
     mesh = mesh_of(2, 2)
     plain, model = models(mesh_of(4, 1))
     fully_shard(model, mesh["data"])
-    parallelize_module(model.blocks[1], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        model.blocks[1], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
     with torch.device("meta"):
@@ -160,7 +182,10 @@ def test_a_module_inside_of_a_unit_and_a_model_without_memory() -> None:
     parallelize_module(sharded(empty, mesh), mesh["tensor"], PLAN)
     up = empty.blocks[0].up.weight
     assert up.is_meta
-    assert local_shard(up).shape == local_shard(parallelize_module(model, mesh["tensor"], {}).blocks[1].up.weight).shape
+    assert (
+        local_shard(up).shape
+        == local_shard(parallelize_module(model, mesh["tensor"], {}).blocks[1].up.weight).shape
+    )
 
 
 @on_ranks(4)
@@ -178,7 +203,9 @@ def test_one_unit_at_a_time_is_whole() -> None:
         weight = block.up.weight
         return local_shard(weight).shape if hasattr(weight, "spec") else weight.shape
 
-    parallelize_module(model, mesh["tensor"], {"blocks.*.up": Watching(), "blocks.*.down": RowwiseParallel()})
+    parallelize_module(
+        model, mesh["tensor"], {"blocks.*.up": Watching(), "blocks.*.down": RowwiseParallel()}
+    )
     assert whole == [1, 1, 1]
 
 

@@ -40,7 +40,9 @@ def linear(style: Any = None) -> tuple[Any, list[str], list[Any]]:
 
     handles = [
         module.weight.register_hook(double),
-        module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"after {tuple(p.grad.shape)}")),
+        module.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(f"after {tuple(p.grad.shape)}")
+        ),
     ]
     if style is not None:
         parallelize_module(module, all_ranks(), style)

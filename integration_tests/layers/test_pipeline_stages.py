@@ -21,7 +21,8 @@ from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 MICROBATCHES = 4
 SPLIT = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot split the backward of an autograd.Function",
 )
 VS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # whose last stage is on the first rank
 SCHEDULES: list[Any] = ["Schedule1F1B", "ScheduleInterleaved1F1B"]
@@ -44,10 +45,15 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str) -> None:
     stages = []
     for index in indices:
         model: Any = parallelize_module(copy.deepcopy(plain[index]), mesh["tensor"], PLAN)
-        stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
+        stages.append(
+            PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage"))
+        )
     schedule: Any = getattr(pipelining, name)
     runner = schedule(
-        stages if count == 4 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
+        stages if count == 4 else stages[0],
+        n_microbatches=MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=False,
     )
     for number in range(2):
         generator = torch.Generator().manual_seed(number)

@@ -30,7 +30,10 @@ def test_a_printed_model_shows_its_styles() -> None:
         for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert repr(one) == shown
         assert "Attention(\n    HeadParallel on tp\n" in shown
-        assert "Linear(in_features=4, out_features=8, bias=True, fully_shard, ColwiseParallel on tp)" in shown
+        assert (
+            "Linear(in_features=4, out_features=8, bias=True, fully_shard, ColwiseParallel on tp)"
+            in shown
+        )
         assert "Dropout(p=0.1, inplace=False)" in shown
         replicated = replicate(nn.Sequential(nn.Linear(4, 8)), grid["data"], src_data_rank=None)
         assert repr(replicated).startswith("Sequential(\n  replicate\n")

@@ -23,7 +23,9 @@ def test_quantized_weights_are_refused_with_the_way_out(how: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for wrap in (fully_shard, replicate):
         single = quantized(how)
-        with pytest.raises(UnsupportedModuleError, match=r"shape \(126, 64\) .* ignored_params: it stays whole"):
+        with pytest.raises(
+            UnsupportedModuleError, match=r"shape \(126, 64\) .* ignored_params: it stays whole"
+        ):
             wrap(single, mesh)
         whole = {param for param in single.parameters() if param.ndim == 2}
         expected = copy.deepcopy(single)(X)

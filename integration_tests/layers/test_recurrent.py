@@ -20,6 +20,10 @@ from shoal_tp_styles import SequenceParallel, parallelize_module
 def test_a_module_of_data_axes_keeps_its_kind(data_parallel: Any) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     single: Any = nn.LSTM(4, 4).double()
-    module = parallelize_module(data_parallel(copy.deepcopy(single), grid["data"]), grid["tensor"], SequenceParallel())
+    module = parallelize_module(
+        data_parallel(copy.deepcopy(single), grid["data"]), grid["tensor"], SequenceParallel()
+    )
     x, rank = torch.randn(3, 4, 4, dtype=torch.double), grid.get_local_rank("tensor")
-    torch.testing.assert_close(module(x.chunk(2, 1)[rank])[0].to_local(), single(x)[0].chunk(2, 1)[rank])
+    torch.testing.assert_close(
+        module(x.chunk(2, 1)[rank])[0].to_local(), single(x)[0].chunk(2, 1)[rank]
+    )

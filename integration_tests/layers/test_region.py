@@ -15,7 +15,13 @@ from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor, Shard, random_mode
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import ColwiseParallel, LayoutError, PrepareModuleInput, RowwiseParallel, parallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 
 class Block(nn.Module):
@@ -46,7 +52,9 @@ class Model(nn.Module):
         return x + 0.1 * torch.randn_like(x)
 
 
-STYLES: Any = {f"blocks.*.{name}": ColwiseParallel() for name in "qkv"} | {"blocks.*.o": RowwiseParallel()}
+STYLES: Any = {f"blocks.*.{name}": ColwiseParallel() for name in "qkv"} | {
+    "blocks.*.o": RowwiseParallel()
+}
 
 
 def over_data(model: Any, how: str, axes: DeviceMesh) -> Any:
@@ -177,7 +185,8 @@ def test_nothing_is_asked_of_ranks_where_nothing_is_drawn_together() -> None:
         model(x)
     assert mode.get_total_counts() == 0
     model.train()
-    model(x)  # the random states are compared once per mesh
+    # the random states are compared once per mesh
+    model(x)
     with CommDebugMode() as mode:
         model(x)
     assert mode.get_total_counts() == 1

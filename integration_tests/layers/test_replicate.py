@@ -1,6 +1,7 @@
 """`replicate` of modules with styles against one device, on real gloo ranks.
 
-Covers: shoal_data_parallel/{replicate,gradient_buckets}.py, with shoal_tp_styles/plan/parallelize.py.
+Covers: shoal_data_parallel/{replicate,gradient_buckets}.py, with
+shoal_tp_styles/plan/parallelize.py.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from shoal_dtensor import DTensor
 from shoal_mesh import DeviceMesh
 from shoal_mesh.testing import on_ranks
 
-SMALL = 1000  # bytes: of the model's 17,000 in float64, about one weight each
+# bytes: of the model's 17,000 in float64, about one weight each
+SMALL = 1000
 
 
-def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any) -> tuple[Any, Any]:
+def pair(
+    mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
+) -> tuple[Any, Any]:
     plain, model = models(mesh, make)
     return plain, replicate(model, mesh["data"], **({"bucket_bytes": SMALL} | options))
 
@@ -58,7 +62,8 @@ def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
     plain, model = models(mesh)
     parameters = list(model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False) for m in (plain, model)]
-    replicate(model, mesh["data"], bucket_bytes=bucket_bytes)  # after the optimizer was made: parameters stay
+    # after the optimizer was made: parameters stay
+    replicate(model, mesh["data"], bucket_bytes=bucket_bytes)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     train_alike(plain, model, mesh, optimizers)
 
@@ -67,9 +72,13 @@ def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(4)
-def test_checkpointed_blocks_and_shared_parameters(reentrant: bool, tied: bool, shard_optimizer: bool) -> None:
+def test_checkpointed_blocks_and_shared_parameters(
+    reentrant: bool, tied: bool, shard_optimizer: bool
+) -> None:
     mesh = mesh_of(2, 2)
-    plain, model = pair(mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer)
+    plain, model = pair(
+        mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer
+    )
     for _ in range(2):  # the second pass adds to what is there
         backward_of_each(plain, model, mesh)
         same_gradients(plain, model)
@@ -111,7 +120,9 @@ def test_a_model_made_without_memory_is_filled_later() -> None:
 @SHARDED
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @on_ranks(4)
-def test_a_copy_is_replicated_too(shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]) -> None:
+def test_a_copy_is_replicated_too(
+    shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]
+) -> None:
     mesh = mesh_of(2, 2)
     replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
 
@@ -125,7 +136,9 @@ def test_parameters_that_are_replaced_or_added() -> None:
 @SHARDED
 @pytest.mark.parametrize("kept", [False, True])
 @on_ranks(4)
-def test_a_backward_that_raises_leaves_gradients_as_they_were(kept: bool, shard_optimizer: bool) -> None:
+def test_a_backward_that_raises_leaves_gradients_as_they_were(
+    kept: bool, shard_optimizer: bool
+) -> None:
     mesh = mesh_of(2, 2)
     replicas_outlive_a_fault(*pair(mesh, shard_optimizer=shard_optimizer), mesh, kept)
 
@@ -137,11 +150,13 @@ def test_a_dtensor_parameter_keeps_its_layout() -> None:
     loss_of(model, *own(mesh, *batch(0))).backward()
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor)
-    assert weight.spec.mesh == weight.grad.spec.mesh == mesh["tensor"]  # type: ignore[union-attr]  # there is one
+    # there is one
+    assert weight.spec.mesh == weight.grad.spec.mesh == mesh["tensor"]  # type: ignore[union-attr]
 
 
 TRACED = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 
 

@@ -1,6 +1,7 @@
 """Losses and norms of a model whose sequence is sharded, alone and times tensor parallelism, against one device.
 
-Covers: shoal_context_parallel/sequence_layout.py, losses/linear_cross_entropy.py, modules/own_forward.py.
+Covers: shoal_context_parallel/sequence_layout.py, losses/linear_cross_entropy.py,
+modules/own_forward.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor, Shard, clip_grad_norm_
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import ColwiseParallel, ContextParallel, RowwiseParallel, losses, parallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    ContextParallel,
+    RowwiseParallel,
+    losses,
+    parallelize_module,
+)
 
 WIDTH, WORDS = 16, 10
 
@@ -28,7 +35,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.tokens, self.norm, self.last = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.tokens, self.norm, self.last = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.RMSNorm(WIDTH),
+        )
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.double()
@@ -37,7 +48,10 @@ class Model(nn.Module):
         """What the vocabulary reads."""
         x = self.tokens(tokens)
         normed = self.norm(x)
-        q, k, v = (layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return cast(Tensor, self.last(x + self.o(mixed.transpose(1, 2).flatten(-2))))
 
@@ -49,7 +63,9 @@ class Model(nn.Module):
 def z_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of all but ignored rows with a tenth of their squared log-sum-exp, averaged."""
     counted = target != -100
-    each = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    each = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(
+        target.shape
+    )
     return ((each + 0.1 * logits.logsumexp(-1).square()) * counted).sum() / counted.sum()
 
 
@@ -58,15 +74,22 @@ def layout_of(kind: str, length: int, ranks: int) -> SequenceLayout:
     return getattr(SequenceLayout, kind)(length, ranks)  # type: ignore[no-any-return]  # by name
 
 
-def on_mesh(shape: tuple[int, int], layout: SequenceLayout, more: Any = None) -> tuple[Any, DeviceMesh]:
+def on_mesh(
+    shape: tuple[int, int], layout: SequenceLayout, more: Any = None
+) -> tuple[Any, DeviceMesh]:
     """The model on a mesh of context and tensor ranks."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("context", "tensor"))
-    plan: dict[str, Any] = {"": ContextParallel(method="ring", layout=layout).on("context")} | (more or {})
+    plan: dict[str, Any] = {"": ContextParallel(method="ring", layout=layout).on("context")} | (
+        more or {}
+    )
     if shape[1] > 1:
-        plan |= {name: ColwiseParallel().on("tensor") for name in "qkv"} | {"o": RowwiseParallel().on("tensor")}
+        plan |= {name: ColwiseParallel().on("tensor") for name in "qkv"} | {
+            "o": RowwiseParallel().on("tensor")
+        }
     module: Any = parallelize_module(Model(), mesh, plan)
     replicate(module, mesh["context"])
-    module.set_gradient_divide_factor(1)  # losses are divided by numbers of all positions
+    # losses are divided by numbers of all positions
+    module.set_gradient_divide_factor(1)
     return module, mesh
 
 
@@ -80,7 +103,9 @@ def assert_same_gradients(module: Any, single: Model, expected: Tensor) -> None:
 
 
 MESHES = pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
-LAYOUTS = pytest.mark.parametrize(("kind", "length"), [("head_tail", 11), ("contiguous", 13), ("head_tail", 3)])
+LAYOUTS = pytest.mark.parametrize(
+    ("kind", "length"), [("head_tail", 11), ("contiguous", 13), ("head_tail", 3)]
+)
 
 
 def data(length: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +120,9 @@ def on_one_device(single: nn.Module, tokens: Tensor, target: Tensor) -> tuple[Te
     """The loss and the norm of the gradients."""
     expected = z_loss(single(tokens)[1], target)
     expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    norm = nn.utils.get_total_norm([param.grad for param in single.parameters() if param.grad is not None])
+    norm = nn.utils.get_total_norm(
+        [param.grad for param in single.parameters() if param.grad is not None]
+    )
     return expected, norm
 
 
@@ -121,7 +148,9 @@ def test_a_mean_over_global_tokens(shape: tuple[int, int], kind: str, length: in
 @MESHES
 @LAYOUTS
 @on_ranks(4)
-def test_a_fused_loss_of_a_sharded_vocabulary(shape: tuple[int, int], kind: str, length: int) -> None:
+def test_a_fused_loss_of_a_sharded_vocabulary(
+    shape: tuple[int, int], kind: str, length: int
+) -> None:
     tokens, target = data(length)
     single, layout = Model(), layout_of(kind, length, shape[0])
     expected, norm = on_one_device(single, tokens, target)
@@ -129,7 +158,9 @@ def test_a_fused_loss_of_a_sharded_vocabulary(shape: tuple[int, int], kind: str,
     rank = mesh.get_local_rank("context")
     mine, own = layout.shard(tokens, 1, rank), layout.shard(target, 1, rank)
     hidden = module(mine)[0]
-    total = losses.linear_cross_entropy(hidden, module.head.weight, own, z_loss=0.1, reduction="sum")
+    total = losses.linear_cross_entropy(
+        hidden, module.head.weight, own, z_loss=0.1, reduction="sum"
+    )
     loss = total / (target != -100).sum()
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     torch.testing.assert_close(all_reduce(loss.detach(), (mesh, "context")), expected)
@@ -154,7 +185,11 @@ def test_statistics_along_the_sequence(shape: tuple[int, int], kind: str, length
     (expected * seed).sum().backward()
     local = layout.shard(x.detach(), 1, rank).requires_grad_()
     sharded = DTensor.from_local(
-        local, mesh["context"], [Shard(1, sizes=tuple(layout.sizes))], shape=x.shape, stride=x.stride()
+        local,
+        mesh["context"],
+        [Shard(1, sizes=tuple(layout.sizes))],
+        shape=x.shape,
+        stride=x.stride(),
     )
     got = normalized(sharded).to_local()
     torch.testing.assert_close(got, layout.shard(expected.detach(), 1, rank))

@@ -2,8 +2,9 @@
 
 What is counted here on CPU tensors, each read would be a stall on an accelerator.
 
-Covers: shoal_data_parallel/reduction.py, experts/{expert_forward,token_route}.py, rules/index/indexing.py,
-rules/index/data_dependent.py, dispatch/plain_tensors.py, optim/clip_grad.py.
+Covers: shoal_data_parallel/reduction.py, experts/{expert_forward,token_route}.py,
+rules/index/indexing.py, rules/index/data_dependent.py, dispatch/plain_tensors.py,
+optim/clip_grad.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from shoal_mesh import DeviceMesh, init_device_mesh, sums_in_tree
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ExpertParallel, parallelize_module
 
-READS = ("tolist", "item", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__getitem__")
+READS = (
+    "tolist",
+    "item",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__getitem__",
+)
 
 
 @contextmanager
@@ -55,7 +66,7 @@ def host_reads() -> Iterator[list[str]]:
             setattr(Tensor, name, method)
 
 
-# --- steps of data parallelism ----------------------------------------------------------------------------------------
+# --- steps of data parallelism --------------------------------------------------------------------
 
 
 def hybrid(model: Any, mesh: Any) -> Any:
@@ -75,10 +86,15 @@ def test_no_read_in_a_backward_that_gives_all_gradients(kind: str) -> None:
         units(model, mesh["data"])
     else:
         replicate(model, mesh["data"], shard_optimizer=kind == "ZeRO-1")
-    ranks = [t.chunk(4)[torch.distributed.get_rank()] for t in batch(0)] if kind == "HSDP" else own(mesh, *batch(0))
+    ranks = (
+        [t.chunk(4)[torch.distributed.get_rank()] for t in batch(0)]
+        if kind == "HSDP"
+        else own(mesh, *batch(0))
+    )
     for step in range(3):
         loss_of(plain, *batch(0)).backward()
-        model.set_requires_gradient_sync(step != 0)  # gradients of the first are kept, and go with the second's
+        # gradients of the first are kept, and go with the second's
+        model.set_requires_gradient_sync(step != 0)
         loss = loss_of(model, *ranks)
         with host_reads() as found:
             loss.backward()
@@ -132,7 +148,7 @@ def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
     same_gradients(plain, model)
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 
 
 def of_operators(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], Any], list[str]]]:
@@ -143,7 +159,8 @@ def of_operators(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], Any], list[st
     rows = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
     ids = distribute_tensor(torch.tensor([3, 0, 6, 6, 1, 2]), mesh, [Shard(0)])
     doubled, whole = (
-        local_map(lambda local: local * 2, out_placements=[placement]) for placement in (Shard(0), Replicate())
+        local_map(lambda local: local * 2, out_placements=[placement])
+        for placement in (Shard(0), Replicate())
     )
     layout = SequenceLayout.head_tail(16, 4)
     tokens = layout.shard(torch.arange(16), 0, mesh.get_local_rank())
@@ -151,7 +168,8 @@ def of_operators(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], Any], list[st
         "index by a list": (lambda: x[[3, 0]], []),
         "index_put": (lambda: x.index_put((at,), rows), []),
         "index_put that adds": (lambda: x.index_put((at,), rows, accumulate=True), []),
-        "a mask": (lambda: x[x > 0], ["nonzero", "tolist"]),  # how many there are, here and on other ranks
+        # how many there are, here and on other ranks
+        "a mask": (lambda: x[x > 0], ["nonzero", "tolist"]),
         "masked_select": (lambda: x.masked_select(x > 0), ["nonzero", "tolist"]),
         "histc": (lambda: x.histc(4), ["tolist"]),
         "equal": (lambda: torch.equal(x, x), ["item"]),
@@ -159,7 +177,10 @@ def of_operators(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], Any], list[st
         "one_hot": (lambda: functional.one_hot(ids, 7), ["tolist"]),
         "local_map of uneven shards": (lambda: doubled(x), ["tolist"]),
         "local_map of replicas": (lambda: whole(at), ["tolist"]),
-        "context_parallel_unshard": (lambda: context_parallel_unshard(mesh, [tokens], [0], layout), ["tolist"]),
+        "context_parallel_unshard": (
+            lambda: context_parallel_unshard(mesh, [tokens], [0], layout),
+            ["tolist"],
+        ),
     }
 
 
@@ -179,16 +200,21 @@ def test_reads_of_operators() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @on_ranks(4)
 def test_reads_of_clipping(exact: bool) -> None:
-    weight = distribute_tensor(torch.ones(7, 5), init_device_mesh("cpu", (4,)), [Shard(0)]).requires_grad_()
+    weight = distribute_tensor(
+        torch.ones(7, 5), init_device_mesh("cpu", (4,)), [Shard(0)]
+    ).requires_grad_()
     weight.grad = distribute_tensor(torch.ones(7, 5), weight.device_mesh, [Shard(0)])
     with sums_in_tree() if exact else nullcontext():
-        for fails, reads in (False, ["tolist"] if exact else []), (True, ["tolist", "__bool__"][not exact :]):
+        for fails, reads in (
+            (False, ["tolist"] if exact else []),
+            (True, ["tolist", "__bool__"][not exact :]),
+        ):
             with host_reads() as found:
                 clip_grad_norm_([weight], 1.0, error_if_nonfinite=fails)
             assert [line.split()[-1] for line in found] == reads
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [Replicate(), Shard(0)])

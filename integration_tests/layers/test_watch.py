@@ -43,7 +43,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
     "gumbel": lambda h: F.gumbel_softmax(h.reshape(*h.shape[:2], -1, 2), dim=-1).flatten(-2),
     "transposed": lambda h: F.dropout(h.transpose(1, 2), 0.4).transpose(1, 2),
-    "heads": lambda h: F.dropout(h.view(*h.shape[:2], -1, 2).transpose(1, 2), 0.4).transpose(1, 2).flatten(2),
+    "heads": lambda h: (
+        F.dropout(h.view(*h.shape[:2], -1, 2).transpose(1, 2), 0.4).transpose(1, 2).flatten(2)
+    ),
     "module": nn.Dropout(0.4),
     "modules": nn.Sequential(nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.RReLU()),
 }
@@ -84,7 +86,9 @@ def compare(model: nn.Module, plan: Any, x: Tensor) -> None:
 def test_draws_between_styles_are_those_of_one_device(kind: str, hidden: int) -> None:
     model = Between(DRAWS[kind], hidden).double()
     compare(
-        model, {"up": ColwiseParallel().aligned(2), "down": RowwiseParallel().aligned(2)}, torch.randn(3, 5, 6).double()
+        model,
+        {"up": ColwiseParallel().aligned(2), "down": RowwiseParallel().aligned(2)},
+        torch.randn(3, 5, 6).double(),
     )
 
 
@@ -108,8 +112,13 @@ GATHERED = ColwiseParallel(output_layouts=Replicate())
 IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
     **{
         f"encoder, {batch_first=}, {rows} rows": (
-            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]  # a case
-            {"self_attn": HeadParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
+            # a case
+            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]
+            {
+                "self_attn": HeadParallel(),
+                "linear1": ColwiseParallel(),
+                "linear2": RowwiseParallel(),
+            },
             lambda rows=rows: torch.randn(rows, 5, 8),  # type: ignore[misc]  # a case
         )
         for batch_first in (False, True)
@@ -117,14 +126,19 @@ IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tenso
     },
     **{
         f"recurrent, {bidirectional=}": (
-            lambda bidirectional=bidirectional: Recurrent(batch_first=True, bidirectional=bidirectional),  # type: ignore[misc]  # a case
+            # a case
+            lambda bidirectional=bidirectional: Recurrent(
+                batch_first=True, bidirectional=bidirectional
+            ),  # type: ignore[misc]
             {"inner": GATHERED},
             lambda: torch.randn(3, 4, 6),
         )
         for bidirectional in (False, True)
     },
     "channels last": (
-        lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.Dropout(0.4), nn.Conv2d(8, 4, 1), nn.Dropout(0.4)),
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 1), nn.Dropout(0.4), nn.Conv2d(8, 4, 1), nn.Dropout(0.4)
+        ),
         {"0": GATHERED, "2": RowwiseParallel(input_layouts=Replicate())},
         lambda: torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
     ),
@@ -153,7 +167,9 @@ class Scattered(nn.Module):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_draws_into_shards_of_what_is_in_another_order(dim: int) -> None:
     model, x = Scattered().double(), torch.randn(4, 8, 8).double()
-    parallel = parallelize_module(copy.deepcopy(model), all_ranks(), {"inner": HeadParallel(output_layouts=Shard(dim))})
+    parallel = parallelize_module(
+        copy.deepcopy(model), all_ranks(), {"inner": HeadParallel(output_layouts=Shard(dim))}
+    )
     found = []
     for one in (model, parallel):
         torch.manual_seed(3)
@@ -165,9 +181,12 @@ def test_draws_into_shards_of_what_is_in_another_order(dim: int) -> None:
 def test_draws_where_each_rank_has_one_row() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model: Any = encoder(batch_first=True).double()
-    model.self_attn.dropout = 0.0  # it would draw on the axis of the heads alone
+    # it would draw on the axis of the heads alone
+    model.self_attn.dropout = 0.0
     x = torch.randn(2, 5, 8).double()
-    parallel = parallelize_module(copy.deepcopy(model), mesh["tensor"], {"self_attn": HeadParallel()})
+    parallel = parallelize_module(
+        copy.deepcopy(model), mesh["tensor"], {"self_attn": HeadParallel()}
+    )
     replicate(parallel, mesh["data"])
     row = mesh.get_local_rank("data")
     torch.manual_seed(3)
@@ -195,7 +214,10 @@ class Attention(nn.Module):
         else:
             k, v = (z.repeat_interleave(q.shape[1] // k.shape[1], 1) for z in (k, v))
             mask = torch.ones(t, t, dtype=torch.bool).triu(1)
-            y = self.drop((q @ k.transpose(-1, -2) / 2).masked_fill(mask, -torch.inf).softmax(-1)) @ v
+            y = (
+                self.drop((q @ k.transpose(-1, -2) / 2).masked_fill(mask, -torch.inf).softmax(-1))
+                @ v
+            )
         return self.o(F.dropout(y.transpose(1, 2).reshape(b, t, -1), 0.1))
 
 
@@ -222,7 +244,9 @@ class Checkpointed(nn.Module):
         reentrant = self.how.startswith("reentrant")
         if self.how.endswith("function"):
             return x + checkpoint(
-                lambda y: self.block.down(F.dropout(self.block.up(y), 0.4)), x, use_reentrant=reentrant
+                lambda y: self.block.down(F.dropout(self.block.up(y), 0.4)),
+                x,
+                use_reentrant=reentrant,
             )
         return x + checkpoint(self.block, x * 2, use_reentrant=reentrant)
 
@@ -232,7 +256,11 @@ class Checkpointed(nn.Module):
 def test_recomputation_draws_again_what_the_forward_drew(how: str) -> None:
     for draw in (DRAWS["dropout"], nn.Dropout(0.4)):
         model = Checkpointed(Between(draw), how).double()
-        compare(model, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}, torch.randn(3, 5, 6).double())
+        compare(
+            model,
+            {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()},
+            torch.randn(3, 5, 6).double(),
+        )
 
 
 class Residual(nn.Module):
@@ -240,7 +268,11 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.inner, self.drop = nn.LayerNorm(6), Between(DRAWS["dropout"]), nn.Dropout(0.3)
+        self.norm, self.inner, self.drop = (
+            nn.LayerNorm(6),
+            Between(DRAWS["dropout"]),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x: Tensor) -> Any:
         x = x + self.drop(self.inner(self.norm(x)))
@@ -268,7 +300,9 @@ def test_dropout_along_the_sequence() -> None:
 
 def batch(dim: int = 0) -> PrepareModuleInput:
     """The style that says that a plain input is this rank's shard of the batch."""
-    return PrepareModuleInput(input_layouts=Shard(dim), desired_input_layouts=Shard(dim), use_local_output=True)
+    return PrepareModuleInput(
+        input_layouts=Shard(dim), desired_input_layouts=Shard(dim), use_local_output=True
+    )
 
 
 class Folded(nn.Module):
@@ -284,7 +318,8 @@ class Folded(nn.Module):
 
 HEADS: Any = {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
 INNER: Any = {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
-BATCHED: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {  # with the dim that the other axis shards
+# with the dim that the other axis shards
+BATCHED: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "residual": (Residual, INNER, 0),
     "folded": (Folded, INNER, 1),
     "attention": (lambda: Attention(4, 4, "sdpa"), HEADS, 0),
@@ -391,7 +426,9 @@ def test_modules_that_do_not_draw_are_not_watched() -> None:
         model = parallelize_module(Quiet(p), all_ranks(), {"up": ColwiseParallel()}).train(training)
         model(torch.randn(3, 6))
     assert [watch is not None for watch in seen] == [False, False, True]
-    plain = parallelize_module(nn.Sequential(nn.Linear(6, 8)), all_ranks(), {"0": ColwiseParallel()})
+    plain = parallelize_module(
+        nn.Sequential(nn.Linear(6, 8)), all_ranks(), {"0": ColwiseParallel()}
+    )
     assert "forward" not in vars(plain), "nothing in it can draw"
     copied = copy.deepcopy(model)
     copied(torch.randn(3, 6))

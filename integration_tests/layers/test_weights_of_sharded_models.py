@@ -42,7 +42,11 @@ def test_sharded_over_data_and_tensor_axes(tmp_path: Path) -> None:
     written = [torch.tensor(0) for _ in range(4)]
     dist.all_gather(written, torch.tensor(saved.bytes_written))
     assert sum(int(each) for each in written) == 4 * 50, "every element is written once"
-    values = {name: each for file in Path(where[0]).glob("*.safetensors") for name, each in load_file(file).items()}
+    values = {
+        name: each
+        for file in Path(where[0]).glob("*.safetensors")
+        for name, each in load_file(file).items()
+    }
     assert all(torch.equal(each, expected[name]) for name, each in values.items())
 
 
@@ -66,7 +70,9 @@ def assert_equal(target: Any, expected: Any) -> None:
 def test_ranks_that_train_and_others_that_serve() -> None:
     trains = dist.get_rank() < 3
     grid = init_device_mesh("cpu", (1, 4), mesh_dim_names=("d", "t"))
-    source = fully_shard(parallelize_module(build(0), grid["t"], {"0": "colwise", "2": "rowwise"}), grid["d"])
+    source = fully_shard(
+        parallelize_module(build(0), grid["t"], {"0": "colwise", "2": "rowwise"}), grid["d"]
+    )
     target = None if trains else build(1)  # one rank serves alone
     hf.copy_weights(source, target)
     if target is not None:
@@ -77,7 +83,9 @@ def test_ranks_that_train_and_others_that_serve() -> None:
 
 
 @on_ranks(2, timeout=200)
-@pytest.mark.parametrize("how", [fully_shard, replicate, partial(parallelize_module, parallelize_plan=GATHERED_PLAN)])
+@pytest.mark.parametrize(
+    "how", [fully_shard, replicate, partial(parallelize_module, parallelize_plan=GATHERED_PLAN)]
+)
 def test_a_model_made_from_a_configuration(how: Any, tmp_path: Path) -> None:
     single: Any = build_model()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
@@ -86,11 +94,15 @@ def test_a_model_made_from_a_configuration(how: Any, tmp_path: Path) -> None:
     home = Path(where[0])
     model: Any = how(copy.deepcopy(single), mesh)
     hf.save_sharded(model, home / "saved")
-    assert json.loads((home / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((home / "saved" / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     back = hf.from_pretrained(home / "saved", mesh, {"lm_head": "colwise_rep"})
     torch.testing.assert_close(back(token_batch()).logits, single(token_batch()).logits)
     if how is not replicate:
-        with pytest.raises(StyleError, match=r"transformers knows nothing. On all ranks call hf.save_sharded"):
+        with pytest.raises(
+            StyleError, match=r"transformers knows nothing. On all ranks call hf.save_sharded"
+        ):
             model.save_pretrained(home / "other")
         assert not (home / "other").exists()
     if how not in (replicate, fully_shard):

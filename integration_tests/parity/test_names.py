@@ -21,7 +21,8 @@ MODULES = {
     "torch.distributed._shard.sharding_plan": "shoal_shard_api",
     "torch.distributed._shard.sharder": "shoal_shard_api",
 }
-# These are how torch registers F.embedding and F.embedding_bag for its ShardedTensor, which nobody calls by name.
+# These are how torch registers F.embedding and F.embedding_bag for its ShardedTensor, which nobody
+# calls by name.
 ABSENT = {"sharded_embedding", "sharded_embedding_bag"}
 ELSEWHERE = {"context_parallel": "shoal_context_parallel"}
 
@@ -32,19 +33,34 @@ def public(module: Any) -> list[str]:
         return list(module.__all__)
     found = []
     for name, value in vars(module).items():
-        if name.startswith("_") and name not in ("_shard_tensor", "_infer_sharding_spec_from_shards_metadata"):
+        if name.startswith("_") and name not in (
+            "_shard_tensor",
+            "_infer_sharding_spec_from_shards_metadata",
+        ):
             continue
         home = getattr(value, "__module__", "")
-        # The functions of `_ops` are how torch registers operators on its ShardedTensor; nobody calls them by name.
-        if (inspect.isclass(value) or inspect.isfunction(value)) and "_shard" in home and "._ops" not in home:
+        # The functions of `_ops` are how torch registers operators on its ShardedTensor; nobody
+        # calls them by name.
+        if (
+            (inspect.isclass(value) or inspect.isfunction(value))
+            and "_shard" in home
+            and "._ops" not in home
+        ):
             found.append(name)
     return found
 
 
-CASES = [(peer, name) for peer in MODULES for name in public(importlib.import_module(peer)) if name not in ABSENT]
+CASES = [
+    (peer, name)
+    for peer in MODULES
+    for name in public(importlib.import_module(peer))
+    if name not in ABSENT
+]
 
 
-@pytest.mark.parametrize(("peer", "name"), CASES, ids=lambda value: value.removeprefix("torch.distributed."))
+@pytest.mark.parametrize(
+    ("peer", "name"), CASES, ids=lambda value: value.removeprefix("torch.distributed.")
+)
 def test_the_name_exists_and_takes_the_same_arguments(peer: str, name: str) -> None:
     theirs = getattr(importlib.import_module(peer), name)
     ours = getattr(importlib.import_module(ELSEWHERE.get(name, MODULES[peer])), name)
@@ -53,7 +69,9 @@ def test_the_name_exists_and_takes_the_same_arguments(peer: str, name: str) -> N
         missing = [
             attribute
             for attribute, value in vars(theirs).items()
-            if not attribute.startswith("_") and callable(getattr(theirs, attribute)) and not hasattr(ours, attribute)
+            if not attribute.startswith("_")
+            and callable(getattr(theirs, attribute))
+            and not hasattr(ours, attribute)
         ]
         assert not missing, f"{name} lacks {missing}"
     assert not lacking(theirs, ours)
@@ -68,10 +86,14 @@ def lacking(theirs: Any, ours: Any) -> list[str]:
     if any(p.kind is p.VAR_KEYWORD for p in peer.values()):
         return []
     free = any(p.kind is p.VAR_KEYWORD for p in own.values())
-    positional = [n for n, p in peer.items() if p.kind is p.POSITIONAL_OR_KEYWORD and not n.startswith("_")]
+    positional = [
+        n for n, p in peer.items() if p.kind is p.POSITIONAL_OR_KEYWORD and not n.startswith("_")
+    ]
     found = [n for n, p in own.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     wrong = [n for i, n in enumerate(positional) if n not in own and not free]
     wrong += [n for i, n in enumerate(positional) if n in found and found.index(n) != i]
     return wrong + [
-        n for n, p in peer.items() if p.kind is p.KEYWORD_ONLY and n not in own and not free and n[0] != "_"
+        n
+        for n, p in peer.items()
+        if p.kind is p.KEYWORD_ONLY and n not in own and not free and n[0] != "_"
     ]

@@ -71,7 +71,9 @@ USES: dict[str, Callable[[Any], Any]] = {
 def made(mesh_module: str, module: str) -> Any:
     mesh = importlib.import_module(mesh_module).init_device_mesh("cpu", (4,))
     peer = importlib.import_module(module)
-    return peer.distribute_tensor(torch.linspace(0, 1, 12).view(4, 3), mesh, [peer.Shard(0)], src_data_rank=None)
+    return peer.distribute_tensor(
+        torch.linspace(0, 1, 12).view(4, 3), mesh, [peer.Shard(0)], src_data_rank=None
+    )
 
 
 @pytest.mark.parametrize("name", USES)
@@ -84,7 +86,11 @@ def test_what_torchs_can_do_ours_can(name: str) -> None:
             pytest.skip(f"torch's own cannot: {type(error).__name__}")
         got = USES[name](made("shoal_mesh", "shoal_dtensor"))
     if isinstance(expected, torch.Tensor):
-        assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device)
+        assert (got.shape, got.dtype, got.device) == (
+            expected.shape,
+            expected.dtype,
+            expected.device,
+        )
 
 
 def test_the_page_speaks_of_every_name() -> None:

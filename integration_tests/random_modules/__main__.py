@@ -20,7 +20,10 @@ def main() -> None:
     with out.open("w") as file:
         for start in range(first, first + count, 25):
             for seed, program, outcome in hunt(range(start, min(start + 25, first + count))):
-                counts[": ".join(outcome.split(": ")[: 2 if kind(outcome) == "refused" else 1]) or "right"] += 1
+                counts[
+                    ": ".join(outcome.split(": ")[: 2 if kind(outcome) == "refused" else 1])
+                    or "right"
+                ] += 1
                 file.write(json.dumps([seed, outcome]) + "\n")
                 file.flush()
                 if kind(outcome) not in ("", "void", "refused") and signature(outcome) not in known:
@@ -28,7 +31,10 @@ def main() -> None:
                     if "--shrink" in sys.argv:
                         program, outcome = shrink(program, outcome)
                     print(f"--- {seed}: {outcome}\n{program.script()}", flush=True)
-            print(f"up to {start + 25}: {time.perf_counter() - started:.0f} s {dict(counts)}", flush=True)
+            print(
+                f"up to {start + 25}: {time.perf_counter() - started:.0f} s {dict(counts)}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The modules that random models are built of: (batch, sequence, features) in and out, deterministic in eval mode.
 
-Each is written as its users write it, with views by `-1` where a head count may be local under a style.
+Each is written as its users write it, with views by `-1` where a head count may be local under a
+style.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from torch.nn.utils import parametrizations, parametrize
 
 __all__ = ["BLOCKS"]
 
-ACTS: dict[str, Any] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh, "square": lambda x: x * x}
+ACTS: dict[str, Any] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "square": lambda x: x * x,
+}
 
 
 class Mlp(nn.Module):
@@ -67,7 +74,9 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, by torch's function or by hand."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, size: int, by: str, normed: bool) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, size: int, by: str, normed: bool
+    ) -> None:
         super().__init__()
         self.q, self.o = nn.Linear(dim, heads * size, bias=False), nn.Linear(heads * size, dim)
         self.k, self.v = nn.Linear(dim, kv_heads * size), nn.Linear(dim, kv_heads * size)
@@ -79,7 +88,9 @@ class Attention(nn.Module):
         q, k, v = (f(x).view(b, t, -1, self.size).transpose(1, 2) for f in (self.q, self.k, self.v))
         q = self.q_norm(q)
         if self.by == "sdpa":
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
         else:
             k, v = (z.repeat_interleave(q.shape[1] // k.shape[1], 1) for z in (k, v))
             y = (q @ k.transpose(-1, -2) / self.size**0.5).softmax(-1) @ v
@@ -100,10 +111,14 @@ class MultiHead(nn.Module):
 class Encoder(nn.Module):
     """torch's own layer, with the batch or the sequence first."""
 
-    def __init__(self, dim: int, heads: int, batch_first: bool, norm_first: bool, drop: float) -> None:
+    def __init__(
+        self, dim: int, heads: int, batch_first: bool, norm_first: bool, drop: float
+    ) -> None:
         super().__init__()
         self.batch_first = batch_first
-        self.inner = nn.TransformerEncoderLayer(dim, heads, 8, drop, batch_first=batch_first, norm_first=norm_first)
+        self.inner = nn.TransformerEncoderLayer(
+            dim, heads, 8, drop, batch_first=batch_first, norm_first=norm_first
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x) if self.batch_first else self.inner(x.transpose(0, 1)).transpose(0, 1)
@@ -120,9 +135,14 @@ class Conv(nn.Module):
         if kind == "picture":
             self.a, self.b = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 1, 1)
         elif kind == "transposed":
-            self.a, self.b = nn.Conv1d(dim, width, 3, padding=1), nn.ConvTranspose1d(width, dim, 3, padding=1)
+            self.a, self.b = (
+                nn.Conv1d(dim, width, 3, padding=1),
+                nn.ConvTranspose1d(width, dim, 3, padding=1),
+            )
         else:
-            self.a = nn.Conv1d(dim, width, 3, padding=1, padding_mode="circular" if kind == "circular" else "zeros")
+            self.a = nn.Conv1d(
+                dim, width, 3, padding=1, padding_mode="circular" if kind == "circular" else "zeros"
+            )
             self.b = nn.Conv1d(width, dim, 1)
 
     def forward(self, x: Tensor) -> Any:

@@ -14,8 +14,8 @@ from shoal_mesh import abstract_mesh
 
 __all__ = ["compose"]
 
-# Optimizers and options of theirs; `foreach` and `fused` are drawn where there is that form.  `eps` is so large that a
-# gradient near zero does not magnify the rounding of a sum in another order.
+# Optimizers and options of theirs; `foreach` and `fused` are drawn where there is that form.  `eps`
+# is so large that a gradient near zero does not magnify the rounding of a sum in another order.
 OPTIMIZERS = {
     "SGD": ("", "momentum=0.9", "momentum=0.9, nesterov=True, weight_decay=0.1", "maximize=True"),
     "Adam": ("eps=1e-2", "eps=1e-2, amsgrad=True", "eps=1e-2, weight_decay=0.1"),
@@ -46,10 +46,13 @@ def compose(seed: int) -> Program:
     if not vocabulary:
         blocks += (("Mlp", (dim, 8, "tanh", True, 0.0)),)  # something to train
     plan = r.choice(["distribute", "parallelize"])
-    program = Program(mesh, blocks, (b, t, dim, vocabulary), plan, (), "", (), r.choice([1, 2, 2]), seed)
+    program = Program(
+        mesh, blocks, (b, t, dim, vocabulary), plan, (), "", (), r.choice([1, 2, 2]), seed
+    )
     program = replace(program, features=_features(r, program))
     program = replace(program, optimizer=_optimizer(r, program))
-    if plan == "parallelize" and r.random() < 0.75:  # lists that mix plain and distributed parameters are refused
+    # lists that mix plain and distributed parameters are refused
+    if plan == "parallelize" and r.random() < 0.75:
         program = _unmixed(program)
     layouts = _placements(r, program) if plan == "distribute" else _styles(r, program)
     return replace(program, layouts=tuple(layouts.items()))
@@ -61,11 +64,20 @@ def _block(r: Random, dim: int, length: int) -> tuple[str, tuple[Any, ...]]:
     options: list[tuple[str, tuple[Any, ...]]] = [
         (
             "Mlp",
-            (dim, r.choice([8, 10, 12]), r.choice(["gelu", "relu", "silu", "tanh", "square"]), r.random() < 0.7, drop),
+            (
+                dim,
+                r.choice([8, 10, 12]),
+                r.choice(["gelu", "relu", "silu", "tanh", "square"]),
+                r.random() < 0.7,
+                drop,
+            ),
         ),
         ("Gated", (dim, r.choice([8, 9, 12]), r.random() < 0.5)),
         ("Norm", (dim, r.choice(["layer", "rms", "group", "batch", "instance"]), r.random() < 0.8)),
-        ("Attention", (dim, heads, kv_heads, r.choice([2, 4]), r.choice(["sdpa", "hand"]), r.random() < 0.3)),
+        (
+            "Attention",
+            (dim, heads, kv_heads, r.choice([2, 4]), r.choice(["sdpa", "hand"]), r.random() < 0.3),
+        ),
         ("MultiHead", (dim, r.choice([2, dim // 2]), r.random() < 0.7)),
         ("Conv", (dim, r.choice(["plain", "circular", "transposed", "picture"]), r.choice([4, 6]))),
         ("Average", (dim,)),
@@ -106,9 +118,16 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
         "inputs": (0.2, ["all", "halves"]),
         "scope": (
             0.3,
-            [f"{name}{after}" for name in ("allowed", "replicated", "loss", "single") for after in ("", " after")],
+            [
+                f"{name}{after}"
+                for name in ("allowed", "replicated", "loss", "single")
+                for after in ("", " after")
+            ],
         ),
-        "hook": (0.35, ["parameter", "accumulated", "activation", "forward", "backward", "foreign", "before"]),
+        "hook": (
+            0.35,
+            ["parameter", "accumulated", "activation", "forward", "backward", "foreign", "before"],
+        ),
     }
     for name, (share, options) in kinds.items():
         if r.random() < share:
@@ -118,7 +137,9 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
     if "functional" in found or program.plan == "distribute":
         found = [name for name in found if name != "hook:before"]
     if r.random() < 0.15:
-        names = [name for name, _ in model_of(replace(program, features=tuple(found))).named_parameters()]
+        names = [
+            name for name, _ in model_of(replace(program, features=tuple(found))).named_parameters()
+        ]
         if len(names) > 1:
             found.append(f"freeze:{r.choice(names)}")
     return tuple(found)
@@ -143,21 +164,30 @@ def _optimizer(r: Random, program: Program) -> str:
 
 def _unmixed(program: Program) -> Program:
     """The program with the ways that are for plain parameters beside DTensors."""
-    features = tuple("clip:ours" if f in ("clip:foreach", "clip:value", "clip:1") else f for f in program.features)
+    features = tuple(
+        "clip:ours" if f in ("clip:foreach", "clip:value", "clip:1") else f
+        for f in program.features
+    )
     optimizer = program.optimizer
     if not any(f".{name}(" in optimizer for name in ELEMENTWISE):
         optimizer = optimizer.replace(", foreach=True", "")
     return replace(program, features=features, optimizer=optimizer)
 
 
-# --- distribute: any placement of anything ------------------------------------------------------------------------
+# --- distribute: any placement of anything --------------------------------------------------------
 
 
 def _placements(r: Random, program: Program) -> dict[str, str]:
     model = model_of(program)
     b, t, dim, vocabulary = program.sizes
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    shapes |= {"input": (b, t) if vocabulary else (b, t, dim), "target": (b, t) if vocabulary else (b, t, dim)}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    shapes |= {
+        "input": (b, t) if vocabulary else (b, t, dim),
+        "target": (b, t) if vocabulary else (b, t, dim),
+    }
     mesh = abstract_mesh(program.mesh)
     found = {}
     for name, shape in shapes.items():
@@ -167,7 +197,7 @@ def _placements(r: Random, program: Program) -> dict[str, str]:
     return found
 
 
-# --- parallelize: styles that keep a block's meaning ---------------------------------------------------------------
+# --- parallelize: styles that keep a block's meaning ----------------------------------------------
 
 
 SEQUENCE = (
@@ -175,7 +205,10 @@ SEQUENCE = (
     "use_local_input={local}, output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))"
 )
 COL, ROW = "ColwiseParallel()", "RowwiseParallel()"
-WHOLE_COL, WHOLE_ROW = "ColwiseParallel(output_layouts=Replicate())", "RowwiseParallel(input_layouts=Replicate())"
+WHOLE_COL, WHOLE_ROW = (
+    "ColwiseParallel(output_layouts=Replicate())",
+    "RowwiseParallel(input_layouts=Replicate())",
+)
 
 
 def _styles(r: Random, program: Program) -> dict[str, str]:
@@ -194,8 +227,12 @@ def _styles(r: Random, program: Program) -> dict[str, str]:
         if program.has("share") and index == len(program.blocks) - 1 and index:
             break
         styles = _STYLES.get(name, _alone)
-        plan |= {f"blocks.{index}{'.' + path if path else ''}": text for path, text in styles(r, args).items()}
-    if program.sizes[1] % program.mesh[-1]:  # a plain shard of the sequence is taken for an even one
+        plan |= {
+            f"blocks.{index}{'.' + path if path else ''}": text
+            for path, text in styles(r, args).items()
+        }
+    # a plain shard of the sequence is taken for an even one
+    if program.sizes[1] % program.mesh[-1]:
         plan = {
             path: text.replace("use_local_input=True", "use_local_input=False").replace(
                 "RowwiseParallel(output_layouts=Shard(1))",
@@ -222,7 +259,10 @@ def _pair(r: Random, column: str, row: str) -> dict[str, str]:
         return {
             column: COL,
             row: "RowwiseParallel(output_layouts=Shard(1), use_local_output=False)",
-            "": ("PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))"),
+            "": (
+                "PrepareModuleOutput(output_layouts=(Shard(1),), "
+                "desired_output_layouts=(Replicate(),))"
+            ),
         }
     if kind < 0.8:
         return {
@@ -274,7 +314,13 @@ def _conv(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
 
 def _twice(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
     style = _linear(r)
-    return {"first": style} if r.random() < 0.1 else {"first": style, "second": style} if r.random() < 0.1 else {}
+    return (
+        {"first": style}
+        if r.random() < 0.1
+        else {"first": style, "second": style}
+        if r.random() < 0.1
+        else {}
+    )
 
 
 def _alone(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
@@ -293,6 +339,8 @@ _STYLES: dict[str, Callable[[Random, tuple[Any, ...]], dict[str, str]]] = {
     "Parametrized": lambda r, args: {"inner": _linear(r)},
     "Experts": lambda r, args: {"gate": _linear(r)} if r.random() < 0.5 else {},
     "Drop": lambda r, args: (
-        {"": SEQUENCE.format(local="True"), "drop": "SequenceParallel()"} if r.random() < 0.4 else {}
+        {"": SEQUENCE.format(local="True"), "drop": "SequenceParallel()"}
+        if r.random() < 0.4
+        else {}
     ),
 }

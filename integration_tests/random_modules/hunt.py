@@ -32,7 +32,9 @@ def _simpler(program: Program) -> Iterator[Program]:
         yield replace(program, steps=1)
     if program.sizes[3]:
         layouts = [
-            (n, x) for n, x in program.layouts if n.partition(".")[0] not in ("embed", "head", "input", "target")
+            (n, x)
+            for n, x in program.layouts
+            if n.partition(".")[0] not in ("embed", "head", "input", "target")
         ]
         yield replace(program, sizes=(*program.sizes[:3], 0), layouts=tuple(layouts))
     if program.optimizer != PLAIN:
@@ -49,7 +51,9 @@ def _without_block(program: Program, index: int) -> Program:
         if not name.startswith("blocks."):
             layouts.append((name, text))
         elif int(number) != index:
-            layouts.append((f"blocks.{int(number) - (int(number) > index)}{'.' + rest if rest else ''}", text))
+            layouts.append(
+                (f"blocks.{int(number) - (int(number) > index)}{'.' + rest if rest else ''}", text)
+            )
     blocks = program.blocks[:index] + program.blocks[index + 1 :]
     return replace(program, blocks=blocks, layouts=tuple(layouts))
 
@@ -61,7 +65,9 @@ def shrink(program: Program, outcome: str, patience: float = 10.0) -> tuple[Prog
         going = False
         for fewer in _simpler(program):
             (now,) = on_ranks([fewer], patience)
-            if kind(now) == kind(outcome) and (kind(now) != "error" or signature(now) == signature(outcome)):
+            if kind(now) == kind(outcome) and (
+                kind(now) != "error" or signature(now) == signature(outcome)
+            ):
                 program, outcome, going = fewer, now, True
                 break
     return program, outcome

@@ -22,7 +22,9 @@ STYLES = NAMES | {name: getattr(shoal_tp_styles, name) for name in shoal_tp_styl
 def place_tensor(tensor: Tensor, mesh: DeviceMesh, text: str) -> DTensor:
     """The tensor with the placements and shard order of an expression: `[Shard(0)], ()`."""
     placements, order = eval(text, dict(NAMES)) if text else ([Replicate()] * mesh.ndim, ())
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None, shard_order=order or None)
+    return distribute_tensor(
+        tensor, mesh, placements, src_data_rank=None, shard_order=order or None
+    )
 
 
 def place_model(program: Program, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -35,13 +37,18 @@ def place_model(program: Program, model: nn.Module, mesh: DeviceMesh) -> nn.Modu
             warnings.simplefilter("ignore")
             return parallelize_module(model, tensor_parallel, plan)
     placed: dict[int, Any] = {}
-    kept = []  # ids are of tensors that are still there
+    # ids are of tensors that are still there
+    kept = []
 
     def partition(path: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 text = layouts.get(f"{path}.{name}" if path else name)
-                if tensor is None or isinstance(tensor, DTensor) or (text is None and id(tensor) not in placed):
+                if (
+                    tensor is None
+                    or isinstance(tensor, DTensor)
+                    or (text is None and id(tensor) not in placed)
+                ):
                     continue
                 if id(tensor) not in placed:
                     made: Any = place_tensor(tensor.detach(), mesh, text or "")

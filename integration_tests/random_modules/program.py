@@ -19,9 +19,12 @@ class Program:
     Attributes:
         mesh: shape of the mesh, of four ranks.
         blocks: name in `BLOCKS` and arguments, one after the other.
-        sizes: batch, sequence, features, vocabulary; a vocabulary of 0 feeds numbers instead of tokens.
-        plan: `distribute` (`distribute_module`, everything a DTensor) or `parallelize` (`parallelize_module`).
-        layouts: placements of a parameter, buffer or input by name, or a style by module path, as expressions.
+        sizes: batch, sequence, features, vocabulary; a vocabulary of 0 feeds numbers instead of
+            tokens.
+        plan: `distribute` (`distribute_module`, everything a DTensor) or `parallelize`
+            (`parallelize_module`).
+        layouts: placements of a parameter, buffer or input by name, or a style by module path, as
+            expressions.
         optimizer: an expression of `groups`.
         features: what else the training does (`train.FEATURES`), with arguments after a colon.
         steps: of the optimizer.
@@ -44,7 +47,10 @@ class Program:
 
     def option(self, feature: str) -> str:
         """What stands after the feature's colon; empty if it is not there."""
-        return next((each.partition(":")[2] for each in self.features if each.partition(":")[0] == feature), "")
+        return next(
+            (each.partition(":")[2] for each in self.features if each.partition(":")[0] == feature),
+            "",
+        )
 
     def script(self) -> str:
         """A script that runs the program on four ranks, and shows where it differs."""

@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from integration_tests.random_modules.placing import place_model, place_tensor
 from integration_tests.random_modules.program import Program, model_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import shoal_dtensor
 from shoal_dtensor import (
@@ -78,7 +82,9 @@ class Run:
         stage: what is being done, for messages.
     """
 
-    def __init__(self, program: Program, mesh: DeviceMesh | None, before: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh | None, before: Callable[[nn.Module], None]
+    ) -> None:
         self.program, self.mesh, self.before = program, mesh, before
         self.seen: dict[str, Any] = {}
         self.stage = "model"
@@ -111,7 +117,9 @@ class Run:
         _hooks(program.option("hook"), model)
         self.stage = "optimizer"
         optimizer = self.optimizer(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if program.has("schedule") else None
+        schedule = (
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if program.has("schedule") else None
+        )
         follower = torch.optim.swa_utils.AveragedModel(model) if program.has("average") else None
         for step in range(program.steps):
             torch.manual_seed(program.seed + step)
@@ -145,9 +153,13 @@ class Run:
         generator = torch.Generator().manual_seed(self.program.seed * 100 + step)
         if vocabulary:
             x = torch.randint(0, vocabulary, (b, t), generator=generator)
-            return self.put(x, "input"), self.put(torch.randint(0, vocabulary, (b, t), generator=generator), "target")
+            return self.put(x, "input"), self.put(
+                torch.randint(0, vocabulary, (b, t), generator=generator), "target"
+            )
         x = torch.randn(b, t, d, generator=generator, dtype=torch.float64)
-        return self.put(x, "input"), self.put(torch.randn(x.shape, generator=generator, dtype=x.dtype), "target")
+        return self.put(x, "input"), self.put(
+            torch.randn(x.shape, generator=generator, dtype=x.dtype), "target"
+        )
 
     def loss(self, step: int, model: nn.Module) -> Any:
         """The loss of a batch, its output noted."""
@@ -161,7 +173,9 @@ class Run:
         if self.program.option("hook") == "activation":
             out.register_hook(lambda g: g.clamp(-0.05, 0.05))
         if self.program.option("hook") == "foreign":
-            out.register_hook(lambda g: torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape))
+            out.register_hook(
+                lambda g: torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape)
+            )
         self.note(f"output {step}", out)
         if self.program.sizes[3]:
             return F.cross_entropy(out.flatten(0, 1), target.flatten())
@@ -174,7 +188,9 @@ class Run:
         for turn in range(passes):
             with ExitStack() as scope:
                 if self.mesh is not None:
-                    scope.enter_context(SCOPES[self.program.option("scope").removesuffix(" after")]())
+                    scope.enter_context(
+                        SCOPES[self.program.option("scope").removesuffix(" after")]()
+                    )
                 loss = self.loss(2 * step + turn, model)
                 if self.program.option("scope").endswith("after"):
                     scope.close()
@@ -188,7 +204,8 @@ class Run:
         if self.program.has("grad"):
             grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
             for p, g in zip(wanted, grads, strict=True):
-                g = g if g is None else g.contiguous()  # torch's fused optimizers ask for the parameter's strides
+                # torch's fused optimizers ask for the parameter's strides
+                g = g if g is None else g.contiguous()
                 p.grad = g if p.grad is None or g is None else p.grad + g
         elif kind == "halves" and len(wanted) > 1:
             loss.backward(inputs=wanted[::2], retain_graph=True)
@@ -209,10 +226,13 @@ class Run:
                 self.note(f"gradient of {name} {step}", p.grad)
                 if p.grad is not None and isinstance(p, DTensor):
                     assert isinstance(p.grad, DTensor), f"the gradient of {name} is plain"
-                    assert p.grad.placements == p.placements, f"{name} is {p.placements}, gradient {p.grad.placements}"
+                    assert p.grad.placements == p.placements, (
+                        f"{name} is {p.placements}, gradient {p.grad.placements}"
+                    )
             self.stage = "clipping"
             self.clip(step, model)
-            with torch.no_grad():  # no element without a gradient: its sign would be that of a rounding error
+            # no element without a gradient: its sign would be that of a rounding error
+            with torch.no_grad():
                 for p in model.parameters():
                     if p.grad is not None:
                         p.grad.add_(p, alpha=0.01)
@@ -276,7 +296,10 @@ class Run:
         self.note("state dict", sorted(model.state_dict()))
         for index, state in optimizer.state_dict()["state"].items():
             for key, value in state.items() if isinstance(state, dict) else ():
-                self.note(f"state {index} {key}", value if isinstance(value, Tensor | int | float) else None)
+                self.note(
+                    f"state {index} {key}",
+                    value if isinstance(value, Tensor | int | float) else None,
+                )
         for name, p in follower.named_parameters() if follower is not None else ():
             self.note(f"average of {name}", p)
 
@@ -297,11 +320,19 @@ def _hooks(kind: str, model: nn.Module) -> None:
         blocks[0].register_forward_hook(lambda module, args, out: out * 2)
         blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
     if kind == "backward" and blocks:
-        blocks[0].register_full_backward_hook(lambda module, grads, outs: tuple(g * 2 for g in grads))
+        blocks[0].register_full_backward_hook(
+            lambda module, grads, outs: tuple(g * 2 for g in grads)
+        )
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = str(op).split(".")[1] in ("mm", "addmm", "bmm", "all_reduce", "_scaled_dot_product_flash_attention_for_cpu")
+    keep = str(op).split(".")[1] in (
+        "mm",
+        "addmm",
+        "bmm",
+        "all_reduce",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -326,7 +357,9 @@ def _quiet() -> Iterator[None]:
 
 
 def run(
-    program: Program, mesh: DeviceMesh | None, before: Callable[[nn.Module], None] = lambda model: None
+    program: Program,
+    mesh: DeviceMesh | None,
+    before: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[Run, Exception | None]:
     """A training of a model that `before` may change first, and what ended it early."""
     made = Run(program, mesh, before)

@@ -23,7 +23,8 @@ AXES = {1: ("tp",), 2: ("dp", "tp")}
 def verdict(program: Program) -> str:
     """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
 
-    Void is a program that one device does not run either, or whose numbers on one device follow the last bit.
+    Void is a program that one device does not run either, or whose numbers on one device follow the
+    last bit.
     """
     plain, failed = run(program, None)
     if failed is not None:

@@ -20,7 +20,9 @@ def main() -> None:
             if kind(outcome) not in ("", "void") and signature(outcome) not in known:
                 known.add(signature(outcome))
                 print(f"--- {program.seed}: {outcome}\n{program}", flush=True)
-        print(f"up to {start + 25}: {time.perf_counter() - started:.0f} s {dict(counts)}", flush=True)
+        print(
+            f"up to {start + 25}: {time.perf_counter() - started:.0f} s {dict(counts)}", flush=True
+        )
 
 
 if __name__ == "__main__":

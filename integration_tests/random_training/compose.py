@@ -22,10 +22,12 @@ class Program:
         width: of the model; uneven over four ranks or even.
         blocks: their kinds; "tied" says whether the head has the embedding's weight.
         mesh: sizes of the data axis and the axis of styles; of two data axes for "hybrid".
-        placed: how parameters are placed along the second axis: not, by styles, or as DTensors with these dims.
+        placed: how parameters are placed along the second axis: not, by styles, or as DTensors with
+            these dims.
         entering: the placement of the rows along the second axis, for each microbatch.
         styles_first: whether styles come before data parallelism.
-        parallel: what data parallelism; `units` numbers of blocks that are wrapped on their own; `options` of it.
+        parallel: what data parallelism; `units` numbers of blocks that are wrapped on their own;
+            `options` of it.
         checkpoint: of blocks: "", "reentrant" or "plain".
         steps: microbatches of each step; True where the gradients of one are reduced.
         events: what happens besides, by step.
@@ -59,13 +61,22 @@ def compose(seed: int) -> Program:
     parallel = r.choice(PARALLEL)
     blocks = tuple(r.choice(KINDS) for _ in range(r.randint(1, 4)))
     mesh = (2, 2) if parallel == "hybrid" else r.choice(((4, 1), (2, 2), (2, 2)))
-    placed = "" if mesh[1] == 1 or parallel == "hybrid" else r.choice(("", "styles", "tensors", "tensors"))
+    placed = (
+        ""
+        if mesh[1] == 1 or parallel == "hybrid"
+        else r.choice(("", "styles", "tensors", "tensors"))
+    )
     options: list[tuple[str, object]] = []
     if parallel in ("fully_shard", "hybrid"):
-        options += _some(r, (("reshard_after_forward", r.choice((True, False))), ("columns", True), ("wide", True)))
+        options += _some(
+            r,
+            (("reshard_after_forward", r.choice((True, False))), ("columns", True), ("wide", True)),
+        )
     else:
         options += _some(r, (("bucket_bytes", r.choice((1, 700))), ("wide", True)))
-    steps = tuple((*(r.random() < 0.4 for _ in range(r.randint(0, 2))), True) for _ in range(r.randint(1, 3)))
+    steps = tuple(
+        (*(r.random() < 0.4 for _ in range(r.randint(0, 2))), True) for _ in range(r.randint(1, 3))
+    )
     batches = sum(map(len, steps))
     return Program(
         seed,
@@ -83,7 +94,11 @@ def compose(seed: int) -> Program:
         r.choice(("", "", "reentrant", "plain")),
         steps,
         tuple(
-            tuple(event for event in EVENTS if r.random() < 0.12 and not (event == "fault" and "optional" in blocks))
+            tuple(
+                event
+                for event in EVENTS
+                if r.random() < 0.12 and not (event == "fault" and "optional" in blocks)
+            )
             for _ in steps
         ),
         tuple(tuple(r.random() < 0.6 for _ in range(4)) for _ in range(batches)),

@@ -28,7 +28,9 @@ class Block(nn.Module):
         if kind == "shared":
             self.again = self.up
         if kind == "inner":
-            self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+            self.inner = nn.Sequential(
+                nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
+            )
         self.unused = nn.Parameter(torch.ones(3)) if kind == "norm" else None
 
     def forward(self, x: Tensor, use: bool) -> Any:
@@ -36,8 +38,12 @@ class Block(nn.Module):
             return x + self.norm(x)
         y = self.norm(x)
         if self.kind == "attention":
-            q, k, v = (one(y).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
-            y = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            q, k, v = (
+                one(y).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+            )
+            y = self.o(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
         if self.kind == "inner":
             y = self.inner(y)
         hidden = torch.tanh(self.up(y))

@@ -109,10 +109,15 @@ class _Training:
                 self._backward(number, events)
                 number += 1
                 if sync:
-                    self._see(f"step {step}.{i} grad", [(n, p.grad) for n, p in self.model.named_parameters()])
+                    self._see(
+                        f"step {step}.{i} grad",
+                        [(n, p.grad) for n, p in self.model.named_parameters()],
+                    )
             self.stage = f"step {step}"
             if self.program.clip:
-                clip: Callable[..., Any] = clip_grad_norm_ if self.mesh is not None else nn.utils.clip_grad_norm_
+                clip: Callable[..., Any] = (
+                    clip_grad_norm_ if self.mesh is not None else nn.utils.clip_grad_norm_
+                )
                 norm = clip(self.model.parameters(), self.program.clip)
                 self._see(f"step {step}", [("norm", norm)])
             optimizer.step()
@@ -127,7 +132,7 @@ class _Training:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             self.seen.append((f"{where} {name}", None if whole is None else whole.detach().clone()))
 
-    # --- wrapping -----------------------------------------------------------------------------------------------------
+    # --- wrapping ---------------------------------------------------------------------------------
 
     def _wrap(self, mesh: DeviceMesh) -> None:
         program = self.program
@@ -168,10 +173,16 @@ class _Training:
         else:
             sharded = program.parallel == "optimizer shards"
             for i in program.units[:1]:
-                replicate(self.model.blocks[i], data, reduce_dtype=wide, shard_optimizer=sharded, **options)
+                replicate(
+                    self.model.blocks[i],
+                    data,
+                    reduce_dtype=wide,
+                    shard_optimizer=sharded,
+                    **options,
+                )
             replicate(self.model, data, reduce_dtype=wide, shard_optimizer=sharded, **options)
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _before(self, event: str, optimizer: Any, kind: Any) -> Any:
         """What happens before a step; the optimizer afterwards."""
@@ -202,7 +213,11 @@ class _Training:
         if self.mesh is None:
             losses = [self._loss(self.model(x, use), y) for x, y, use in parts]
         else:
-            rank = self.mesh.get_rank() if self.program.parallel == "hybrid" else self.mesh.get_local_rank("data")
+            rank = (
+                self.mesh.get_rank()
+                if self.program.parallel == "hybrid"
+                else self.mesh.get_local_rank("data")
+            )
             x, y, use = parts[rank]
             losses = [self._loss(*self._call(x, y, use, number))]
         if where:

@@ -10,13 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_context_parallel import StyleError, context_parallel, context_parallel_unshard, set_rotate_method
+from shoal_context_parallel import (
+    StyleError,
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
 WRONG = (None, 3, 1.5, "x", [1], {"a": 1}, torch.ones(2), nn.Linear, object())
 CALLS: Mapping[str, Callable[[Any, Any], object]] = {
-    "context_parallel, buffers": lambda mesh, x: entered(context_parallel(mesh, buffers=x, buffer_seq_dims=[0, 0])),
+    "context_parallel, buffers": lambda mesh, x: entered(
+        context_parallel(mesh, buffers=x, buffer_seq_dims=[0, 0])
+    ),
     "context_parallel, dims": lambda mesh, x: entered(
         context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=x)
     ),

@@ -45,20 +45,33 @@ def test_tiles_are_the_mask(causal: bool, window: Window) -> None:
         ids = torch.randint(0, 3, (rows, length), generator=generator) if rows else None
         documents = None if ids is None else Documents.from_ids(ids)
         mask = AttentionMask(causal, window, documents)
-        for layout in (SequenceLayout.contiguous(length, ranks), SequenceLayout.head_tail(length, ranks)):
-            assert torch.equal(union(layout, mask), dense_mask(length, causal, window, ids)[:, 0].long())
+        for layout in (
+            SequenceLayout.contiguous(length, ranks),
+            SequenceLayout.head_tail(length, ranks),
+        ):
+            assert torch.equal(
+                union(layout, mask), dense_mask(length, causal, window, ids)[:, 0].long()
+            )
 
 
 def test_causal_tiles_need_no_mask() -> None:
     layout = SequenceLayout.head_tail(64, 4)
-    kinds = {t.kind for r in range(4) for o in range(4) for t in tiles(layout, r, o, AttentionMask(causal=True))}
+    kinds = {
+        t.kind
+        for r in range(4)
+        for o in range(4)
+        for t in tiles(layout, r, o, AttentionMask(causal=True))
+    }
     assert kinds == {TileKind.FULL, TileKind.CAUSAL}
     assert tiles(SequenceLayout.contiguous(64, 4), 0, 3, AttentionMask(causal=True)) == ()
 
 
 def test_documents_by_lengths_and_by_ids() -> None:
     by_lengths = Documents.from_cu_seqlens(torch.tensor([0, 2, 2, 6]))
-    assert by_lengths == Documents.from_ids(torch.tensor([[0, 0, 2, 2, 2, 2]])) and by_lengths.length == 6
+    assert (
+        by_lengths == Documents.from_ids(torch.tensor([[0, 0, 2, 2, 2, 2]]))
+        and by_lengths.length == 6
+    )
     assert Documents.from_ids([1, 2, 1]).rows[0][2].document == 0  # a document may come back
     for wrong in ([], [1, 4], [0, 4, 3]):
         with pytest.raises(LayoutError, match="cumulative lengths"):

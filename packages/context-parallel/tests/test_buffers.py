@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import get_rank
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from dense_attention import dense_mask, sample
 from shoal_context_parallel import (
@@ -37,12 +41,18 @@ def test_a_program_for_one_device_in_a_block(method: Method | None) -> None:
         documents = None if ids is None else Documents.from_ids(ids)
         buffers = [q, k, v, positions, seed]
         with context_parallel(
-            all_ranks(), buffers=buffers, buffer_seq_dims=[2, -2, 2, 0, 2], method=method, documents=documents
+            all_ranks(),
+            buffers=buffers,
+            buffer_seq_dims=[2, -2, 2, 0, 2],
+            method=method,
+            documents=documents,
         ) as layout:
             assert layout == SequenceLayout.head_tail(length, 4)
             assert torch.equal(positions, layout.positions(get_rank()))
             leaves = query, key, value = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
             grads = torch.autograd.grad(out, leaves, seed)
             full = context_parallel_unshard(all_ranks(), [out, *grads], [2] * 4)
         for got, expected in zip(full, (whole.out, *whole.grads), strict=True):
@@ -52,7 +62,9 @@ def test_a_program_for_one_device_in_a_block(method: Method | None) -> None:
 
 def attention(x: Any, weight: Any) -> Any:
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).transpose(1, 3).unbind(2)
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    )
 
 
 def grad_of(loss: Any, weight: Tensor) -> None:
@@ -83,7 +95,8 @@ def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, l
     ):
         generator = torch.Generator().manual_seed(length)
         whole, table = (
-            torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, length, 16), (16, 48))
+            torch.randn(*shape, dtype=torch.float64, generator=generator)
+            for shape in ((2, length, 16), (16, 48))
         )
         expected = table.clone().requires_grad_()
         (attention(whole, expected) ** 2).sum().backward()
@@ -92,8 +105,11 @@ def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, l
                 run = again(attention, reentrant) if nested else attention
                 for inside in (True, False):
                     x, weight = whole.clone(), table.clone().requires_grad_()
-                    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1], method=method, layout=layout):
-                        leaf = (x if inside else x.clone()).detach().requires_grad_()  # a buffer changes back
+                    with context_parallel(
+                        all_ranks(), buffers=[x], buffer_seq_dims=[1], method=method, layout=layout
+                    ):
+                        # a buffer changes back
+                        leaf = (x if inside else x.clone()).detach().requires_grad_()
                         out: Any = checkpoint(run, leaf, weight, use_reentrant=reentrant)
                         loss = (out**2).sum()
                         if inside:
@@ -101,7 +117,9 @@ def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, l
                     if not inside:
                         BACKWARDS[seen](loss, weight)
                     assert weight.grad is not None
-                    torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
+                    torch.testing.assert_close(
+                        all_reduce(weight.grad, all_ranks().comm(0)), expected.grad
+                    )
 
 
 def all_saved(*_: Any, **__: Any) -> CheckpointPolicy:
@@ -116,7 +134,10 @@ def with_a_lookup(x: Tensor, weight: Tensor) -> Any:
 RUNS: dict[str, Callable[..., Any]] = {
     "compiled": lambda *args: torch.compile(with_a_lookup, backend="aot_eager")(*args),
     "selective": lambda *args: checkpoint(
-        with_a_lookup, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, all_saved)
+        with_a_lookup,
+        *args,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, all_saved),
     ),
 }
 
@@ -125,7 +146,10 @@ RUNS: dict[str, Callable[..., Any]] = {
 @on_ranks(2)
 def test_compiled_and_selectively_saved_attention_in_a_block(run: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    whole, table = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, 8, 16), (16, 48)))
+    whole, table = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 8, 16), (16, 48))
+    )
     expected, weight = table.clone().requires_grad_(), table.clone().requires_grad_()
     (with_a_lookup(whole, expected) ** 2).sum().backward()
     x = whole.clone()
@@ -144,7 +168,9 @@ def test_unsharding_knows_the_layout_of_the_block() -> None:
         return x.square()
 
     for layout in ("head_tail", "contiguous", SequenceLayout.contiguous(8, 2)):
-        known = layout if isinstance(layout, SequenceLayout) else getattr(SequenceLayout, layout)(8, 2)
+        known = (
+            layout if isinstance(layout, SequenceLayout) else getattr(SequenceLayout, layout)(8, 2)
+        )
         for reentrant in (False, True):
             with context_parallel(all_ranks(), layout=layout):
                 x = known.shard(positions, 0, get_rank()).requires_grad_()
@@ -162,12 +188,16 @@ class Labelled(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.calls.append(func)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        # torch has no types here
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @on_ranks(2)
 def test_a_backward_that_a_class_of_tensors_sees() -> None:
-    whole, weight = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0)), torch.ones(16, 48) / 16
+    whole, weight = (
+        torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0)),
+        torch.ones(16, 48) / 16,
+    )
     expected = weight.clone().requires_grad_()
     attention(whole, expected).sum().backward()
     x = whole.clone()
@@ -183,7 +213,9 @@ def test_a_backward_that_a_class_of_tensors_sees() -> None:
 def shards_at(rank: int, **options: Any) -> torch.Tensor:
     with fake_world(4, rank=rank) if rank else fake_world(4):
         tokens = torch.arange(10).view(1, 10)
-        with context_parallel(init_device_mesh("cpu", (4,)), buffers=[tokens], buffer_seq_dims=[1], **options):
+        with context_parallel(
+            init_device_mesh("cpu", (4,)), buffers=[tokens], buffer_seq_dims=[1], **options
+        ):
             return tokens.clone()
 
 
@@ -202,7 +234,9 @@ def test_buffers_come_back_also_after_an_error_and_the_same_memory() -> None:
         address = kept.data_ptr()
         with (
             pytest.raises(ZeroDivisionError),
-            context_parallel(mesh, buffers=[kept, dropped], buffer_seq_dims=[0, 1], no_restore_buffers={dropped}),
+            context_parallel(
+                mesh, buffers=[kept, dropped], buffer_seq_dims=[0, 1], no_restore_buffers={dropped}
+            ),
         ):
             assert kept.tolist() == [0, 7]
             raise ZeroDivisionError
@@ -226,10 +260,20 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         wrong: dict[str, dict[str, Any]] = {
             "got 0 for 1 buffers": {"buffers": [x]},
             "some of the buffers": {"no_restore_buffers": {x}},
-            "without gradients": {"buffers": [torch.zeros(8, requires_grad=True)], "buffer_seq_dims": [0]},
-            "no sequence of as many positions": {"buffers": [x, torch.zeros(7)], "buffer_seq_dims": [0, 0]},
+            "without gradients": {
+                "buffers": [torch.zeros(8, requires_grad=True)],
+                "buffer_seq_dims": [0],
+            },
+            "no sequence of as many positions": {
+                "buffers": [x, torch.zeros(7)],
+                "buffer_seq_dims": [0, 0],
+            },
             "dim 1 of a buffer": {"buffers": [x, x], "buffer_seq_dims": [0, 1]},
-            "no sequence of 9": {"buffers": [x], "buffer_seq_dims": [0], "layout": SequenceLayout.contiguous(9, 4)},
+            "no sequence of 9": {
+                "buffers": [x],
+                "buffer_seq_dims": [0],
+                "layout": SequenceLayout.contiguous(9, 4),
+            },
             "methods of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},
         }
         for message, options in wrong.items():
@@ -247,7 +291,9 @@ def test_unsharding_outside_of_a_block() -> None:
         shard = layout.shard(full, 1, get_rank())
         (got,) = context_parallel_unshard(all_ranks(), [shard], [1], layout)
         assert torch.equal(got, full)
-    (default,) = context_parallel_unshard(all_ranks(), [SequenceLayout.head_tail(7, 2).shard(full, 1, get_rank())], [1])
+    (default,) = context_parallel_unshard(
+        all_ranks(), [SequenceLayout.head_tail(7, 2).shard(full, 1, get_rank())], [1]
+    )
     assert torch.equal(default, full)
     with pytest.raises(LayoutError, match="the ranks hold"):
         context_parallel_unshard(all_ranks(), [full], [1], SequenceLayout.contiguous(7, 2))

@@ -13,7 +13,9 @@ import shoal_context_parallel
 
 MODULES = sorted(
     info.name
-    for info in pkgutil.walk_packages(shoal_context_parallel.__path__, f"{shoal_context_parallel.__name__}.")
+    for info in pkgutil.walk_packages(
+        shoal_context_parallel.__path__, f"{shoal_context_parallel.__name__}."
+    )
     if not info.name.endswith("__about__")
 )
 
@@ -21,7 +23,9 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name: str) -> None:
     module = importlib.import_module(name)
-    failed, _ = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, _ = doctest.testmod(
+        module, extraglobs={"torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert not failed
 
 

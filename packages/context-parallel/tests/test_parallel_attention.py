@@ -25,7 +25,9 @@ METHODS = ("allgather", "ring", "ulysses")
 NO_WINDOW: Window = (None, None)
 
 
-def assert_as_one_device(whole: Sample, layout: SequenceLayout, mesh: DeviceMesh | None = None, **options: Any) -> None:
+def assert_as_one_device(
+    whole: Sample, layout: SequenceLayout, mesh: DeviceMesh | None = None, **options: Any
+) -> None:
     """Output and gradients of this rank's positions."""
     mesh = mesh or all_ranks()
     rank = mesh.get_local_rank()
@@ -45,7 +47,10 @@ def test_it_is_attention_of_one_device(method: str, causal: bool) -> None:
         for heads, shared, width in ((4, 2, 8), (3, 1, 5)):
             mask = dense_mask(length, causal, NO_WINDOW, None)
             whole = sample(length, mask, heads=heads, shared=shared, value_width=width)
-            for layout in (SequenceLayout.contiguous(length, 4), SequenceLayout.head_tail(length, 4)):
+            for layout in (
+                SequenceLayout.contiguous(length, 4),
+                SequenceLayout.head_tail(length, 4),
+            ):
                 assert_as_one_device(whole, layout, is_causal=causal, method=method)
 
 
@@ -67,7 +72,9 @@ def test_windows_and_documents(method: str) -> None:
         whole = sample(length, dense_mask(length, causal, window, ids))
         layouts = [SequenceLayout.head_tail(length, 4), SequenceLayout.per_document([9, 2, 11], 4)]
         for layout in layouts:
-            assert_as_one_device(whole, layout, is_causal=causal, method=method, window=window, documents=documents)
+            assert_as_one_device(
+                whole, layout, is_causal=causal, method=method, window=window, documents=documents
+            )
 
 
 @on_ranks(2)
@@ -89,7 +96,9 @@ def test_one_axis_of_two() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
     whole = sample(9, dense_mask(9, True, NO_WINDOW, None))
     for method in METHODS:
-        assert_as_one_device(whole, SequenceLayout.head_tail(9, 2), mesh["context"], is_causal=True, method=method)
+        assert_as_one_device(
+            whole, SequenceLayout.head_tail(9, 2), mesh["context"], is_causal=True, method=method
+        )
 
 
 @on_ranks(4)
@@ -104,7 +113,10 @@ def test_collectives_of_each_method() -> None:
     for method, (before, after) in expected.items():
         q, k, v = (layout.shard(x, 2, get_rank()).requires_grad_() for x in whole.tensors)
         with lockstep(), CommDebugMode() as forward:
-            out = context_parallel_attention(q, k, v, all_ranks(), is_causal=True, enable_gqa=True, method=method)  # type: ignore[arg-type]  # a literal
+            # a literal
+            out = context_parallel_attention(
+                q, k, v, all_ranks(), is_causal=True, enable_gqa=True, method=method
+            )  # type: ignore[arg-type]
         assert counts(forward) == before
         with lockstep(), CommDebugMode() as backward:
             torch.autograd.grad(out.sum(), (q, k, v))
@@ -116,7 +128,9 @@ def test_low_precision_is_summed_in_float32() -> None:
     whole = sample(64, dense_mask(64, True, NO_WINDOW, None), dtype=torch.float32)
     layout = SequenceLayout.head_tail(64, 2)
     for method in METHODS:
-        q, k, v = (layout.shard(x, 2, get_rank()).bfloat16().requires_grad_() for x in whole.tensors)
+        q, k, v = (
+            layout.shard(x, 2, get_rank()).bfloat16().requires_grad_() for x in whole.tensors
+        )
         out = context_parallel_attention(
             q,
             k,
@@ -128,7 +142,9 @@ def test_low_precision_is_summed_in_float32() -> None:
             method=method,  # type: ignore[arg-type]  # a literal
         )
         assert out.dtype == torch.bfloat16
-        grads = torch.autograd.grad(out, (q, k, v), layout.shard(whole.seed, 2, get_rank()).bfloat16())
+        grads = torch.autograd.grad(
+            out, (q, k, v), layout.shard(whole.seed, 2, get_rank()).bfloat16()
+        )
         for got, full in zip((out, *grads), (whole.out, *whole.grads), strict=True):
             expected = layout.shard(full, 2, get_rank())
             assert got.dtype == torch.bfloat16
@@ -137,7 +153,12 @@ def test_low_precision_is_summed_in_float32() -> None:
 
 def one_rank(**options: Any) -> Tensor:
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
-    given: dict[str, Any] = {"query": q, "key": k, "value": v, "mesh": init_device_mesh("cpu", (2,))} | options
+    given: dict[str, Any] = {
+        "query": q,
+        "key": k,
+        "value": v,
+        "mesh": init_device_mesh("cpu", (2,)),
+    } | options
     return context_parallel_attention(**given)
 
 
@@ -169,7 +190,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_second_derivatives_are_refused() -> None:
     for method in METHODS:
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
-        out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]  # a literal
+        # a literal
+        out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]
         with pytest.raises(SecondOrderError, match="first derivatives only"):
             torch.autograd.grad(out.sum(), q, create_graph=True)
     assert get_world_size() == 2

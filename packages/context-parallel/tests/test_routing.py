@@ -29,32 +29,46 @@ def test_dtensors_on_the_axis_of_the_sequence_and_on_another() -> None:
         whole = sample(length, dense_mask(length, True, (None, None), None))
         for method in ("ring", "ulysses"):
             q, k, v = (
-                distribute_tensor(x, mesh, (Shard(2), Shard(1)), src_data_rank=None).requires_grad_()
+                distribute_tensor(
+                    x, mesh, (Shard(2), Shard(1)), src_data_rank=None
+                ).requires_grad_()
                 for x in whole.tensors
             )
             with context_parallel(mesh["context"], layout="contiguous", method=method):
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             assert isinstance(out, DTensor) and out.placements == (Shard(2), Shard(1))
             torch.testing.assert_close(out.full_tensor(), whole.out)
-            grads = torch.autograd.grad(out, (q, k, v), distribute_tensor(whole.seed, mesh, out.placements))
+            grads = torch.autograd.grad(
+                out, (q, k, v), distribute_tensor(whole.seed, mesh, out.placements)
+            )
             for got, expected in zip(grads, whole.grads, strict=True):
                 assert isinstance(got, DTensor)
                 torch.testing.assert_close(got.full_tensor(), expected)
         # On the axis of the heads alone: local tensors are this rank's positions already.
         with context_parallel(
-            mesh["context"], buffers=(buffers := [x.clone() for x in whole.tensors]), buffer_seq_dims=[2] * 3
+            mesh["context"],
+            buffers=(buffers := [x.clone() for x in whole.tensors]),
+            buffer_seq_dims=[2] * 3,
         ) as layout:
-            q, k, v = (distribute_tensor(x, mesh["tensor"], (Shard(1),), src_data_rank=None) for x in buffers)
+            q, k, v = (
+                distribute_tensor(x, mesh["tensor"], (Shard(1),), src_data_rank=None)
+                for x in buffers
+            )
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         assert isinstance(out, DTensor) and layout is not None
-        torch.testing.assert_close(out.full_tensor(), layout.shard(whole.out, 2, mesh.get_local_rank("context")))
+        torch.testing.assert_close(
+            out.full_tensor(), layout.shard(whole.out, 2, mesh.get_local_rank("context"))
+        )
 
 
 @on_ranks(2)
 def test_what_is_not_routed_is_refused() -> None:
     x = torch.randn(1, 2, 4, 8)
     mesh = all_ranks()
-    placed = {p: distribute_tensor(x, mesh, (p,), src_data_rank=None) for p in (Shard(2), Shard(1), Replicate())}
+    placed = {
+        p: distribute_tensor(x, mesh, (p,), src_data_rank=None)
+        for p in (Shard(2), Shard(1), Replicate())
+    }
     along, longer = placed[Shard(2)], torch.randn(1, 2, 4, 8)
     partial = DTensor.from_local(x, mesh, (Partial(),), run_check=False)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -79,10 +93,15 @@ def test_what_is_not_routed_is_refused() -> None:
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_what_is_wrong_on_one_rank_is_raised_on_all(method: Any) -> None:
     x = torch.randn(1, 2, 8, 4)
-    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[2], method=method), CommDebugMode() as mode:
+    with (
+        context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[2], method=method),
+        CommDebugMode() as mode,
+    ):
         mask = torch.ones(2, 2, dtype=torch.bool) if get_rank() == 1 else None
         expected = (
-            "2 rows and all 8 columns" if get_rank() == 1 else r"arguments of ranks \[1\] .* their errors say what"
+            "2 rows and all 8 columns"
+            if get_rank() == 1
+            else r"arguments of ranks \[1\] .* their errors say what"
         )
         with pytest.raises(LayoutError, match=expected):
             scaled_dot_product_attention(x, x, x, mask)

@@ -23,7 +23,9 @@ def test_every_position_is_held_once_and_comes_back(length: int, ranks: int) -> 
         shards = [layout.shard(full, 1, rank) for rank in range(ranks)]
         assert layout.sizes == tuple(shard.shape[1] for shard in shards)
         assert layout.length == length
-        assert all(torch.equal(full[0][layout.positions(rank)], shards[rank][0]) for rank in range(ranks))
+        assert all(
+            torch.equal(full[0][layout.positions(rank)], shards[rank][0]) for rank in range(ranks)
+        )
         assert torch.equal(layout.in_order(shards, 1), full)
     contiguous = SequenceLayout.contiguous(length, ranks)
     assert list(contiguous.sizes) == shard_sizes(length, Shard(0), ranks)
@@ -38,7 +40,12 @@ def test_head_and_tail_have_equal_causal_work() -> None:
 
 
 def test_overlaps_gaps_and_other_lengths_are_refused() -> None:
-    for ranges in ((((0, 2),), ((1, 4),)), (((0, 2),), ((3, 4),)), (((1, 2),),), (((0, 2), (2, 2)),)):
+    for ranges in (
+        (((0, 2),), ((1, 4),)),
+        (((0, 2),), ((3, 4),)),
+        (((1, 2),),),
+        (((0, 2), (2, 2)),),
+    ):
         with pytest.raises(LayoutError, match="every position once"):
             SequenceLayout(ranges)
     with pytest.raises(LayoutError, match="no sequence of 8 positions"):

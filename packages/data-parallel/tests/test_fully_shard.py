@@ -43,7 +43,9 @@ from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 
-def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any) -> tuple[Any, Any]:
+def pair(
+    mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
+) -> tuple[Any, Any]:
     """A model on one device, and the same sharded over "data"."""
     plain, model = twins(make)
     blocks: Any = model.blocks
@@ -52,7 +54,7 @@ def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
     return plain, fully_shard(model, mesh["data"], **options)
 
 
-# --- values and gradients ---------------------------------------------------------------------------------------------
+# --- values and gradients -------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -88,7 +90,9 @@ def test_checkpointed_units(reentrant: bool) -> None:
     plain, model = pair(mesh, lambda: Model(recompute=reentrant))
     runs = [0, 0]
     for index, module in enumerate((plain, model)):
-        module.blocks[1].norm.register_forward_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+        module.blocks[1].norm.register_forward_hook(
+            lambda *_, index=index: runs.__setitem__(index, runs[index] + 1)
+        )
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
     assert runs == [2, 2]  # once more in backward
@@ -100,7 +104,8 @@ def test_recomputation_inside_of_a_unit() -> None:
     torch.manual_seed(0)
     plain = Model(recompute=False).double()
     torch.manual_seed(0)
-    model = fully_shard(Model(recompute=False).double(), mesh["data"], reshard_after_forward=True)  # blocks: no units
+    # blocks: no units
+    model = fully_shard(Model(recompute=False).double(), mesh["data"], reshard_after_forward=True)
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
 
@@ -180,7 +185,10 @@ def test_batches_of_different_sizes_with_a_divisor_of_one() -> None:
     tokens, targets = batch(0, rows=7)  # 2, 2, 2 and 1 rows
     loss_of(plain, tokens, targets).backward()
     mine = own(mesh, tokens, targets)
-    loss: Any = F.cross_entropy(model(mine[0]).flatten(0, 1), mine[1].flatten(), reduction="sum") / targets.numel()
+    loss: Any = (
+        F.cross_entropy(model(mine[0]).flatten(0, 1), mine[1].flatten(), reduction="sum")
+        / targets.numel()
+    )
     loss.backward()
     same_gradients(plain, model)
 
@@ -201,7 +209,9 @@ def test_frozen_parameters_and_hooks_of_users() -> None:
     fully_shard(model, mesh["data"])
     plain.head.bias.register_hook(lambda grad: grad * 3)
     model.head.bias.register_hook(lambda grad: grad * 3)
-    model.head.weight.register_post_accumulate_grad_hook(lambda leaf: seen.append(str(leaf.grad.placements)))
+    model.head.weight.register_post_accumulate_grad_hook(
+        lambda leaf: seen.append(str(leaf.grad.placements))
+    )
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
     assert seen == ["(Shard(dim=0),)"]
@@ -212,7 +222,9 @@ def test_gradients_asked_for_by_name() -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)
     tokens, targets = batch(0)
-    expected = torch.autograd.grad(loss_of(plain, tokens, targets), [plain.head.weight, plain.blocks[1].up.bias])
+    expected = torch.autograd.grad(
+        loss_of(plain, tokens, targets), [plain.head.weight, plain.blocks[1].up.bias]
+    )
     loss = loss_of(model, *own(mesh, tokens, targets))
     got = torch.autograd.grad(loss, [model.head.weight, model.blocks[1].up.bias])
     for one, other in zip(map(full, got), expected, strict=True):
@@ -223,16 +235,22 @@ def test_gradients_asked_for_by_name() -> None:
 @on_ranks(4)
 def test_mixed_precision_and_masters() -> None:
     mesh = mesh_of(4, 1)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
     torch.manual_seed(0)
     model: Any = Model()
     torch.manual_seed(0)
     plain = Model().bfloat16()
     for block in model.blocks:
-        fully_shard(block, mesh["data"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        fully_shard(
+            block, mesh["data"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        )
     fully_shard(model, mesh["data"], mp_policy=policy)
     seen: list[torch.dtype] = []
-    model.blocks[0].up.register_forward_hook(lambda module, _, out: seen.append(module.weight.dtype))
+    model.blocks[0].up.register_forward_hook(
+        lambda module, _, out: seen.append(module.weight.dtype)
+    )
     tokens, targets = batch(0)
     logits = model(own(mesh, tokens)[0])
     assert logits.dtype == torch.float32
@@ -285,7 +303,7 @@ def test_a_loss_that_leaves_a_unit_by_an_attribute() -> None:
     same_gradients(plain, model)
 
 
-# --- collectives and memory -------------------------------------------------------------------------------------------
+# --- collectives and memory -----------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -296,7 +314,8 @@ def test_one_gather_forward_one_backward_one_reduction() -> None:
         loss = loss_of(model, *own(mesh, *batch(0)))
     with CommDebugMode() as backward:
         loss.backward()
-    # Four units; the outermost stays gathered.  One parameter is a number, which no rank can have a shard of.
+    # Four units; the outermost stays gathered.  One parameter is a number, which no rank can have a
+    # shard of.
     assert counts(forward) == {"all_gather": 4}
     assert counts(backward) == {"all_gather": 3, "reduce_scatter": 4, "all_reduce": 1}
 
@@ -307,14 +326,17 @@ def test_what_is_gathered_is_freed() -> None:
     _, model = pair(mesh)
     held: dict[str, Tensor] = {}
     for name, block in enumerate(model.blocks):
-        block.up.register_forward_hook(lambda m, _, out, name=str(name): held.update({name: m.weight.detach()}))
+        block.up.register_forward_hook(
+            lambda m, _, out, name=str(name): held.update({name: m.weight.detach()})
+        )
     loss = loss_of(model, *own(mesh, *batch(0)))
     assert [held[str(i)].untyped_storage().nbytes() for i in range(3)] == [0, 0, 0]
     loss.backward()
     assert [held[str(i)].untyped_storage().nbytes() for i in range(3)] == [0, 0, 0]
     rows = [sum(local_shard(p).numel() for p in block.parameters()) for block in model.blocks]
     whole = sum(p.numel() for p in model.blocks[0].parameters())
-    assert sum(torch.tensor(rows).tolist()) <= 3 * (whole // 4 + 80)  # 80: uneven dims of 10 and 30 rows
+    # 80: uneven dims of 10 and 30 rows
+    assert sum(torch.tensor(rows).tolist()) <= 3 * (whole // 4 + 80)
 
 
 @on_ranks(4)
@@ -352,7 +374,7 @@ def test_state_dicts_hold_shards_and_load_again() -> None:
     units_load_their_state(*pair(mesh), mesh)
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

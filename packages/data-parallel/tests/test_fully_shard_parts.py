@@ -21,7 +21,7 @@ from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.differentiable import all_gather, reduce_scatter
 from shoal_mesh.testing import on_ranks
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard", [units, replicate])
@@ -30,12 +30,15 @@ def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
     mesh = mesh_of(4, 1)
     plain, model = adapted(), adapted()
     shard(model, mesh["data"])
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, model)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+        for m in (plain, model)
+    ]
     assert len(optimizers[1].param_groups[0]["params"]) == 8
     train_alike(plain, model, mesh, optimizers)
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -67,7 +70,12 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.router, self.experts, self.down = nn.Linear(6, 6), nn.Linear(6, 4), Experts(4), nn.Linear(6, 5)
+        self.up, self.router, self.experts, self.down = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 4),
+            Experts(4),
+            nn.Linear(6, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.up(x))
@@ -84,9 +92,13 @@ def test_experts_on_an_axis_that_is_data_to_the_dense_layers(dense: str) -> None
     model: Any = copy.deepcopy(plain)
     experts = model.experts
     experts.axis = mesh["expert"], 0
-    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["expert"], [Shard(0)]))
+    experts.weight = nn.Parameter(
+        distribute_tensor(experts.weight.detach(), mesh["expert"], [Shard(0)])
+    )
     # An expert sees the rows of all ranks of its axis, so its gradient is a sum over them already.
-    fully_shard(experts, mesh["data"], shard_placement_fn=lambda param: Shard(1)).set_gradient_divide_factor(4)
+    fully_shard(
+        experts, mesh["data"], shard_placement_fn=lambda param: Shard(1)
+    ).set_gradient_divide_factor(4)
     fully_shard(model, mesh.flatten() if dense == "flat" else mesh)
     assert model.experts.weight.placements == (Shard(1), Shard(0))
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (plain, model)]
@@ -112,12 +124,13 @@ def test_units_on_slices_and_orders_of_axes_of_their_own() -> None:
     fully_shard(model, mesh["a"])
     x = torch.randn(8, 6, dtype=torch.float64)
     plain(x).square().mean().backward()
-    model(x.chunk(2)[mesh.get_local_rank("a")]).square().mean().backward()  # the ranks of "b" have the same rows
+    # the ranks of "b" have the same rows
+    model(x.chunk(2)[mesh.get_local_rank("a")]).square().mean().backward()
     same_gradients(plain, model)
     assert all_reduce(torch.ones(()), (mesh, "a")).item() == 2
 
 
-# --- full state dicts -------------------------------------------------------------------------------------------------
+# --- full state dicts -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "replicate", "ZeRO-1"])

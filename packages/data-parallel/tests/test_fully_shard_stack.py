@@ -80,10 +80,14 @@ class TwoLinears(nn.Module):
 
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize(
-    "placed", [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(1))], ids=str
+    "placed",
+    [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(1))],
+    ids=str,
 )
 @on_ranks(4)
-def test_gradients_that_inputs_leave_partial_or_sharded(placed: tuple[Placement, Placement], replicates: bool) -> None:
+def test_gradients_that_inputs_leave_partial_or_sharded(
+    placed: tuple[Placement, Placement], replicates: bool
+) -> None:
     """Of parameters that are replicated along "tensor": kept ones, and those that only one data-parallel rank has."""
     mesh = mesh_of(2, 2)
     plain, model = TwoLinears(), TwoLinears()
@@ -91,7 +95,9 @@ def test_gradients_that_inputs_leave_partial_or_sharded(placed: tuple[Placement,
         for name, param in [*layer.named_parameters()]:
             value = distribute_tensor(param.detach(), mesh["tensor"], [Replicate()])
             setattr(layer, name, nn.Parameter(value))
-    parallel: Any = replicate(model, mesh["data"]) if replicates else fully_shard(model, mesh=mesh["data"])
+    parallel: Any = (
+        replicate(model, mesh["data"]) if replicates else fully_shard(model, mesh=mesh["data"])
+    )
     rank, generator = mesh.get_local_rank("data"), torch.Generator().manual_seed(0)
     for last, placement in enumerate(placed):
         parts = torch.randn(8, 4, dtype=torch.float64, generator=generator).chunk(2)
@@ -192,25 +198,35 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
 
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(("forward", ",".join(under_way))))
-        block.register_full_backward_pre_hook(lambda *_: seen.append(("backward", ",".join(under_way))))
-    model.head.register_full_backward_pre_hook(lambda *_: seen.append(("head", ",".join(under_way))))
+        block.register_full_backward_pre_hook(
+            lambda *_: seen.append(("backward", ",".join(under_way)))
+        )
+    model.head.register_full_backward_pre_hook(
+        lambda *_: seen.append(("head", ",".join(under_way)))
+    )
     where = fully_shard.__module__.rpartition(".")[0]
     with (
         patch(f"{where}.sharded_parameters.redistribute_shards", recorded),
         patch(f"{where}.reduction.redistribute_shards", recorded),
     ):
-        for step in range(2):  # the first learns the order of the units
+        # the first learns the order of the units
+        for step in range(2):
             seen.clear()
             loss_of(model, *own(mesh, *batch(step))).backward()
     assert [what for phase, what in seen if phase == "forward"] == ["gather", "gather", ""]
     assert [what for phase, what in seen if phase == "head"] == ["gather"]  # of the last block
-    assert [what for phase, what in seen if phase == "backward"] == ["gather", "reduction,gather", "reduction"]
+    assert [what for phase, what in seen if phase == "backward"] == [
+        "gather",
+        "reduction,gather",
+        "reduction",
+    ]
 
 
 @on_ranks(4)
 def test_what_travels_to_replicas_is_under_way_while_other_units_compute() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    plain, model = Model(160, 3).double(), Model(160, 3).double()  # larger ones are reduced in two rounds
+    # larger ones are reduced in two rounds
+    plain, model = Model(160, 3).double(), Model(160, 3).double()
     model.load_state_dict(plain.state_dict())
     units(model, mesh)
     seen: list[int] = []
@@ -231,7 +247,10 @@ def test_what_travels_to_replicas_is_under_way_while_other_units_compute() -> No
     tokens, targets = batch(0)
     loss_of(plain, tokens, targets).backward()
     rank = torch.distributed.get_rank()
-    with patch.object(ShardsInFlight, "reach_last_round", reached), patch.object(ShardsInFlight, "wait", waited):
+    with (
+        patch.object(ShardsInFlight, "reach_last_round", reached),
+        patch.object(ShardsInFlight, "wait", waited),
+    ):
         loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
     assert seen == [0, 0, 1] and not under_way
     same_gradients(plain, model)

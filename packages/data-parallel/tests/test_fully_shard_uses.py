@@ -49,7 +49,9 @@ from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 
-def pair(mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options: Any) -> tuple[Any, Any]:
+def pair(
+    mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options: Any
+) -> tuple[Any, Any]:
     """A model on one device, and the same with these units."""
     plain, model = twins(lambda: Model(6, 2))
     for block in model.blocks if blocks else ():
@@ -57,7 +59,7 @@ def pair(mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options:
     return plain, fully_shard(model, mesh["data"], **options) if root else model
 
 
-# --- several modules and passes ---------------------------------------------------------------------------------------
+# --- several modules and passes -------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -104,7 +106,8 @@ def test_a_list_of_modules_is_one_unit() -> None:
         (loss + model(*own(mesh, -x)).square().mean()).backward()
         same_gradients(plain, model)
     with torch.no_grad():
-        model[:2](x)  # the last module of the unit does not run
+        # the last module of the unit does not run
+        model[:2](x)
         torch.testing.assert_close(model(x), plain(x))
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
@@ -133,7 +136,10 @@ def test_inputs_first_and_parameters_later() -> None:
     x = torch.randn(8, 6, dtype=torch.float64)
     inputs = [x.clone().requires_grad_(), own(mesh, x)[0].requires_grad_()]
     losses = [one(rows).square().sum() for one, rows in zip((plain, model), inputs, strict=True)]
-    grads = [torch.autograd.grad(loss, rows, retain_graph=True)[0] for loss, rows in zip(losses, inputs, strict=True)]
+    grads = [
+        torch.autograd.grad(loss, rows, retain_graph=True)[0]
+        for loss, rows in zip(losses, inputs, strict=True)
+    ]
     torch.testing.assert_close(grads[1], own(mesh, grads[0])[0])
     assert all(param.grad is None for param in model.parameters())
     losses[0].div(4).backward()
@@ -141,7 +147,7 @@ def test_inputs_first_and_parameters_later() -> None:
     same_gradients(plain, model)
 
 
-# --- modes ------------------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -163,7 +169,9 @@ def test_parameters_frozen_and_released_later() -> None:
     for one in (plain, model):
         one.embedding.requires_grad_(False)
     fully_shard(model, mesh["data"])
-    for number, (frozen, trained) in enumerate([("blocks.0", "embedding"), ("head", "blocks.0"), ("blocks.1", "head")]):
+    for number, (frozen, trained) in enumerate(
+        [("blocks.0", "embedding"), ("head", "blocks.0"), ("blocks.1", "head")]
+    ):
         for one in (plain, model):
             one.zero_grad()
             one.get_submodule(frozen).requires_grad_(False)
@@ -182,11 +190,14 @@ def test_a_second_derivative_is_refused() -> None:
     unit = fully_shard(nn.Linear(4, 4), mesh["data"])
     rows = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(SecondOrderError, match="fully_shard: a backward with create_graph=True"):
-        torch.autograd.grad(unit(rows).sum(), rows, create_graph=True)  # of inputs alone: the graph holds the weight
+        # of inputs alone: the graph holds the weight
+        torch.autograd.grad(unit(rows).sum(), rows, create_graph=True)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shard", [fully_shard, replicate, partial(replicate, shard_optimizer=True)])
+@pytest.mark.parametrize(
+    "shard", [fully_shard, replicate, partial(replicate, shard_optimizer=True)]
+)
 def test_a_parameter_computed_from_others_is_refused(shard: Callable[..., Any]) -> None:
     unit = shard(nn.Linear(4, 4), mesh_of(4, 1)["data"])
     scaled = {name: 2 * param for name, param in unit.named_parameters()}
@@ -194,13 +205,16 @@ def test_a_parameter_computed_from_others_is_refused(shard: Callable[..., Any]) 
         torch.func.functional_call(unit, scaled, (torch.ones(2, 4),))
     detached = {name: param.detach() for name, param in scaled.items()}
     weight, bias = (
-        value.full_tensor() if isinstance(value, DTensor) else value for value in (detached["weight"], detached["bias"])
+        value.full_tensor() if isinstance(value, DTensor) else value
+        for value in (detached["weight"], detached["bias"])
     )
     rows = torch.ones(2, 4)
-    torch.testing.assert_close(torch.func.functional_call(unit, detached, (rows,)), rows @ weight.T + bias)
+    torch.testing.assert_close(
+        torch.func.functional_call(unit, detached, (rows,)), rows @ weight.T + bias
+    )
 
 
-# --- copies and other ways to call ------------------------------------------------------------------------------------
+# --- copies and other ways to call ----------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -227,7 +241,8 @@ def test_an_average_of_the_weights() -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)
     averages = [
-        torch.optim.swa_utils.AveragedModel(one, avg_fn=lambda a, b, n: a * 0.9 + b * 0.1) for one in (plain, model)
+        torch.optim.swa_utils.AveragedModel(one, avg_fn=lambda a, b, n: a * 0.9 + b * 0.1)
+        for one in (plain, model)
     ]
     for number in range(3):
         backward_of_each(plain, model, mesh, number)
@@ -289,19 +304,23 @@ def test_what_is_freed_is_chosen_later() -> None:
                 loss.backward()
         return counts(mode).get("all_gather", 0)
 
-    assert gathers(backward=True) == 3 + 1, "of the outermost unit and two blocks; again of the second one"
+    assert gathers(backward=True) == 3 + 1, (
+        "of the outermost unit and two blocks; again of the second one"
+    )
     same_gradients(plain, model)
     model.set_reshard_after_forward(True)
     assert gathers(backward=True) == 3 + 3
     model.set_reshard_after_forward(False)
-    assert [gathers(backward=False) for _ in range(2)] == [3, 0], "an evaluation of several batches gathers once"
+    assert [gathers(backward=False) for _ in range(2)] == [3, 0], (
+        "an evaluation of several batches gathers once"
+    )
     assert gathers(backward=True) == 0
     assert gathers(backward=True) == 3, "a backward frees"
     with pytest.raises(TypeError, match="expected reshard_after_forward to be a bool, got int 2"):
         model.set_reshard_after_forward(2)
 
 
-# --- gradients that are kept ------------------------------------------------------------------------------------------
+# --- gradients that are kept ----------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -404,7 +423,10 @@ def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_th
     before = [unit.kept[i][0].clone() for i in unit.trained]
     hook = model.blocks[0].up.register_full_backward_hook(
         lambda *_: seen.append(
-            [not torch.equal(old, unit.kept[i][0]) for old, i in zip(before, unit.trained, strict=True)]
+            [
+                not torch.equal(old, unit.kept[i][0])
+                for old, i in zip(before, unit.trained, strict=True)
+            ]
         )
     )
     backward_of_each(plain, model, mesh, 1)
@@ -458,13 +480,15 @@ def test_kept_gradients_outlive_a_pass_by_name_that_raises() -> None:
         backward_of_each(plain, model, mesh, 0)
     with raising(model.blocks[0].up, "backward"), pytest.raises(Fault, match="backward"):
         torch.autograd.grad(
-            loss_of(model, *own(mesh, *batch(1))), [block.up.bias for block in model.blocks], allow_unused=True
+            loss_of(model, *own(mesh, *batch(1))),
+            [block.up.bias for block in model.blocks],
+            allow_unused=True,
         )
     backward_of_each(plain, model, mesh, 2)
     same_gradients(plain, model)
 
 
-# --- what would be lost -----------------------------------------------------------------------------------------------
+# --- what would be lost ---------------------------------------------------------------------------
 
 
 class Sliced(nn.Module):
@@ -523,10 +547,11 @@ def test_containers_and_partial_resharding_are_refused() -> None:
     with pytest.raises(LayoutError, match="no forward"):
         fully_shard(nn.ModuleList([Block(4)]), mesh["data"])
     with pytest.raises(LayoutError, match="True, False or None"):
-        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]  # on purpose
+        # on purpose
+        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]
 
 
-# --- experts, recomputation -------------------------------------------------------------------------------------------
+# --- experts, recomputation -----------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -551,7 +576,9 @@ def test_experts_on_axes_of_their_own() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 6), Experts()).double()
     model: Any = copy.deepcopy(plain)
-    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh["expert"], [Shard(0)]))
+    model[1].weight = nn.Parameter(
+        distribute_tensor(model[1].weight.detach(), mesh["expert"], [Shard(0)])
+    )
     fully_shard(model[1], mesh["data"])
     assert model[1].weight.placements == (Shard(0), Shard(0))
     fully_shard(model, mesh["data"])
@@ -602,7 +629,11 @@ class Headed(nn.Module):
 
     def __init__(self, recompute: str = "") -> None:
         super().__init__()
-        self.first, self.blocks, self.head = nn.Linear(6, 6), nn.ModuleList(Block(6) for _ in range(2)), nn.Linear(6, 5)
+        self.first, self.blocks, self.head = (
+            nn.Linear(6, 6),
+            nn.ModuleList(Block(6) for _ in range(2)),
+            nn.Linear(6, 5),
+        )
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Any:
@@ -641,7 +672,10 @@ def on_chunks(model: Any, hidden: Any, reentrant: bool | None) -> Any:
         return model.head(chunk).square().mean() / 2
 
     chunks = hidden.chunk(2)
-    return sum(loss(c) if reentrant is None else checkpoint(loss, c, use_reentrant=reentrant) for c in chunks)
+    return sum(
+        loss(c) if reentrant is None else checkpoint(loss, c, use_reentrant=reentrant)
+        for c in chunks
+    )
 
 
 def chunk_by_chunk(model: Any, hidden: Any, gathers: bool) -> Any:
@@ -714,7 +748,9 @@ class Selective(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        return checkpoint(lambda x: self.drop(self.block(x)), x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(
+            lambda x: self.drop(self.block(x)), x, use_reentrant=False, context_fn=contexts
+        )
 
 
 @pytest.mark.parametrize("kind", ["units", "replicas"])
@@ -728,7 +764,8 @@ def test_selective_checkpoints_see_the_operators_of_the_function_alone(kind: str
     else:
         replicate(model, mesh["data"])
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for step in range(3):  # in the first one, layouts of what is dropped are found; later, units gather ahead
+    # in the first one, layouts of what is dropped are found; later, units gather ahead
+    for step in range(3):
         for module, rows in (plain, x), (model, *own(mesh, x)):
             torch.manual_seed(step)
             module(rows).square().mean().backward()
@@ -753,4 +790,6 @@ def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
         model(distribute_tensor(x, mesh, [Shard(0)])).square().mean().full_tensor().backward()
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
         got: Any = param.grad
-        torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, other.grad)
+        torch.testing.assert_close(
+            got.full_tensor() if isinstance(got, DTensor) else got, other.grad
+        )

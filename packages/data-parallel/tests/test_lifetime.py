@@ -22,7 +22,9 @@ WRAPS: dict[str, Wrap] = {
     "fully_shard, kept gathered": lambda model, mesh: fully_shard(
         model, mesh=mesh["data"], reshard_after_forward=False
     ),
-    "units": lambda model, mesh: fully_shard(fully_shard(model[0], mesh=mesh["data"]) and model, mesh=mesh["data"]),
+    "units": lambda model, mesh: fully_shard(
+        fully_shard(model[0], mesh=mesh["data"]) and model, mesh=mesh["data"]
+    ),
     "hybrid": lambda model, mesh: fully_shard(model, mesh=mesh),
     "replicate": lambda model, mesh: replicate(model, mesh["data"]),
     "optimizer shards": lambda model, mesh: replicate(model, mesh["data"], shard_optimizer=True),
@@ -75,7 +77,8 @@ def test_a_model_is_freed(how: str, use: Callable[[nn.Module], None]) -> None:
     with fake_world(4):
         seen = references(how, use)
         gc.collect()
-        gc.collect()  # leaves, when the nodes are gone that refer to them unseen
+        # leaves, when the nodes are gone that refer to them unseen
+        gc.collect()
         assert [each() for each in seen] == [None] * len(seen)
 
 
@@ -97,5 +100,7 @@ def test_a_gradient_that_nobody_averages_is_an_error() -> None:
         part = model[0]
         del model
         gc.collect()
-        with pytest.raises(StyleError, match=r"the module of a parameter in this pass is gone; keep what replicate"):
+        with pytest.raises(
+            StyleError, match=r"the module of a parameter in this pass is gone; keep what replicate"
+        ):
             part(torch.ones(2, 4)).sum().backward()

@@ -25,9 +25,14 @@ from shoal_mesh.testing import counts, on_ranks
 
 MICROBATCHES = 4
 SPLIT = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot split the backward of an autograd.Function",
 )
-LOOPS = ["Schedule1F1B", "ScheduleInterleaved1F1B", pytest.param("ScheduleInterleavedZeroBubble", marks=SPLIT)]
+LOOPS = [
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    pytest.param("ScheduleInterleavedZeroBubble", marks=SPLIT),
+]
 # The last stage is on the first rank.
 VS = [pytest.param(name, marks=SPLIT) for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")]
 
@@ -55,30 +60,43 @@ MADE: dict[str, Callable[[Any, DeviceMesh], object]] = {
 def test_steps_of_a_pipeline_are_those_of_one_device(name: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     mine, count = mesh.get_local_rank("stage"), 2 if name == "Schedule1F1B" else 4
-    indices = (mine, 3 - mine) if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else range(mine, count, 2)
+    indices = (
+        (mine, 3 - mine)
+        if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        else range(mine, count, 2)
+    )
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(Block(6), Block(6)) for _ in range(count))).double()
     stages = []
     for index in indices:
         model: Any = copy.deepcopy(plain[index])
         MADE[kind](model, mesh)
-        stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
+        stages.append(
+            PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage"))
+        )
         if kind == "shards":
             reduce_after_last_microbatch(stages[-1])
     schedule: Any = getattr(pipelining, name)
     runner = schedule(
-        stages if count == 4 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
+        stages if count == 4 else stages[0],
+        n_microbatches=MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=False,
     )
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
         x, y = torch.randn(2, 16, 6, generator=generator, dtype=torch.float64)
         loss: Any = loss_of(plain(x), y)
-        loss.div(2).backward()  # gradients are averaged over the data axis
+        # gradients are averaged over the data axis
+        loss.div(2).backward()
         x, y = (t.chunk(2)[mesh.get_local_rank("data")] for t in (x, y))
-        # Its hooks do not allow torch.autograd.grad, with which the first step and zero-bubble schedules work.
+        # Its hooks do not allow torch.autograd.grad, with which the first step and zero-bubble
+        # schedules work.
         counts_collectives = number == 1 and name == "Schedule1F1B" and kind == "shards"
         with CommDebugMode() if counts_collectives else nullcontext() as counted:
-            runner.step(*((x,) if mine == 0 else ()), **({"target": y} if count - 1 in indices else {}))
+            runner.step(
+                *((x,) if mine == 0 else ()), **({"target": y} if count - 1 in indices else {})
+            )
         if counted is not None:
             assert counts(counted)["reduce_scatter"] == 2  # of two blocks, for all microbatches
         for stage in stages:
@@ -88,7 +106,9 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str, kind: str) -> No
 @pytest.mark.parametrize("border", ["S(0) to S(1)", "P to R", "R to S(0)"])
 @on_ranks(4, timeout=120)
 def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
-    first, second = (DeviceMesh("cpu", ranks, mesh_dim_names=("tensor",)) for ranks in ([0, 1], [2, 3]))
+    first, second = (
+        DeviceMesh("cpu", ranks, mesh_dim_names=("tensor",)) for ranks in ([0, 1], [2, 3])
+    )
     layouts: dict[str, tuple[Placement, Placement]] = {
         "S(0) to S(1)": (Shard(0), Shard(1)),
         "P to R": (Partial(), Replicate()),
@@ -96,7 +116,8 @@ def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
     }
     sends, takes = layouts[border]
     torch.manual_seed(0)
-    plain: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()  # rows and features are uneven
+    # rows and features are uneven
+    plain: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     x = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain(x).square().sum().backward()
     rank = torch.distributed.get_rank()
@@ -117,7 +138,9 @@ def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
     if rank >= 2:
         start = arrived.detach().requires_grad_()
         weight = distribute_tensor(plain[2].weight.detach(), second, [Shard(1)]).requires_grad_()
-        biases: list[Any] = [distribute_tensor(plain[i].bias.detach(), second, [Replicate()]) for i in (0, 2)]
+        biases: list[Any] = [
+            distribute_tensor(plain[i].bias.detach(), second, [Replicate()]) for i in (0, 2)
+        ]
         ((start + biases[0]).tanh() @ weight.t() + biases[1]).square().sum().backward()
         grad = start.grad
     arrived.backward(grad)

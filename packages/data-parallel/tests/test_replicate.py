@@ -47,17 +47,20 @@ from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
 from shoal_mesh.testing import counts, observed, on_ranks
 
-SMALL = 1000  # bytes: of the model's 17,000 in float64, about one weight each
+# bytes: of the model's 17,000 in float64, about one weight each
+SMALL = 1000
 
 
-def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any) -> tuple[Any, Any]:
+def pair(
+    mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
+) -> tuple[Any, Any]:
     plain, model = twins(make)
     return plain, replicate(model, mesh["data"], **({"bucket_bytes": SMALL} | options))
 
 
 SHARDED = pytest.mark.parametrize("shard_optimizer", [False, True])
 
-# --- values and gradients ---------------------------------------------------------------------------------------------
+# --- values and gradients -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, SMALL, 2**20])
@@ -67,7 +70,8 @@ def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
     plain, model = twins()
     parameters = list(model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (plain, model)]
-    replicate(model, mesh["data"], bucket_bytes=bucket_bytes)  # after the optimizer was made: parameters stay
+    # after the optimizer was made: parameters stay
+    replicate(model, mesh["data"], bucket_bytes=bucket_bytes)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     train_alike(plain, model, mesh, optimizers)
 
@@ -92,9 +96,13 @@ def test_several_data_axes_and_an_axis_by_name() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(4)
-def test_checkpointed_blocks_and_shared_parameters(reentrant: bool, tied: bool, shard_optimizer: bool) -> None:
+def test_checkpointed_blocks_and_shared_parameters(
+    reentrant: bool, tied: bool, shard_optimizer: bool
+) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer)
+    plain, model = pair(
+        mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer
+    )
     for _ in range(2):  # the second pass adds to what is there
         backward_of_each(plain, model, mesh)
         same_gradients(plain, model)
@@ -179,11 +187,14 @@ def test_batches_of_different_sizes_with_a_divisor_of_one(shard_optimizer: bool)
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh, shard_optimizer=shard_optimizer)
     model.set_gradient_divide_factor(1)
-    for step in range(2):  # gradients are added to those of a pass before
+    # gradients are added to those of a pass before
+    for step in range(2):
         tokens, targets = batch(step, rows=7)  # 2, 2, 2 and 1 rows
         loss_of(plain, tokens, targets).backward()
         mine = own(mesh, tokens, targets)
-        loss: Any = F.cross_entropy(model(mine[0]).flatten(0, 1), mine[1].flatten(), reduction="sum")
+        loss: Any = F.cross_entropy(
+            model(mine[0]).flatten(0, 1), mine[1].flatten(), reduction="sum"
+        )
         (loss / targets.numel()).backward()
     same_gradients(plain, model)
 
@@ -225,7 +236,11 @@ def test_gradients_that_some_ranks_or_none_are_to_get() -> None:
     for block, odd, found in ((2, False, None), (1, True, LayoutError), (1, False, Tensor)):
         out = model(x, odd and torch.distributed.get_rank() % 2 == 1)
         asked = [model.blocks[0].up.bias, model.blocks[block].up.bias]
-        with pytest.raises(LayoutError, match="2 of 4 data-parallel ranks") if found is LayoutError else nullcontext():
+        with (
+            pytest.raises(LayoutError, match="2 of 4 data-parallel ranks")
+            if found is LayoutError
+            else nullcontext()
+        ):
             _, got = torch.autograd.grad(out.sum(), asked, allow_unused=True)
             assert (got is None) is (found is None)
 
@@ -250,7 +265,8 @@ class Recomputing(nn.Sequential):
     """Its layer, recomputed."""
 
     def forward(self, x: Tensor) -> Any:
-        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]  # torch
+        # torch
+        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]
 
 
 @SHARDED
@@ -303,7 +319,9 @@ class Towers(nn.Module):
 @SHARDED
 @pytest.mark.parametrize("nested", [False, True])
 @on_ranks(4)
-def test_replicated_modules_of_which_ranks_use_different_parameters(nested: bool, shard_optimizer: bool) -> None:
+def test_replicated_modules_of_which_ranks_use_different_parameters(
+    nested: bool, shard_optimizer: bool
+) -> None:
     """Each reduces its own; in another order on every rank, gradients of one would be those of the other."""
     mesh = mesh_of(4, 1)
     plain, model = twins(Towers)
@@ -327,10 +345,13 @@ def test_reduced_in_another_dtype() -> None:
     with observed() as events:
         loss_of(model, *own(mesh, *batch(0))).backward()
     assert {tensor.dtype for event in events for tensor in event.tensors} == {torch.float32}
-    assert all(param.grad is not None and param.grad.dtype == torch.bfloat16 for param in model.parameters())
+    assert all(
+        param.grad is not None and param.grad.dtype == torch.bfloat16
+        for param in model.parameters()
+    )
 
 
-# --- sharded optimizer state ------------------------------------------------------------------------------------------
+# --- sharded optimizer state ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -398,7 +419,7 @@ def test_what_sharded_state_refuses() -> None:
         model(data[0])
 
 
-# --- parameters and copies --------------------------------------------------------------------------------------------
+# --- parameters and copies ------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -410,16 +431,21 @@ def test_all_ranks_get_the_values_of_one() -> None:
     replicate(model, mesh["data"], src_data_rank=1)
     expected = model.state_dict()
     for data in range(2):
-        torch.manual_seed(mesh.get_local_rank("tensor") + 2)  # the ranks with coordinate 1 along "data"
+        # the ranks with coordinate 1 along "data"
+        torch.manual_seed(mesh.get_local_rank("tensor") + 2)
         same: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         same[1].running_mean += torch.rand(4)
-        assert all(torch.equal(value, expected[name]) for name, value in same.state_dict().items()), data
+        assert all(
+            torch.equal(value, expected[name]) for name, value in same.state_dict().items()
+        ), data
 
 
 @SHARDED
 @on_ranks(4)
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
-def test_a_copy_is_replicated_too(shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]) -> None:
+def test_a_copy_is_replicated_too(
+    shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]
+) -> None:
     mesh = mesh_of(4, 1)
     replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
 
@@ -430,11 +456,17 @@ def test_parameters_that_are_replaced_or_added() -> None:
     replicas_grow(*pair(mesh), mesh)
 
 
-@pytest.mark.parametrize(("inside", "shard_optimizer"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("inside", "shard_optimizer"), [(False, False), (True, False), (True, True)]
+)
 @on_ranks(2)
 def test_compiled_as_one_or_inside(inside: bool, shard_optimizer: bool) -> None:
     mesh = mesh_of(2, 1)
-    plain, model = pair(mesh, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), shard_optimizer=shard_optimizer)
+    plain, model = pair(
+        mesh,
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)),
+        shard_optimizer=shard_optimizer,
+    )
     for child in model if inside else ():
         child.compile(backend="aot_eager")
     compiled: Any = model if inside else torch.compile(model, backend="aot_eager")
@@ -449,7 +481,7 @@ def test_compiled_as_one_or_inside(inside: bool, shard_optimizer: bool) -> None:
             optimizer.zero_grad()
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 @SHARDED
@@ -459,33 +491,43 @@ def test_one_reduction_for_each_bucket_beside_backward(shard_optimizer: bool) ->
     _, model = pair(mesh, shard_optimizer=shard_optimizer)
     began: list[int] = []
     counted = CommDebugMode()
-    model.embedding.register_full_backward_pre_hook(lambda *_: began.append(counted.get_total_counts()))
+    model.embedding.register_full_backward_pre_hook(
+        lambda *_: began.append(counted.get_total_counts())
+    )
     with counted:
         loss_of(model, *own(mesh, *batch(0))).backward()
     sizes = [sum(replica.leaf.nbytes for replica in bucket.replicas) for bucket in buckets(model)]
-    assert all(size <= SMALL or len(b.parameters) == 1 for size, b in zip(sizes, buckets(model), strict=True))
+    assert all(
+        size <= SMALL or len(b.parameters) == 1
+        for size, b in zip(sizes, buckets(model), strict=True)
+    )
     # The scalar has no shards: with those of the others, its bucket takes a second collective.
     assert counted.get_total_counts() == len(sizes) + shard_optimizer > 10
-    assert began[0] >= len(sizes) - 3  # before the first layer's backward all but its own and the number's
+    # before the first layer's backward all but its own and the number's
+    assert began[0] >= len(sizes) - 3
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @SHARDED
 @on_ranks(4)
 def test_ranks_of_uneven_tensor_shards_reduce_the_same_buckets(shard_optimizer: bool) -> None:
-    # Shards of 6 and 5 columns: 264 + 528 and 264 + 440 bytes, so by its own bytes one rank of two would join both.
+    # Shards of 6 and 5 columns: 264 + 528 and 264 + 440 bytes, so by its own bytes one rank of two
+    # would join both.
     plain = nn.Sequential(nn.Linear(6, 11, bias=False), nn.Linear(11, 11, bias=False)).double()
     model: Any = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     for linear in model:
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tensor"], [Shard(1)]))
+        linear.weight = nn.Parameter(
+            distribute_tensor(linear.weight.detach(), mesh["tensor"], [Shard(1)])
+        )
     replicate(model, mesh["data"], bucket_bytes=780, shard_optimizer=shard_optimizer)
     x = torch.randn(2, 3, 6, dtype=torch.double)
     plain(x).square().sum().div(2).backward()
     rows = distribute_tensor(x[mesh.get_local_rank("data")], mesh["tensor"], [Replicate()])
-    model(rows.requires_grad_()).square().sum().backward()  # whose gradient is gathered after the last layer's weight
+    # whose gradient is gathered after the last layer's weight
+    model(rows.requires_grad_()).square().sum().backward()
     own_gradients = [p.grad.full_tensor() for p in model.parameters()]
     for got, weight in zip(own_gradients, plain.parameters(), strict=True):
         torch.testing.assert_close(got, weight.grad)
@@ -494,7 +536,9 @@ def test_ranks_of_uneven_tensor_shards_reduce_the_same_buckets(shard_optimizer: 
 @SHARDED
 @pytest.mark.parametrize("kept", [False, True])
 @on_ranks(4)
-def test_a_backward_that_raises_leaves_gradients_as_they_were(kept: bool, shard_optimizer: bool) -> None:
+def test_a_backward_that_raises_leaves_gradients_as_they_were(
+    kept: bool, shard_optimizer: bool
+) -> None:
     mesh = mesh_of(4, 1)
     replicas_outlive_a_fault(*pair(mesh, shard_optimizer=shard_optimizer), mesh, kept)
 
@@ -531,11 +575,15 @@ def test_what_is_refused() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "shard", [partial(fully_shard, reshard_after_forward=False), partial(replicate, shard_optimizer=True)]
+    "shard",
+    [partial(fully_shard, reshard_after_forward=False), partial(replicate, shard_optimizer=True)],
 )
-def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empty(shard: Callable[..., Any]) -> None:
+def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empty(
+    shard: Callable[..., Any],
+) -> None:
     mesh = mesh_of(4, 1)["data"]
-    start = nn.Linear(4, 2)  # two rows: two ranks have none, and all empty tensors have one address
+    # two rows: two ranks have none, and all empty tensors have one address
+    start = nn.Linear(4, 2)
     model = shard(copy.deepcopy(start), mesh)
     rows = torch.ones(1, 4)
     with torch.no_grad():
@@ -543,5 +591,7 @@ def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empt
         for param in (*model.parameters(), *start.parameters()):
             param.data = 2 * param.data
         torch.testing.assert_close(model(rows), start(rows))
-        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+        model.load_state_dict(
+            {name: 2 * value for name, value in model.state_dict().items()}, assign=True
+        )
         torch.testing.assert_close(model(rows), 2 * start(rows))

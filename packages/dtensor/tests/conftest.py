@@ -10,7 +10,8 @@ from shoal_dtensor import clear_cache
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # ranks of the pool get this path from their parent
+# ranks of the pool get this path from their parent
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture

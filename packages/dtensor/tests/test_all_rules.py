@@ -1,6 +1,7 @@
 """Covers: rules/all_rules.py: every row of every overload, by `testing/validate.py`.
 
-Calls are recorded from torch's operator database, derived from those of other overloads, or listed here.
+Calls are recorded from torch's operator database, derived from those of other overloads, or listed
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from shoal_dtensor._torch.tensors import pytree
 from shoal_dtensor.rules import Table, all_rules
 from shoal_dtensor.testing import validate
 
-# What an operator warns of is torch's affair; as an error it would read here as a call that the operator refuses.
+# What an operator warns of is torch's affair; as an error it would read here as a call that the
+# operator refuses.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 aten = torch.ops.aten
@@ -32,7 +34,11 @@ UNDEFINED = ("empty_like", "new_empty", "new_empty_strided")
 
 
 def real(*shape: int) -> Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))) * 0.8 + 0.1
+    return (
+        torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+        * 0.8
+        + 0.1
+    )
 
 
 def numbers(high: int, *shape: int) -> Tensor:
@@ -42,8 +48,23 @@ def numbers(high: int, *shape: int) -> Tensor:
 A, B = real(4, 3), real(3, 5)
 LISTS = [real(3, 2), real(4, 1)]
 STEPS = [torch.tensor(1.0)] * 2
-ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-SGD = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+ADAM = {
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.1,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
+SGD = {
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "lr": 0.1,
+    "dampening": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
 ADAGRAD = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 RATE = torch.tensor(0.1)
 BAGS = (real(7, 4), numbers(7, 6), torch.tensor([0, 2, 5]))
@@ -60,13 +81,25 @@ def _optimizers() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     for form in ("", "_"):
         for name in ("_fused_adam", "_fused_adamw"):
             yield f"{name}{form}.default", (LISTS, LISTS, LISTS, LISTS, [], STEPS), ADAM
-            yield f"{name}{form}.tensor_lr", (LISTS, LISTS, LISTS, LISTS, [], STEPS), ADAM | {"lr": RATE}
+            yield (
+                f"{name}{form}.tensor_lr",
+                (LISTS, LISTS, LISTS, LISTS, [], STEPS),
+                ADAM | {"lr": RATE},
+            )
         yield f"_fused_sgd{form}.default", (LISTS, LISTS, LISTS), sgd
         yield f"_fused_sgd{form}.tensor_lr", (LISTS, LISTS, LISTS), sgd | {"lr": RATE}
         yield f"_fused_adagrad{form}.default", (LISTS, LISTS, LISTS, STEPS), ADAGRAD
-        yield f"_fused_adagrad{form}.tensor_lr", (LISTS, LISTS, LISTS, STEPS), ADAGRAD | {"lr": RATE}
+        yield (
+            f"_fused_adagrad{form}.tensor_lr",
+            (LISTS, LISTS, LISTS, STEPS),
+            ADAGRAD | {"lr": RATE},
+        )
         unscaled = [torch.tensor([1.0, 2.0, float("inf")]), torch.ones(4)]
-        yield f"_amp_foreach_non_finite_check_and_unscale{form}.default", (unscaled, torch.zeros(1), torch.ones(1)), {}
+        yield (
+            f"_amp_foreach_non_finite_check_and_unscale{form}.default",
+            (unscaled, torch.zeros(1), torch.ones(1)),
+            {},
+        )
 
 
 def _resampled() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
@@ -94,11 +127,23 @@ def _resampled() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 LISTED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     *_optimizers(),
     *_resampled(),
-    ("_batch_norm_no_update.default", (real(4, 3, 5), real(3), real(3), real(3), real(3), 0.1, 1e-5), {}),
+    (
+        "_batch_norm_no_update.default",
+        (real(4, 3, 5), real(3), real(3), real(3), real(3), 0.1, 1e-5),
+        {},
+    ),
     ("reflection_pad3d.default", (real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]), {}),
     ("replication_pad3d.default", (real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]), {}),
-    ("reflection_pad3d_backward.default", (real(3, 4, 8, 6, 8), real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]), {}),
-    ("replication_pad3d_backward.default", (real(3, 4, 8, 6, 8), real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]), {}),
+    (
+        "reflection_pad3d_backward.default",
+        (real(3, 4, 8, 6, 8), real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]),
+        {},
+    ),
+    (
+        "replication_pad3d_backward.default",
+        (real(3, 4, 8, 6, 8), real(3, 4, 5, 5, 5), [1, 2, 1, 0, 2, 1]),
+        {},
+    ),
     ("clip.Tensor", (real(5, 3), real(3) / 2), {}),
     ("clip_.Tensor", (real(5, 3), real(3) / 2), {}),
     ("clip.Tensor_out", (real(5, 3), real(3) / 2), {"out": real(5, 3)}),
@@ -121,13 +166,19 @@ LISTED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-# --- operators without a kernel for CPU: their rules are held against what they compute --------------------------
+# --- operators without a kernel for CPU: their rules are held against what they compute -----------
 
 
 def attention(op: Any) -> Any:
     """What a fused attention operator computes, from plain ones; the rest of its results is bookkeeping."""
-    names, name, returned = [a.name for a in op._schema.arguments], op._schema.name, len(op._schema.returns)
-    bookkeeping = (RATE, RATE) if returned == 4 else (None, None, 5, 6, torch.zeros(2), torch.zeros(()), None)
+    names, name, returned = (
+        [a.name for a in op._schema.arguments],
+        op._schema.name,
+        len(op._schema.returns),
+    )
+    bookkeeping = (
+        (RATE, RATE) if returned == 4 else (None, None, 5, 6, torch.zeros(2), torch.zeros(()), None)
+    )
 
     def values(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         query, key, value = (given[n] for n in ("query", "key", "value"))
@@ -184,8 +235,16 @@ def _attention_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 def _converting() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Products whose result has another dtype; 64ths, which partial sums in float32 leave exact."""
     wide = {"out_dtype": torch.float64}
-    few = [t.mul(64).round().div(64).float() for t in (A, B, real(2, 4, 3), real(2, 3, 5), real(4, 5), real(2, 4, 5))]
-    calls = {"mm": few[:2], "bmm": few[2:4], "addmm": [few[4], *few[:2]], "baddbmm": [few[5], *few[2:4]]}
+    few = [
+        t.mul(64).round().div(64).float()
+        for t in (A, B, real(2, 4, 3), real(2, 3, 5), real(4, 5), real(2, 4, 5))
+    ]
+    calls = {
+        "mm": few[:2],
+        "bmm": few[2:4],
+        "addmm": [few[4], *few[:2]],
+        "baddbmm": [few[5], *few[2:4]],
+    }
     for name, args in calls.items():
         made = real(2, 4, 5) if "bmm" in name else real(4, 5)
         yield f"{name}.dtype", tuple(args), wide
@@ -202,9 +261,13 @@ def converting(op: Any) -> Any:
     return run
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor, mask: Any) -> Any:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor, mask: Any
+) -> Any:
     normal, scaled = x * rstd, grad * weight
-    return (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd, (grad * normal).sum(0)
+    return (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd, (grad * normal).sum(
+        0
+    )
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -227,7 +290,11 @@ LISTED += [
     *_converting(),
     ("_masked_scale.default", (real(5, 3), real(5, 3), 2.0), {}),
     ("_masked_scale.out", (real(5, 3), real(5, 3), 2.0), {"out": real(5, 3)}),
-    ("_fused_rms_norm_backward.default", (real(4, 5), real(4, 5), [5], real(4, 1), real(5), [True, True]), {}),
+    (
+        "_fused_rms_norm_backward.default",
+        (real(4, 5), real(4, 5), [5], real(4, 1), real(5), [True, True]),
+        {},
+    ),
     ("_euclidean_dist.default", (real(4, 3), real(5, 3)), {}),
     ("slice_scatter.default", (real(4, 6), real(4, 2), 1, 1, 5, 2), {}),
     ("ger.default", (real(4), real(5)), {}),
@@ -246,8 +313,16 @@ LISTED += [
     ("special_logsumexp.default", (real(4, 5), [1]), {}),
     ("_unique.default", (numbers(5, 9), True, False), {}),
     ("_unique2.default", (numbers(5, 9), True, False, True), {}),
-    ("linalg_ldl_solve.default", (real(3, 4, 4), torch.arange(1, 5).int().expand(3, 4), real(3, 4, 2)), {}),
-    ("linalg_lu_solve.default", (real(3, 4, 4), torch.arange(1, 5).int().expand(3, 4), real(3, 4, 2)), {}),
+    (
+        "linalg_ldl_solve.default",
+        (real(3, 4, 4), torch.arange(1, 5).int().expand(3, 4), real(3, 4, 2)),
+        {},
+    ),
+    (
+        "linalg_lu_solve.default",
+        (real(3, 4, 4), torch.arange(1, 5).int().expand(3, 4), real(3, 4, 2)),
+        {},
+    ),
     ("_embedding_bag_dense_backward.default", (*_bag_gradient(), 7, False, 1, None), {}),
     ("_native_batch_norm_legit.no_stats", (real(4, 3, 5), real(3), real(3), True, 0.1, 1e-5), {}),
     (
@@ -275,7 +350,8 @@ LISTED += [
     ("masked_fill.Tensor", (real(5, 3), real(5, 3) > 0.5, torch.tensor(7)), {}),
     ("where.self", (real(5, 3) > 0.5, real(5, 3), real(5, 3).float()), {}),
 ]
-# torch's own kernels: one is wrong where it reduces into a result of no dims, one ends the process when not training.
+# torch's own kernels: one is wrong where it reduces into a result of no dims, one ends the process
+# when not training.
 ONLY_LISTED = (
     "binary_cross_entropy.out",
     "_native_batch_norm_legit.no_stats",
@@ -284,22 +360,28 @@ ONLY_LISTED = (
 # Overloads whose rules have no row, with the reason.
 WHOLE = {
     "neighbours or whole slices are compared; the result's length depends on data": (
-        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor nonzero_static.default"
+        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor "
+        "nonzero_static.default"
     ),
     "every element's place in the result depends on those before it": "masked_scatter_backward.default",
     "how much of the generator is used up depends on the values drawn": (
-        "poisson.default poisson.out binomial.default binomial.out _standard_gamma.default _standard_gamma.out "
+        "poisson.default poisson.out binomial.default binomial.out _standard_gamma.default "
+        "_standard_gamma.out "
         "_sample_dirichlet.default _sample_dirichlet.out rrelu_with_noise.default"
     ),
     "the bound is a tensor, and the law of the draw needs its value": (
-        "randint_like.Tensor randint_like.Tensor_generator randint_like.Tensor_out randint_like.Tensor_generator_out"
+        "randint_like.Tensor randint_like.Tensor_generator randint_like.Tensor_out "
+        "randint_like.Tensor_generator_out"
     ),
     "one element of the whole sorted tensor": "median.default median.out nanmedian.default nanmedian.out",
     "results that the driver leaves out have no batch": "linalg_lstsq.default linalg_lstsq.out",
     "no DTensor has a sparse layout": (
-        "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out _to_sparse_csr.default "
-        "_to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out _to_sparse_bsr.default _to_sparse_bsr.out "
-        "_to_sparse_bsc.default _to_sparse_bsc.out _sparse_coo_tensor_with_dims_and_tensors.default "
+        "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out "
+        "_to_sparse_csr.default "
+        "_to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out _to_sparse_bsr.default "
+        "_to_sparse_bsr.out "
+        "_to_sparse_bsc.default _to_sparse_bsc.out "
+        "_sparse_coo_tensor_with_dims_and_tensors.default "
         "_sparse_coo_tensor_with_dims_and_tensors.out"
     ),
     "its tensor has one element": "_local_scalar_dense.default",
@@ -375,7 +457,11 @@ SAMPLE = random.Random(13).sample(sorted(all_rules.TABLE, key=str), 48)
 @pytest.mark.parametrize("part", range(4))
 def test_a_sample_of_overloads_is_right_on_two_axes(part: int) -> None:
     """Pairs of rows on 2 x 2 ranks; all overloads are tried in the slow session."""
-    wrong = [line for op in SAMPLE[part::4] for line in check(op, count=2, enough=1, ways=(), pairs=True)[1][:1]]
+    wrong = [
+        line
+        for op in SAMPLE[part::4]
+        for line in check(op, count=2, enough=1, ways=(), pairs=True)[1][:1]
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -71,14 +71,26 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "mesh str": (TypeError, lambda c: distribute_tensor(c.t, "cpu", [Shard(0)])),
     "mesh tuple": (TypeError, lambda c: distribute_tensor(c.t, (4,), [Shard(0)])),
     "torch mesh": (TypeError, lambda c: distribute_tensor(c.t, c.torch_mesh, [Shard(0)])),
-    "torch mesh from_local": (TypeError, lambda c: DTensor.from_local(c.t, c.torch_mesh, [Shard(0)])),
+    "torch mesh from_local": (
+        TypeError,
+        lambda c: DTensor.from_local(c.t, c.torch_mesh, [Shard(0)]),
+    ),
     "torch mesh redistribute": (TypeError, lambda c: c.x.redistribute(c.torch_mesh, [Shard(0)])),
     "torch mesh zeros": (TypeError, lambda c: zeros(4, device_mesh=c.torch_mesh)),
-    "torch mesh distribute_module": (TypeError, lambda c: distribute_module(nn.Linear(4, 4), c.torch_mesh)),
+    "torch mesh distribute_module": (
+        TypeError,
+        lambda c: distribute_module(nn.Linear(4, 4), c.torch_mesh),
+    ),
     "torch mesh Spec": (TypeError, lambda c: Spec(c.torch_mesh, [Shard(0)], (4,))),
     "torch placement": (ValueError, lambda c: distribute_tensor(c.t, c.mesh, [c.torch_shard])),
-    "torch placement redistribute": (ValueError, lambda c: c.x.redistribute(placements=[c.torch_replicate])),
-    "torch placement from_local": (ValueError, lambda c: DTensor.from_local(c.t, c.mesh, [c.torch_shard])),
+    "torch placement redistribute": (
+        ValueError,
+        lambda c: c.x.redistribute(placements=[c.torch_replicate]),
+    ),
+    "torch placement from_local": (
+        ValueError,
+        lambda c: DTensor.from_local(c.t, c.mesh, [c.torch_shard]),
+    ),
     "placement int": (ValueError, lambda c: distribute_tensor(c.t, c.mesh, [0])),
     "placement str": (ValueError, lambda c: distribute_tensor(c.t, c.mesh, ["x"])),
     "placements not a list": (TypeError, lambda c: distribute_tensor(c.t, c.mesh, Shard(0))),
@@ -96,22 +108,39 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "redistribute to partial": (ValueError, lambda c: c.x.redistribute(placements=[Partial()])),
     "from_local list": (TypeError, lambda c: DTensor.from_local([1.0], c.mesh, [Shard(0)])),
     "from_local dtensor": (TypeError, lambda c: DTensor.from_local(c.x, c.mesh, [Shard(0)])),
-    "from_local shape str": (TypeError, lambda c: DTensor.from_local(c.t, c.mesh, [Shard(0)], shape="8")),
-    "from_local wrong shape": (ValueError, lambda c: DTensor.from_local(c.t, c.mesh, [Shard(0)], shape=(9, 4))),
+    "from_local shape str": (
+        TypeError,
+        lambda c: DTensor.from_local(c.t, c.mesh, [Shard(0)], shape="8"),
+    ),
+    "from_local wrong shape": (
+        ValueError,
+        lambda c: DTensor.from_local(c.t, c.mesh, [Shard(0)], shape=(9, 4)),
+    ),
     "from_local grad_placements": (
         TypeError,
-        lambda c: DTensor.from_local(c.t.clone().requires_grad_(), c.mesh, [Shard(0)], grad_placements=Shard(0)),
+        lambda c: DTensor.from_local(
+            c.t.clone().requires_grad_(), c.mesh, [Shard(0)], grad_placements=Shard(0)
+        ),
     ),
-    "to_local grad_placements": (ValueError, lambda c: c.x.detach().requires_grad_().to_local(grad_placements=["x"])),
+    "to_local grad_placements": (
+        ValueError,
+        lambda c: c.x.detach().requires_grad_().to_local(grad_placements=["x"]),
+    ),
     "distribute list": (ValueError, lambda c: distribute_tensor([1.0], c.mesh, [Shard(0)])),
     "distribute nonleaf": (
         ValueError,
         lambda c: distribute_tensor(torch.ones(8, 4, requires_grad=True) * 2, c.mesh, [Shard(0)]),
     ),
     "src rank": (ValueError, lambda c: distribute_tensor(c.t, c.mesh, [Shard(0)], src_data_rank=9)),
-    "src rank str": (TypeError, lambda c: distribute_tensor(c.t, c.mesh, [Shard(0)], src_data_rank="0")),
+    "src rank str": (
+        TypeError,
+        lambda c: distribute_tensor(c.t, c.mesh, [Shard(0)], src_data_rank="0"),
+    ),
     "module wrong": (TypeError, lambda c: distribute_module(c.t, c.mesh)),
-    "module fn wrong": (TypeError, lambda c: distribute_module(nn.Linear(2, 2), c.mesh, partition_fn="x")),
+    "module fn wrong": (
+        TypeError,
+        lambda c: distribute_module(nn.Linear(2, 2), c.mesh, partition_fn="x"),
+    ),
     "zeros float": (TypeError, lambda c: zeros(4.5, device_mesh=c.mesh)),
     "zeros neg": (ValueError, lambda c: zeros(-4, device_mesh=c.mesh)),
     "zeros dtype": (TypeError, lambda c: zeros(4, dtype="float32", device_mesh=c.mesh)),
@@ -122,8 +151,14 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "explain dst": (TypeError, lambda c: explain(c.x.spec, "b")),
     "local_map": (TypeError, lambda c: local_map(3, out_placements=[Shard(0)])),
     "local_map out": (TypeError, lambda c: local_map(lambda a: a, out_placements=3)(c.x)),
-    "local_map out count": (ValueError, lambda c: local_map(lambda a: a, out_placements=([Shard(0)], [Shard(0)]))(c.x)),
-    "local_map in": (TypeError, lambda c: local_map(lambda a: a, out_placements=[Shard(0)], in_placements=3)(c.x)),
+    "local_map out count": (
+        ValueError,
+        lambda c: local_map(lambda a: a, out_placements=([Shard(0)], [Shard(0)]))(c.x),
+    ),
+    "local_map in": (
+        TypeError,
+        lambda c: local_map(lambda a: a, out_placements=[Shard(0)], in_placements=3)(c.x),
+    ),
     "local_step": (TypeError, lambda c: local_step(3)),
     "clip": (TypeError, lambda c: clip_grad_norm_(3, 1.0)),
     "unknown_ops": (ValueError, lambda c: unknown_ops("x").__enter__()),
@@ -141,7 +176,10 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "manual_seed": (TypeError, lambda c: manual_seed("a", c.mesh)),
     "manual_seed mesh": (TypeError, lambda c: manual_seed(1, c.torch_mesh)),
     "visualize": (TypeError, lambda c: visualize_sharding(c.t)),
-    "compute": (TypeError, lambda c: compute_local_shape_and_global_offset((4,), c.torch_mesh, [Shard(0)])),
+    "compute": (
+        TypeError,
+        lambda c: compute_local_shape_and_global_offset((4,), c.torch_mesh, [Shard(0)]),
+    ),
     "matmul": (RuntimeError, lambda c: c.x @ c.x),
     "add shapes": (
         RuntimeError,
@@ -149,7 +187,9 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     ),
     "cat": (
         RuntimeError,
-        lambda c: torch.cat([c.x, distribute_tensor(torch.ones(3, 3), c.mesh, [Replicate()], src_data_rank=None)]),
+        lambda c: torch.cat(
+            [c.x, distribute_tensor(torch.ones(3, 3), c.mesh, [Replicate()], src_data_rank=None)]
+        ),
     ),
     "dim": (IndexError, lambda c: c.x.sum(7)),
     "from_torch plain": (TypeError, lambda c: interop.from_torch(c.t)),
@@ -157,9 +197,18 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "mesh_to_torch": (TypeError, lambda c: interop.mesh_to_torch(3)),
     "mesh_from_torch": (TypeError, lambda c: interop.mesh_from_torch(c.mesh)),
     "data": (ValueError, lambda c: setattr(c.x, "data", c.t)),
-    "shard_order": (TypeError, lambda c: DTensor.from_local(c.t, c.grid, [Shard(0), Shard(0)], shard_order=3)),
-    "forward_dtype": (TypeError, lambda c: c.x.redistribute(placements=[Replicate()], forward_dtype="f32")),
-    "PartitionSpec axis": ((KeyError, ValueError), lambda c: distribute_tensor(c.t, c.mesh, PartitionSpec("nope"))),
+    "shard_order": (
+        TypeError,
+        lambda c: DTensor.from_local(c.t, c.grid, [Shard(0), Shard(0)], shard_order=3),
+    ),
+    "forward_dtype": (
+        TypeError,
+        lambda c: c.x.redistribute(placements=[Replicate()], forward_dtype="f32"),
+    ),
+    "PartitionSpec axis": (
+        (KeyError, ValueError),
+        lambda c: distribute_tensor(c.t, c.mesh, PartitionSpec("nope")),
+    ),
 }
 
 
@@ -170,11 +219,18 @@ def test_a_wrong_argument_is_a_typed_error(name: str, caplog: pytest.LogCaptureF
         with pytest.raises((ShoalTensorError, MeshError)) as raised:
             call(given())
         assert isinstance(raised.value, kind)
-        assert "torch mesh" not in name or "mesh_from_torch" in str(raised.value) or "torch's own" in str(raised.value)
+        assert (
+            "torch mesh" not in name
+            or "mesh_from_torch" in str(raised.value)
+            or "torch's own" in str(raised.value)
+        )
     assert caplog.records == []
 
 
 def test_an_operator_names_itself_and_its_specs() -> None:
-    with fake_world(4), pytest.raises(RuntimeError, match=r"aten\.mm\.default\(Spec\(f32\[8@\(tp\), 4\]"):
+    with (
+        fake_world(4),
+        pytest.raises(RuntimeError, match=r"aten\.mm\.default\(Spec\(f32\[8@\(tp\), 4\]"),
+    ):
         c = given()
         c.x @ c.x

@@ -39,9 +39,15 @@ def test_what_is_not_taken(args: Any, text: str) -> None:
 
 
 def test_what_is_no_mesh_and_no_stage() -> None:
-    with pytest.raises(LayoutError, match=r"f: device_mesh is builtins.str; make one with shoal_mesh.init_device_mesh"):
+    with pytest.raises(
+        LayoutError,
+        match=r"f: device_mesh is builtins.str; make one with shoal_mesh.init_device_mesh",
+    ):
         check_device_mesh("f", "tp")
     module = nn.Identity()
     assert submodule_of("f", SimpleNamespace(submod=module)) is module
-    with pytest.raises(StyleTypeError, match=r"f: expected the submod of stage to be an nn.Module, got NoneType None"):
+    with pytest.raises(
+        StyleTypeError,
+        match=r"f: expected the submod of stage to be an nn.Module, got NoneType None",
+    ):
         submodule_of("f", module)

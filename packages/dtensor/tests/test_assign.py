@@ -39,10 +39,13 @@ def product_of(left: list[Placement], right: list[Placement]) -> Sharding:
         ([S0, REP], [REP, S1], [S0, S1]),  # every input keeps its layout
         ([S1, S0], [S0, REP], [SUM, S0]),
         ([REP, REP], [REP, REP], [REP, REP]),
-        ([SUM, REP], [REP, S1], [SUM, S1]),  # linear in the left operand: it need not be reduced
+        # linear in the left operand: it need not be reduced
+        ([SUM, REP], [REP, S1], [SUM, S1]),
     ],
 )
-def test_what_fits_moves_nothing(left: list[Placement], right: list[Placement], result: list[Placement]) -> None:
+def test_what_fits_moves_nothing(
+    left: list[Placement], right: list[Placement], result: list[Placement]
+) -> None:
     sharding = product_of(left, right)
     assert [one.placements for one in sharding.inputs] == [tuple(left), tuple(right)]
     assert sharding.outputs[0].placements == tuple(result)
@@ -83,7 +86,10 @@ def test_the_smaller_operand_moves() -> None:
     problem = ShardingProblem((left, right), (Spec(MESH, [REP, REP], (1024, 64)).tensor_meta,))
     sharding = assign(PRODUCT, problem, MESH)
     assert sharding is not None and sharding.inputs[0] is left
-    assert sharding.inputs[1].placements == (REP, REP) and sharding.outputs[0].placements == (S0, REP)
+    assert sharding.inputs[1].placements == (REP, REP) and sharding.outputs[0].placements == (
+        S0,
+        REP,
+    )
 
 
 def test_two_axes_never_give_one_dim_two_reductions() -> None:
@@ -98,7 +104,11 @@ def test_a_written_input_keeps_its_layout_or_nothing_is_assigned() -> None:
     written, other = spec([S0, REP]), spec([S1, REP])
     problem = ShardingProblem((written, other), (written.tensor_meta,), fixed=((0, 0),))
     sharding = assign(elementwise, problem, MESH)
-    assert sharding is not None and sharding.inputs[0] is written and sharding.outputs[0].same_layout(written)
+    assert (
+        sharding is not None
+        and sharding.inputs[0] is written
+        and sharding.outputs[0].same_layout(written)
+    )
     reduced = ShardingProblem((spec([SUM, REP]),), (written.tensor_meta,), fixed=((0, 0),))
     assert assign([Row((S(0),), (S(0),))], reduced, MESH) is None
 

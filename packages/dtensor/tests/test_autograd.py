@@ -32,7 +32,9 @@ def whole(tensor: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("old", "new"), WAYS, ids=str)
 @on_ranks(4)
-def test_the_gradient_of_a_gradient_passes_through_a_redistribution(old: list[Any], new: list[Any]) -> None:
+def test_the_gradient_of_a_gradient_passes_through_a_redistribution(
+    old: list[Any], new: list[Any]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     values = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 + 0.5
     plain = values.clone().requires_grad_()
@@ -56,8 +58,12 @@ def test_forward_and_backward_travel_in_the_dtypes_asked_for() -> None:
     local = torch.ones(8, 2, requires_grad=True)
     summed: Any = DTensor.from_local(local, mesh, [Partial()])
     with observed() as forward:
-        y = x.redistribute(placements=[S1], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
-        z = summed.redistribute(placements=[S0], forward_dtype=torch.float64, backward_dtype=torch.bfloat16)
+        y = x.redistribute(
+            placements=[S1], forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+        )
+        z = summed.redistribute(
+            placements=[S0], forward_dtype=torch.float64, backward_dtype=torch.bfloat16
+        )
     assert (y.dtype, z.dtype) == (torch.bfloat16, torch.float64)
     assert [t.dtype for event in forward for t in event.tensors] == [torch.bfloat16, torch.float64]
     with observed() as backward:
@@ -113,7 +119,11 @@ def test_lockstep_compares_what_a_redistribution_is_for() -> None:
 def test_lockstep_compares_what_travels_together(count: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     partials = [DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]) for _ in range(count)]
-    with lockstep(timeout=10), pytest.raises(LockstepError, match=r"redistribute .* -> Spec"), coalesce():
+    with (
+        lockstep(timeout=10),
+        pytest.raises(LockstepError, match=r"redistribute .* -> Spec"),
+        coalesce(),
+    ):
         for partial in partials:
             partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])
     restart_world()
@@ -124,9 +134,12 @@ def test_lockstep_compares_what_travels_together(count: int) -> None:
 def test_recording_real_values_is_refused() -> None:
     """`linearize` returned what its record had computed from uninitialised tangents."""
     with fake_world(2):
-        x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         closed_over = x + 1
-        for decided in (False, True):  # also where all decisions are remembered
+        # also where all decisions are remembered
+        for decided in (False, True):
             with pytest.raises(NoRuleError, match=r"torch\.func\.linearize"):
                 torch.func.linearize(torch.sin, x)
             with pytest.raises(NoRuleError, match="Pass make_fx local tensors"):
@@ -155,6 +168,8 @@ def test_forward_mode(name: str) -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         sharded = [distribute_tensor(tensor, mesh, [placement]) for tensor in (x, t)]
         for value, expected in zip(
-            torch.func.jvp(function, (sharded[0],), (sharded[1],)), torch.func.jvp(function, (x,), (t,)), strict=True
+            torch.func.jvp(function, (sharded[0],), (sharded[1],)),
+            torch.func.jvp(function, (x,), (t,)),
+            strict=True,
         ):
             torch.testing.assert_close(whole(value), expected)

@@ -16,7 +16,9 @@ from shoal_dtensor.internal import in_backward, running_pass
 class Noted:
     """A part that notes what becomes of it."""
 
-    def __init__(self, name: str = "own", notes: list[str] | None = None, raises: bool = False) -> None:
+    def __init__(
+        self, name: str = "own", notes: list[str] | None = None, raises: bool = False
+    ) -> None:
         self.name, self.notes, self.raises = name, [] if notes is None else notes, raises
 
     def finish(self) -> None:
@@ -65,7 +67,8 @@ def test_parts_of_a_pass_that_raises_fail() -> None:
     notes: list[str] = []
     x = seen(leaf(), fail)
     for name in ("second", "first"):
-        x = seen(x, lambda name=name: running_pass().join(Noted(name, notes)))  # type: ignore[misc]  # of this turn
+        # of this turn
+        x = seen(x, lambda name=name: running_pass().join(Noted(name, notes)))  # type: ignore[misc]
     with pytest.raises(ValueError, match="on purpose"):
         x.sum().backward()
     assert notes == ["second fails", "first fails"]
@@ -76,7 +79,8 @@ def test_parts_after_one_that_raises_fail_while_the_error_is_at_hand() -> None:
     x = leaf()
     for name in ("third", "second", "first"):
         part = Noted(name, notes, raises=name == "second")
-        x = seen(x, lambda part=part: running_pass().join(part))  # type: ignore[misc]  # of this turn
+        # of this turn
+        x = seen(x, lambda part=part: running_pass().join(part))  # type: ignore[misc]
     with pytest.raises(ValueError, match="second on purpose") as raised:
         x.sum().backward()
     assert raised.value.__traceback__ is not None

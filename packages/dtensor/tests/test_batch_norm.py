@@ -25,7 +25,9 @@ R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 def real(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def on_four(check: Callable[[Any], None]) -> None:
@@ -76,7 +78,9 @@ def test_the_update_of_replicated_statistics_obeys_the_policy() -> None:
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
 @pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
-def test_each_gradient_alone_can_be_differentiated_again(placement: Placement, training: bool, wanted: int) -> None:
+def test_each_gradient_alone_can_be_differentiated_again(
+    placement: Placement, training: bool, wanted: int
+) -> None:
     """The meta kernel returns the input's gradient whether it is wanted or not; kernels do not."""
     tensors = [real(4, 3, 5), real(3), real(3)]
 
@@ -86,12 +90,20 @@ def test_each_gradient_alone_can_be_differentiated_again(placement: Placement, t
         (second,) = torch.autograd.grad((first * first).sum(), tensors[1])
         return second
 
-    expected = run([t.clone().requires_grad_() for t in tensors], [torch.zeros(3).double(), torch.ones(3).double()])
+    expected = run(
+        [t.clone().requires_grad_() for t in tensors],
+        [torch.zeros(3).double(), torch.ones(3).double()],
+    )
 
     def check(mesh: Any) -> None:
         layouts = [placement, *([S0 if placement == S1 else R] * 2)]
-        spread = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, layouts, strict=True)]
-        statistics = [distribute_tensor(t.double(), mesh, [R]) for t in (torch.zeros(3), torch.ones(3))]
+        spread = [
+            distribute_tensor(t, mesh, [p]).requires_grad_()
+            for t, p in zip(tensors, layouts, strict=True)
+        ]
+        statistics = [
+            distribute_tensor(t.double(), mesh, [R]) for t in (torch.zeros(3), torch.ones(3))
+        ]
         torch.testing.assert_close(run(spread, statistics).full_tensor(), expected)
 
     on_four(check)

@@ -30,7 +30,9 @@ def elements(of: Box) -> set[tuple[int, ...]]:
 
 
 def intervals(size: int) -> st.SearchStrategy[tuple[int, int]]:
-    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda pair: (min(pair), max(pair)))
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(
+        lambda pair: (min(pair), max(pair))
+    )
 
 
 boxes_2d = st.tuples(intervals(SHAPE[0]), intervals(SHAPE[1]))
@@ -49,7 +51,11 @@ def test_the_common_part_is_the_common_elements(a: Box, b: Box) -> None:
 @given(st.lists(boxes_2d, max_size=6))
 def test_overlap_names_two_boxes_that_share_an_element(boxes: list[Box]) -> None:
     pair = overlap(boxes)
-    shared = any(elements(boxes[i]) & elements(boxes[j]) for i in range(len(boxes)) for j in range(i + 1, len(boxes)))
+    shared = any(
+        elements(boxes[i]) & elements(boxes[j])
+        for i in range(len(boxes))
+        for j in range(i + 1, len(boxes))
+    )
     assert (pair is not None) == shared
     if pair is not None:
         assert elements(boxes[pair[0]]) & elements(boxes[pair[1]])
@@ -68,11 +74,16 @@ def test_gap_is_a_box_in_no_other(boxes: list[Box]) -> None:
 
 
 @given(st.sets(st.integers(1, 4), max_size=3), st.sets(st.integers(1, 3), max_size=2), st.randoms())
-def test_a_grid_is_recognised_in_any_order_and_not_with_a_cell_merged(rows, columns, random) -> None:  # type: ignore[no-untyped-def]  # hypothesis
+# hypothesis
+def test_a_grid_is_recognised_in_any_order_and_not_with_a_cell_merged(
+    rows, columns, random
+) -> None:  # type: ignore[no-untyped-def]
     row_edges, column_edges = sorted({0, 5} | rows), sorted({0, 4} | columns)
     cells = [(r, c) for r in pairwise(row_edges) for c in pairwise(column_edges)]
     random.shuffle(cells)
-    expected = tuple(tuple(b - a for a, b in pairwise(edges)) for edges in (row_edges, column_edges))
+    expected = tuple(
+        tuple(b - a for a, b in pairwise(edges)) for edges in (row_edges, column_edges)
+    )
     assert grid(cells, SHAPE) == expected
     if len(row_edges) > 2 and len(column_edges) > 2:
         first, second = (row_edges[0], row_edges[1]), (row_edges[1], row_edges[2])

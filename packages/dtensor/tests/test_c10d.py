@@ -78,31 +78,44 @@ def test_parameters_broadcast_in_buckets() -> None:
     mesh = _mesh()
     for placement in (Shard(0), Replicate()):
         weights: list[Any] = [_own(mesh, placement), _own(mesh, placement)]
-        dist._broadcast_coalesced(mesh.get_group("dp"), weights, 1 << 20, 0)  # type: ignore[attr-defined]  # private
+        # private
+        dist._broadcast_coalesced(mesh.get_group("dp"), weights, 1 << 20, 0)  # type: ignore[attr-defined]
         for weight in weights:
             torch.testing.assert_close(weight.full_tensor(), FULL)
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[DTensor, DTensor, DeviceMesh], object]]] = {
-    "other shards": (PlacementError, lambda x, p, mesh: dist.all_reduce(x, group=mesh.get_group("tp"))),
+    "other shards": (
+        PlacementError,
+        lambda x, p, mesh: dist.all_reduce(x, group=mesh.get_group("tp")),
+    ),
     "the default group": (PlacementError, lambda x, p, mesh: dist.all_reduce(x)),
     "broadcast of other shards": (PlacementError, lambda x, p, mesh: dist.broadcast(x, src=0)),
-    "sum of partial values": (PlacementError, lambda x, p, mesh: dist.all_reduce(p, group=mesh.get_group("tp"))),
+    "sum of partial values": (
+        PlacementError,
+        lambda x, p, mesh: dist.all_reduce(p, group=mesh.get_group("tp")),
+    ),
     "maximum of partial sums": (
         PlacementError,
         lambda x, p, mesh: dist.all_reduce(p, op=dist.ReduceOp.MAX, group=mesh.get_group("dp")),
     ),
     "gathered into plain tensors": (
         NoRuleError,
-        lambda x, p, mesh: dist.all_gather([torch.empty(6, 2) for _ in range(2)], x, group=mesh.get_group("dp")),
+        lambda x, p, mesh: dist.all_gather(
+            [torch.empty(6, 2) for _ in range(2)], x, group=mesh.get_group("dp")
+        ),
     ),
     "gathered into one": (
         NoRuleError,
-        lambda x, p, mesh: dist.all_gather_into_tensor(torch.empty(12, 4), x, group=mesh.get_group("dp")),
+        lambda x, p, mesh: dist.all_gather_into_tensor(
+            torch.empty(12, 4), x, group=mesh.get_group("dp")
+        ),
     ),
     "scattered": (
         NoRuleError,
-        lambda x, p, mesh: dist.reduce_scatter_tensor(torch.empty(3, 4), x, group=mesh.get_group("dp")),
+        lambda x, p, mesh: dist.reduce_scatter_tensor(
+            torch.empty(3, 4), x, group=mesh.get_group("dp")
+        ),
     ),
     "reduced to one rank": (NoRuleError, lambda x, p, mesh: dist.reduce(x, 0)),
     "gathered functionally": (
@@ -112,7 +125,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[DTensor, DTensor, DeviceMesh
     "sent": (NoRuleError, lambda x, p, mesh: dist.send(x, (dist.get_rank() + 2) % 4)),
     "with plain tensors": (
         MixedTensorError,
-        lambda x, p, mesh: functional.all_reduce_coalesced([x, torch.ones(2)], "sum", mesh.get_group("dp")),
+        lambda x, p, mesh: functional.all_reduce_coalesced(
+            [x, torch.ones(2)], "sum", mesh.get_group("dp")
+        ),
     ),
 }
 

@@ -23,7 +23,12 @@ from shoal_mesh.testing import on_ranks, rank_pool
 
 def _killed(folder: Path, kills: int) -> str:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "support" / "killed_runs.py"), str(folder), str(kills)],
+        [
+            sys.executable,
+            str(Path(__file__).parent / "support" / "killed_runs.py"),
+            str(folder),
+            str(kills),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -91,7 +96,9 @@ def test_a_save_that_one_rank_cannot_write_raises_on_all_and_removes_nothing(fol
 def test_what_went_wrong_is_said_without_stacks(folder: str) -> None:
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, {"weight": torch.ones(2)})
-    with pytest.raises(CheckpointError, match=r"was not loaded: rank 0: [A-Za-z]+: .*other") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"was not loaded: rank 0: [A-Za-z]+: .*other"
+    ) as caught:
         checkpoints.load({"other": torch.ones(2)})
     assert "FrameSummary" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -109,7 +116,9 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> N
         assert sum("checkpoint" in thread.name for thread in threading.enumerate()) <= 1
         checkpoints.wait()
         checkpoints.save(2, state_of(2), background=True)
-        with pytest.raises(CheckpointError, match=r"not saved in the background: .*not newer than 2"):
+        with pytest.raises(
+            CheckpointError, match=r"not saved in the background: .*not newer than 2"
+        ):
             checkpoints.wait()
         assert checkpoints.load(state, 1) == 1
     require_state(state, 1)

@@ -55,7 +55,9 @@ COMMUNICATING: dict[str, Callable[[Any, Any], object]] = {
     "roll": lambda x, p: x.roll(1, 0),
     "flip": lambda x, p: x.flip(0),
     "median": lambda x, p: x.median(0),
-    "conv2d": lambda x, p: F.conv2d(_image(x.device_mesh), _image(x.device_mesh)[:, :, :3, :3], padding=1),
+    "conv2d": lambda x, p: F.conv2d(
+        _image(x.device_mesh), _image(x.device_mesh)[:, :, :3, :3], padding=1
+    ),
     "max_pool2d": lambda x, p: F.max_pool2d(_image(x.device_mesh), 3, 1),
     "softmax": lambda x, p: x.softmax(0),
     "layer_norm": lambda x, p: F.layer_norm(x.t(), (8,)),
@@ -88,7 +90,9 @@ ALLOWED: dict[str, Callable[[Any, Any], object]] = {
 
 
 def _backward(x: DTensor) -> None:
-    weight = distribute_tensor(torch.ones(8), x.device_mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    weight = distribute_tensor(
+        torch.ones(8), x.device_mesh, [Replicate()], src_data_rank=None
+    ).requires_grad_()
     (x * weight).sum().backward()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
@@ -106,7 +110,9 @@ def _operands(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)
-def test_what_communicates_on_its_own_is_forbidden_before_it_does(mesh: DeviceMesh, name: str) -> None:
+def test_what_communicates_on_its_own_is_forbidden_before_it_does(
+    mesh: DeviceMesh, name: str
+) -> None:
     x, p = _operands(mesh)
     for _ in range(2):  # decided, then remembered
         with (
@@ -134,7 +140,8 @@ def test_explicit_calls_always_may(mesh: DeviceMesh, name: str) -> None:
 def test_a_collective_that_no_rule_declares_is_refused(mesh: DeviceMesh) -> None:
     x, _ = _operands(mesh)
     undeclared = Rule(
-        lambda call: [Row((S(0),), (S(0),))], local=lambda local_call: lambda t: all_reduce(t, (mesh, 0), "sum")
+        lambda call: [Row((S(0),), (S(0),))],
+        local=lambda local_call: lambda t: all_reduce(t, (mesh, 0), "sum"),
     )
     with overlay({torch.ops.aten.neg.default: undeclared}):
         with (
@@ -142,13 +149,17 @@ def test_a_collective_that_no_rule_declares_is_refused(mesh: DeviceMesh) -> None
             pytest.raises(CommunicationForbiddenError, match="all_reduce of 64 bytes along tp"),
         ):
             x.neg()
-        with communication("warn"), pytest.warns(UserWarning, match="all_reduce of 64 bytes along tp"):
+        with (
+            communication("warn"),
+            pytest.warns(UserWarning, match="all_reduce of 64 bytes along tp"),
+        ):
             x.neg()
 
 
 def _forbidden_anywhere(mesh: DeviceMesh, calls: list[Any]) -> tuple[set[str], set[str], list[str]]:
     """Run calls freely, then where communication is forbidden: which need it, which are refused, which leak."""
-    count_as_checked(mesh)  # the first draw of a mesh compares generators, the next does not
+    # the first draw of a mesh compares generators, the next does not
+    count_as_checked(mesh)
     needing, refused, leaks = set(), set(), []
 
     def placed(value: Any, dim: int) -> Any:
@@ -169,28 +180,45 @@ def _forbidden_anywhere(mesh: DeviceMesh, calls: list[Any]) -> tuple[set[str], s
                         call.op(*args, **kwargs)
                     except CommunicationForbiddenError:
                         refused.add(where)
-                    except (ShoalTensorError, RuntimeError, ValueError, IndexError, NotImplementedError):
+                    except (
+                        ShoalTensorError,
+                        RuntimeError,
+                        ValueError,
+                        IndexError,
+                        NotImplementedError,
+                    ):
                         pass
                 if seen and policy == "allow":
                     needing.add(where)
                 elif seen:
                     leaks.append(f"{where}: {[event.op for event in seen]}")
-            if any(isinstance(value, torch.Tensor) and not value.numel() for value in pytree.tree_leaves(call.args)):
-                needing.discard(where)  # a plan that would send something is refused, though here nothing travels
+            if any(
+                isinstance(value, torch.Tensor) and not value.numel()
+                for value in pytree.tree_leaves(call.args)
+            ):
+                # a plan that would send something is refused, though here nothing travels
+                needing.discard(where)
                 refused.discard(where)
     return needing, refused, leaks
 
 
-@pytest.mark.parametrize("share", [pytest.param(8, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "share", [pytest.param(8, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
 def test_no_rule_communicates_where_it_is_forbidden(mesh: DeviceMesh, share: int) -> None:
     ops = sorted(all_rules.TABLE, key=str)
     chosen = ops if share == 1 else random.Random(share).sample(ops, len(ops) // share)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        calls = [call for found in recorded(frozenset(chosen), samples=1, per_op=2).values() for call in found]
+        calls = [
+            call
+            for found in recorded(frozenset(chosen), samples=1, per_op=2).values()
+            for call in found
+        ]
         needing, refused, leaks = _forbidden_anywhere(mesh, calls)
     assert leaks == []
     assert needing <= refused
-    # Windows that may read of a neighbour's shard are refused also where its border happens to lie between two windows.
+    # Windows that may read of a neighbour's shard are refused also where its border happens to lie
+    # between two windows.
     spared = {"avg_pool2d", "avg_pool2d_backward"}
     assert {where.split(".")[1] for where in refused - needing} <= spared

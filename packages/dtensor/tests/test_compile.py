@@ -17,14 +17,23 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, distribute_tensor, local_map
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    PartitionSpec,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    local_map,
+)
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 Function = Callable[[Any, DeviceMesh], Any]
 
 TRACED = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 
 
@@ -34,13 +43,20 @@ def crossing(x: Tensor, mesh: DeviceMesh) -> Any:
 
 
 def doubled(x: Tensor, mesh: DeviceMesh) -> Any:
-    return local_map(lambda part: part * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))(x)
+    return local_map(lambda part: part * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))(
+        x
+    )
 
 
 def looking(x: Any, mesh: DeviceMesh) -> Any:
     """Meshes, placements and specs are constants that code may ask."""
     cut = x.placements == (Shard(0),) and x.placements[0].is_shard(0) and isinstance(x, DTensor)
-    known = x.device_mesh.size() * mesh.ndim + mesh.shape[0] + mesh["tp"].get_local_rank() + mesh.comm("tp").size
+    known = (
+        x.device_mesh.size() * mesh.ndim
+        + mesh.shape[0]
+        + mesh["tp"].get_local_rank()
+        + mesh.comm("tp").size
+    )
     return x * known if cut and (x * 2)._spec.even and x._spec.local_shape[0] else x
 
 
@@ -48,12 +64,16 @@ ON_DTENSORS: dict[str, Function] = {
     "operators": lambda x, mesh: (x @ x.t()).relu(),
     "redistribute": lambda x, mesh: x.redistribute(placements=[Replicate()]) * 2,
     "redistribute on a mesh": lambda x, mesh: (x + 1).redistribute(mesh, [Shard(1)]),
-    "redistribute of a mesh asked for": lambda x, mesh: (x + 1).redistribute((x * 2).device_mesh, [Shard(1)]),
+    "redistribute of a mesh asked for": lambda x, mesh: (x + 1).redistribute(
+        (x * 2).device_mesh, [Shard(1)]
+    ),
     "redistribute by dims": lambda x, mesh: x.redistribute(placements=PartitionSpec(None, "tp")),
     "redistribute in other dtypes": lambda x, mesh: x.redistribute(
         placements=[Replicate()], forward_dtype=torch.float64, backward_dtype=torch.float32
     ),
-    "redistribute asynchronously": lambda x, mesh: x.redistribute(placements=[Replicate()], async_op=True) + 1,
+    "redistribute asynchronously": lambda x, mesh: (
+        x.redistribute(placements=[Replicate()], async_op=True) + 1
+    ),
     "to_local": lambda x, mesh: (x * 2).to_local(),
     "full_tensor": lambda x, mesh: (x * 2).full_tensor(),
     "gradient placements": lambda x, mesh: x.full_tensor(grad_placements=[Partial()]),
@@ -68,7 +88,9 @@ ON_TENSORS: dict[str, Function] = {
     "crossing": crossing,
     "from_local": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]) * 2,
     "from_local by dims": lambda x, mesh: DTensor.from_local(x, mesh, PartitionSpec(None, "tp")),
-    "from_local of a shape": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1)),
+    "from_local of a shape": lambda x, mesh: DTensor.from_local(
+        x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1)
+    ),
     "distribute_tensor": lambda x, mesh: sd.distribute_tensor(x.detach(), mesh, [Shard(0)]),
 }
 
@@ -82,7 +104,10 @@ def run(function: Callable[[Tensor], Any], x: Tensor, grad: bool) -> list[Any]:
     if result.requires_grad:
         result.square().sum().backward()
         found.append(leaf.grad)
-    return [[list(map(hash, t.placements)), t.full_tensor()] if isinstance(t, DTensor) else t for t in found]
+    return [
+        [list(map(hash, t.placements)), t.full_tensor()] if isinstance(t, DTensor) else t
+        for t in found
+    ]
 
 
 def check(name: str, function: Function, x: Tensor, mesh: DeviceMesh, backend: str) -> None:
@@ -90,7 +115,11 @@ def check(name: str, function: Function, x: Tensor, mesh: DeviceMesh, backend: s
         torch._dynamo.reset()
         compiled = torch.compile(lambda t: function(t, mesh), backend=backend, fullgraph=True)
         expected = run(lambda t: function(t, mesh), x, grad)
-        torch.testing.assert_close(run(compiled, x, grad), expected, msg=lambda text: f"{name}, grad={grad}: {text}")  # noqa: B023  # called at once
+        torch.testing.assert_close(
+            run(compiled, x, grad),
+            expected,
+            msg=lambda text: f"{name}, grad={grad}: {text}",  # noqa: B023  # called at once
+        )
 
 
 @pytest.mark.slow
@@ -127,17 +156,23 @@ def test_the_mesh_of_a_block_is_not_seen_by_compiled_code() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         with mesh, pytest.raises(Exception, match="pass device_mesh"):
-            torch.compile(lambda x: DTensor.from_local(x, placements=[Shard(0)]), backend="eager", fullgraph=True)(
-                torch.ones(2)
-            )
+            torch.compile(
+                lambda x: DTensor.from_local(x, placements=[Shard(0)]),
+                backend="eager",
+                fullgraph=True,
+            )(torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore")  # a warning that is an error keeps torch from its cache
-def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# a warning that is an error keeps torch from its cache
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_share_no_graphs_through_the_cache_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a rank compiles is of that rank: the other would get its shard, as would the same rank in another mesh."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
-    def program(x: Any) -> Any:  # of no kernel that inductor would have to write and a compiler to build
+    # of no kernel that inductor would have to write and a compiler to build
+    def program(x: Any) -> Any:
         return x.redistribute(placements=[Shard(0)]) @ x.t()
 
     for rank in range(2):
@@ -149,7 +184,8 @@ def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeyp
             assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"
 
 
-UNLIKE: dict[str, Callable[..., Any]] = {  # some ranks have nothing to add, some get nothing, and the last has no rows
+# some ranks have nothing to add, some get nothing, and the last has no rows
+UNLIKE: dict[str, Callable[..., Any]] = {
     "cumsum": lambda x: x.sum(1).cumsum(0),
     "logcumsumexp": lambda x: x.sum(1).logcumsumexp(0),
     "cummax": lambda x: x.sum(1).cummax(0)[0],
@@ -159,7 +195,9 @@ UNLIKE: dict[str, Callable[..., Any]] = {  # some ranks have nothing to add, som
     "layer_norm": lambda x: F.layer_norm(x, (5, 5)),
     "linear": lambda x: F.linear(x, x, x[0]),
     "addmm": lambda x: torch.addmm(x, x, x),
-    "conv_transpose": lambda x: F.conv_transpose1d(x.t().unsqueeze(0), x.unsqueeze(-1).expand(5, 5, 3), padding=1),
+    "conv_transpose": lambda x: F.conv_transpose1d(
+        x.t().unsqueeze(0), x.unsqueeze(-1).expand(5, 5, 3), padding=1
+    ),
     "copy": lambda x: _copied(x * 1),
     "norm": lambda x: F.gelu(x.clamp(-1, 1)) * x.clamp(-1, 1).norm(dim=0),
     "kron": lambda x: torch.kron(x, x),
@@ -180,13 +218,20 @@ def several(x: Any, y: Any) -> list[Any]:
 @on_ranks(4, timeout=200)
 def test_inductor_keeps_the_order_of_collectives_where_ranks_need_other_memory() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    wholes = torch.arange(6.0, dtype=torch.double).view(2, 3), torch.tensor([3.0, 4.0], dtype=torch.double)
+    wholes = (
+        torch.arange(6.0, dtype=torch.double).view(2, 3),
+        torch.tensor([3.0, 4.0], dtype=torch.double),
+    )
     x: Any = distribute_tensor(wholes[0], mesh, [Shard(1), Replicate()], src_data_rank=None)
     y: Any = distribute_tensor(wholes[1], mesh, [Shard(0), Shard(0)], src_data_rank=None)
     torch._dynamo.reset()
     # Scalar kernels compile faster, between the same collectives.
-    fast = torch.compile(several, fullgraph=True, options={"fx_graph_cache": False, "cpp.simdlen": 1})
-    for got, expected in zip(fast(x.requires_grad_(), y.requires_grad_()), several(*wholes), strict=True):
+    fast = torch.compile(
+        several, fullgraph=True, options={"fx_graph_cache": False, "cpp.simdlen": 1}
+    )
+    for got, expected in zip(
+        fast(x.requires_grad_(), y.requires_grad_()), several(*wholes), strict=True
+    ):
         torch.testing.assert_close(got.full_tensor(), expected)
 
 
@@ -200,9 +245,11 @@ PARTITIONERS = ("default_partition", "min_cut_rematerialization_partition")
 def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
     """The collectives in a rank's forward and backward, as between GPUs: compilers know them, and drop them.
 
-    Forward and backward as the first partitioner splits the joint graph, then as the second one does.
+    Forward and backward as the first partitioner splits the joint graph, then as the second one
+    does.
     """
-    from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
+    # not while this file is collected: it takes seconds
+    from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import partitioners
 
     graphs: list[list[str]] = []
@@ -211,7 +258,9 @@ def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
         for partitioner in PARTITIONERS:
             copied = torch.fx.GraphModule(joint, deepcopy(joint.graph))
             for part in getattr(partitioners, partitioner)(copied, inputs, **options):
-                names = [str(node.target) for node in part.graph.nodes if node.op == "call_function"]
+                names = [
+                    str(node.target) for node in part.graph.nodes if node.op == "call_function"
+                ]
                 graphs.append([name for name in names if "c10d" in name and "wait" not in name])
         raise CapturedError
 
@@ -219,18 +268,23 @@ def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
     torch._dynamo.reset()
     with fake_world(4, rank=rank):
         mesh = init_device_mesh("cpu", (4,))
-        x = distribute_tensor(torch.ones(5, 5), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        x = distribute_tensor(
+            torch.ones(5, 5), mesh, [Shard(0)], src_data_rank=None
+        ).requires_grad_()
         with pytest.raises(Exception, match="CapturedError"):
             torch.compile(program, backend=backend, fullgraph=True)(x)
     return graphs
 
 
 @TRACED
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's, where graphs are copied
+# torch's, where graphs are copied
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("program", UNLIKE)
 def test_ranks_that_compute_differently_have_the_same_collectives(program: str) -> None:
     first, *others = (graphs_of(UNLIKE[program], rank) for rank in range(4))
-    assert len(first) == 2 * len(PARTITIONERS) and any(first[:2]) and any(first[2:]), "it has collectives"
+    assert len(first) == 2 * len(PARTITIONERS) and any(first[:2]) and any(first[2:]), (
+        "it has collectives"
+    )
     assert others == [first] * 3
 
 
@@ -251,7 +305,10 @@ def test_ranks_that_compute_differently_meet(shape: tuple[int, ...]) -> None:
     leaf, one = x.requires_grad_(), whole.clone().requires_grad_()
     results = compiled(leaf), run_all(one)
     for name, got, expected in zip(UNLIKE, *results, strict=True):
-        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]  # called at once
+        # called at once
+        torch.testing.assert_close(
+            got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}"
+        )  # type: ignore[misc]
     for outputs in results:
         sum((output * output).sum() for output in outputs).backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), one.grad)
@@ -279,4 +336,5 @@ def test_compiled_backward_of_several_leaves(hooked: bool) -> None:
         with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
             loss.backward()  # type: ignore[no-untyped-call]  # of torch
 
-    torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]  # of torch
+    # of torch
+    torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]

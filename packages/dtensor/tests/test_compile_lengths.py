@@ -1,7 +1,7 @@
 """Compiled programs on DTensors of changing lengths: one graph for the first, one for all others.
 
-Covers: layout/tensor_meta.py, _torch/compiling.py, dispatch/global_call.py, tensor/serialization.py.  Forward and
-backward give what they give eagerly.
+Covers: layout/tensor_meta.py, _torch/compiling.py, dispatch/global_call.py,
+tensor/serialization.py. Forward and backward give what they give eagerly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 R = Replicate()
 LENGTHS = (12, 20, 28, 36, 44)
@@ -37,7 +38,9 @@ def attention(x: Any, weight: Callable[..., Any]) -> Any:
 
 
 def feed_forward(x: Any, weight: Callable[..., Any]) -> Any:
-    hidden: Any = F.gelu(F.linear(x.redistribute(placements=[R]), weight(16, 8, placement=Shard(0))))
+    hidden: Any = F.gelu(
+        F.linear(x.redistribute(placements=[R]), weight(16, 8, placement=Shard(0)))
+    )
     partial: Any = F.linear(hidden, weight(8, 16, placement=Shard(1)))
     return partial.redistribute(placements=x.placements) + x
 
@@ -47,7 +50,8 @@ FEW: dict[str, Program] = {
     "crossings": lambda x, _: DTensor.from_local(x.to_local() * 3, x.device_mesh, x.placements) + x,
     "feed forward": feed_forward,
     "loss": lambda x, _: F.cross_entropy(x, (x.detach() * 7).argmax(-1)),
-    "scores": lambda x, _: (x.unsqueeze(0) @ x.unsqueeze(0).transpose(1, 2)).softmax(-1),  # (1, n, n): a square
+    # (1, n, n): a square
+    "scores": lambda x, _: (x.unsqueeze(0) @ x.unsqueeze(0).transpose(1, 2)).softmax(-1),
     "split": lambda x, _: x.split(2, -1)[1],
     "views": lambda x, _: x.unsqueeze(0).view(-1, 8).view(2, -1, 8)[:, :, 2:6] * 2,
 }
@@ -90,7 +94,9 @@ def weights_of(mesh: DeviceMesh) -> Callable[..., Any]:
     return weight
 
 
-def outcome(program: Callable[[Any], Any], values: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> list[Any]:
+def outcome(
+    program: Callable[[Any], Any], values: torch.Tensor, mesh: DeviceMesh, placement: Placement
+) -> list[Any]:
     """Result and gradient, as global tensors."""
     torch.manual_seed(1)
     x: Any = sd.distribute_tensor(values, mesh, [placement]).requires_grad_()
@@ -100,14 +106,18 @@ def outcome(program: Callable[[Any], Any], values: torch.Tensor, mesh: DeviceMes
     return [whole.detach(), x.grad.full_tensor()]
 
 
-def graphs_for(program: Program, mesh: DeviceMesh, placement: Placement, lengths: tuple[int, ...]) -> int:
+def graphs_for(
+    program: Program, mesh: DeviceMesh, placement: Placement, lengths: tuple[int, ...]
+) -> int:
     """The number of graphs that a program took for some lengths, at each of which it did what it does eagerly."""
     weight = weights_of(mesh)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(lambda x: program(x, weight), backend="aot_eager", fullgraph=True)
     for length in lengths:
-        values = torch.randn(length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        values = torch.randn(
+            length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length)
+        )
         expected = outcome(lambda x: program(x, weight), values, mesh, placement)
         torch.testing.assert_close(outcome(compiled, values, mesh, placement), expected)
     graphs: int = counters["stats"]["unique_graphs"]
@@ -144,14 +154,20 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.before(x)).chunk(3, -1)
         q, k, v = (part.reshape(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(32, 16), Block(16, 4), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 32)).double()
+    return nn.Sequential(
+        nn.Embedding(32, 16), Block(16, 4), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 32)
+    ).double()
 
 
 def check_transformer(mesh: DeviceMesh, backend: str, samples: Placement) -> None:
@@ -171,7 +187,9 @@ def check_transformer(mesh: DeviceMesh, backend: str, samples: Placement) -> Non
     step = torch.compile(loss_of, backend=backend, fullgraph=True)
     for batch, length in ((4, 8), (8, 12), (6, 10)):
         both = torch.arange(2 * batch * length).mul(7).remainder(32).view(2, batch, length)
-        tokens, target = (sd.distribute_tensor(values.contiguous(), mesh, [samples, R]) for values in both)
+        tokens, target = (
+            sd.distribute_tensor(values.contiguous(), mesh, [samples, R]) for values in both
+        )
         model.zero_grad()
         single.zero_grad()
         loss, expected = step(model, tokens, target), loss_of(single, *both)
@@ -187,7 +205,9 @@ def check_transformer(mesh: DeviceMesh, backend: str, samples: Placement) -> Non
 @pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_a_transformer_over_two_axes() -> None:
-    check_transformer(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "aot_eager", Shard(0))
+    check_transformer(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "aot_eager", Shard(0)
+    )
 
 
 @pytest.mark.slow
@@ -204,8 +224,11 @@ def test_uneven_lengths_are_constants() -> None:
     lengths = (12, 20, 13, 2)
     assert graphs_for(PROGRAMS["product"], mesh, Shard(0), lengths) == len(lengths)
     assert graphs_for(PROGRAMS["product"], mesh, R, lengths) == 2
-    columns: Program = lambda x, _: x.redistribute(placements=[Shard(1)]) * 2  # noqa: E731  # 8 columns: 3, 3, 2
-    assert graphs_for(columns, mesh, Shard(0), (12, 18, 21)) == 3, "blocks of several sizes go to all"
+    # 8 columns: 3, 3, 2
+    columns: Program = lambda x, _: x.redistribute(placements=[Shard(1)]) * 2  # noqa: E731
+    assert graphs_for(columns, mesh, Shard(0), (12, 18, 21)) == 3, (
+        "blocks of several sizes go to all"
+    )
 
 
 @pytest.mark.parametrize("name", ["repeat", "cat", "roll", "sums"])
@@ -224,13 +247,16 @@ def test_uneven_rows_of_any_length_are_exchanged(name: str) -> None:
     compiled = torch.compile(programs[name], backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (8, 11):
         whole = torch.arange(20.0 * length, dtype=torch.double).view(5, length, 4).requires_grad_()
-        x = sd.distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        x = sd.distribute_tensor(
+            whole.detach(), mesh, [Shard(0)], src_data_rank=None
+        ).requires_grad_()
         got, expected = compiled(x), programs[name](whole)
         torch.testing.assert_close(got.full_tensor(), expected)
         (got * got).sum().backward()
         (expected * expected).sum().backward()
         assert x.grad is not None
-        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)  # type: ignore[attr-defined]  # a DTensor
+        # a DTensor
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)  # type: ignore[attr-defined]
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -261,9 +287,14 @@ def test_a_stride_of_constant_sizes_may_be_a_symbol() -> None:
         counters.clear()
         compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
         for length, width in ((4, 5), (6, 7)):
-            x = sd.distribute_tensor(torch.randn(2, length, width), mesh, [Shard(0)], src_data_rank=None)
+            x = sd.distribute_tensor(
+                torch.randn(2, length, width), mesh, [Shard(0)], src_data_rank=None
+            )
             got, expected = compiled(x.requires_grad_())[1], program(x)[1]
-            assert torch.equal(got.to_local(), expected.to_local()) and got.stride() == expected.stride()
+            assert (
+                torch.equal(got.to_local(), expected.to_local())
+                and got.stride() == expected.stride()
+            )
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -289,9 +320,14 @@ def test_out_of_range_indices_of_compiled_code_raise_when_it_runs() -> None:
         mesh = init_device_mesh("cpu", (2,))
         table = sd.zeros(8, 3, device_mesh=mesh, placements=[Shard(0)])
         torch._dynamo.reset()
-        compiled = torch.compile(lambda index: F.embedding(index, table), backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda index: F.embedding(index, table), backend="aot_eager", fullgraph=True
+        )
         for length in LENGTHS[:3]:
-            assert compiled(sd.zeros(length, dtype=torch.int64, device_mesh=mesh)).shape == (length, 3)
+            assert compiled(sd.zeros(length, dtype=torch.int64, device_mesh=mesh)).shape == (
+                length,
+                3,
+            )
         with pytest.raises(RuntimeError, match="out of bounds for a dim of 8"):
             compiled(sd.full((20,), 8, device_mesh=mesh))
 
@@ -307,7 +343,9 @@ def test_eager_code_between_graphs_is_not_compiled() -> None:
         torch._dynamo.reset()
         counters.clear()
         torch.compile(lambda x: [part.exp() for part in program(x)], backend="eager")(x)
-    assert counters["stats"]["unique_graphs"] <= 2, "the program after its break; not what its operators run"
+    assert counters["stats"]["unique_graphs"] <= 2, (
+        "the program after its break; not what its operators run"
+    )
 
 
 def test_a_symbol_of_several_factors_is_computed_from_all_of_them() -> None:
@@ -316,7 +354,8 @@ def test_a_symbol_of_several_factors_is_computed_from_all_of_them() -> None:
     def sizes(x: torch.Tensor) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():  # out of the recorder's sight
             a, b, c = x.shape
-            unseen = [a * b * c, a * a, a + b + c, torch.sym_max(a, b) // 2]  # type: ignore[no-untyped-call]  # of torch
+            # of torch
+            unseen = [a * b * c, a * a, a + b + c, torch.sym_max(a, b) // 2]  # type: ignore[no-untyped-call]
 
         return x.new_zeros(recorded(unseen))
 
@@ -331,7 +370,13 @@ def test_symbols_are_keys_and_examples() -> None:
     def look(x: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]
         seen.append(
-            (has_symbols([1, (2, [n])]), has_symbols([1, (2, 3)]), traced_with((n, 4)), bool(n == 6), settled((n,)))
+            (
+                has_symbols([1, (2, [n])]),
+                has_symbols([1, (2, 3)]),
+                traced_with((n, 4)),
+                bool(n == 6),
+                settled((n,)),
+            )
         )
         seen.append({hashable((n, 4)), hashable((x.shape[0] * 1, 4)), hashable((n + 1, 4))})
         return x

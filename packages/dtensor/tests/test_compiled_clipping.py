@@ -15,12 +15,20 @@ from shoal_mesh.testing import on_ranks
 
 pytestmark = [
     pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+        torch.__version__ < "2.12",
+        reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
     ),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),  # torch's own
+    # torch's own
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
 # Sharded evenly, unevenly with nothing on rank 1, replicated; a plain one; one without a gradient.
-LAYOUTS: list[Any] = [((4, 3), [Shard(0)]), ((1, 3), [Shard(0)]), ((5,), [Replicate()]), ((2,), None), ((3,), None)]
+LAYOUTS: list[Any] = [
+    ((4, 3), [Shard(0)]),
+    ((1, 3), [Shard(0)]),
+    ((5,), [Replicate()]),
+    ((2,), None),
+    ((3,), None),
+]
 
 
 def parameters(mesh: DeviceMesh, seed: int) -> list[Any]:
@@ -28,7 +36,10 @@ def parameters(mesh: DeviceMesh, seed: int) -> list[Any]:
     found = []
     for shape, placements in LAYOUTS:
         start, grad = torch.randn(2, *shape, dtype=torch.double)
-        there = [each if placements is None else distribute_tensor(each, mesh, placements) for each in (start, grad)]
+        there = [
+            each if placements is None else distribute_tensor(each, mesh, placements)
+            for each in (start, grad)
+        ]
         found.append(nn.Parameter(there[0]))
         found[-1].grad = there[1]
     found[-1].grad = None
@@ -56,7 +67,8 @@ def test_one_graph_for_two_sets_of_parameters(order: float) -> None:
     graphs: list[object] = []
 
     def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
+        # not while this file is collected: it takes seconds
+        from torch._dynamo.backends.debugging import aot_eager
 
         graphs.append(graph)
         return aot_eager(graph, example)
@@ -66,10 +78,14 @@ def test_one_graph_for_two_sets_of_parameters(order: float) -> None:
     for seed in (0, 1):
         got, expected = parameters(mesh, seed), parameters(mesh, seed)
         for _ in range(3):
-            torch.testing.assert_close(compiled(got, order), update(expected, order), rtol=0, atol=0)
+            torch.testing.assert_close(
+                compiled(got, order), update(expected, order), rtol=0, atol=0
+            )
             for each in ([p.grad for p in got[:-1]], [p.grad for p in expected[:-1]]):
                 assert [type(grad) for grad in each] == [DTensor, DTensor, DTensor, Tensor]
-            torch.testing.assert_close(local(p.grad for p in got[:-1]), local(p.grad for p in expected[:-1]))
+            torch.testing.assert_close(
+                local(p.grad for p in got[:-1]), local(p.grad for p in expected[:-1])
+            )
             torch.testing.assert_close(local(got), local(expected))
     assert len(graphs) == 1
 
@@ -79,6 +95,8 @@ def test_a_norm_that_is_not_finite_is_an_error_between_graphs() -> None:
     params = parameters(init_device_mesh("cpu", (2,)), 0)
     params[0].grad.mul_(inf)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda: clip_grad_norm_(params, 0.5, error_if_nonfinite=True), backend="aot_eager")
+    compiled = torch.compile(
+        lambda: clip_grad_norm_(params, 0.5, error_if_nonfinite=True), backend="aot_eager"
+    )
     with pytest.raises(RuntimeError, match="order"):
         compiled()

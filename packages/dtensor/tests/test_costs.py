@@ -7,7 +7,8 @@ import pytest
 from shoal_dtensor.redistribute.search.edges import sent_among
 from shoal_dtensor.redistribute.search.links import COPY_SPEEDUP, Links, axes_of, mask_of
 
-LINKS = Links((8, 4), (1e-6, 1e-5), (400e9, 50e9))  # a fast axis of 8 ranks, a slow one of 4
+# a fast axis of 8 ranks, a slow one of 4
+LINKS = Links((8, 4), (1e-6, 1e-5), (400e9, 50e9))
 
 
 def test_a_collective_over_several_axes_runs_at_the_pace_of_the_slowest() -> None:
@@ -32,9 +33,12 @@ def test_copies_that_take_less_than_a_hundredth_of_a_collective_are_free() -> No
 @pytest.mark.parametrize(
     ("ranks", "copies", "before", "received", "sent"),
     [
-        (4, 1, 100, 75, 100),  # one taker for everything a rank has: it sends all of it
-        (4, 4, 100, 300, 400),  # each of four wants it: what an all-gather's busiest rank sends
-        (2, 8, 100, 50, 50),  # no rank sends more than all that the others lack
+        # one taker for everything a rank has: it sends all of it
+        (4, 1, 100, 75, 100),
+        # each of four wants it: what an all-gather's busiest rank sends
+        (4, 4, 100, 300, 400),
+        # no rank sends more than all that the others lack
+        (2, 8, 100, 50, 50),
     ],
 )
 def test_the_busiest_sender(ranks: int, copies: int, before: int, received: int, sent: int) -> None:

@@ -28,7 +28,9 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
     assert tuple(int(word) for word in philox(counter, key)) == words
     vector = [torch.full((3,), word) for word in counter]
     assert [word.tolist() for word in philox(vector, key)] == [[word] * 3 for word in words]
@@ -58,7 +60,8 @@ CASES = [
 
 
 def in_counter_mode(spec: Spec, fill: Fill) -> torch.Tensor:
-    torch.default_generator.manual_seed(9)  # torch.manual_seed formats a stack for every kind of device
+    # torch.manual_seed formats a stack for every kind of device
+    torch.default_generator.manual_seed(9)
     with random_mode("counter"):
         return draw(spec, fill)
 
@@ -84,14 +87,20 @@ def test_values_do_not_depend_on_the_mesh(
 def test_values_have_the_distribution(fill: Fill, dtype: torch.dtype) -> None:
     """The distance of the distribution function from torch's own: Kolmogorov and Smirnov's test at about 1e-6."""
     n = 40000
-    ours = in_counter_mode(Spec(abstract_mesh((1,)), (Replicate(),), (n // 40, 40), None, dtype), fill)
+    ours = in_counter_mode(
+        Spec(abstract_mesh((1,)), (Replicate(),), (n // 40, 40), None, dtype), fill
+    )
     theirs = torch.empty(n, dtype=dtype)
     torch.manual_seed(3)
     fill(theirs)
-    flat = [torch.view_as_real(x).flatten() if dtype.is_complex else x.flatten() for x in (ours, theirs)]
+    flat = [
+        torch.view_as_real(x).flatten() if dtype.is_complex else x.flatten() for x in (ours, theirs)
+    ]
     a, b = (x.double().sort().values for x in flat)
     points = torch.cat([a, b])
-    gap = (torch.searchsorted(a, points, right=True) - torch.searchsorted(b, points, right=True)).abs().max() / len(a)
+    gap = (
+        torch.searchsorted(a, points, right=True) - torch.searchsorted(b, points, right=True)
+    ).abs().max() / len(a)
     assert gap < 2.7 * math.sqrt(2 / len(a)), float(gap)
 
 
@@ -109,6 +118,7 @@ def test_keys_follow_the_generator() -> None:
 
 def test_uniform_values_stay_below_the_end() -> None:
     low = in_counter_mode(
-        Spec(abstract_mesh((1,)), (Replicate(),), (1 << 16,), None, torch.bfloat16), Fill("uniform_", (1.0, 1.01))
+        Spec(abstract_mesh((1,)), (Replicate(),), (1 << 16,), None, torch.bfloat16),
+        Fill("uniform_", (1.0, 1.01)),
     )
     assert bool((low < 1.01).all())

@@ -81,7 +81,11 @@ def test_a_transfer_says_how_many_ranks_take_part() -> None:
 
 @on_ranks(4)
 def test_on_ranks() -> None:
-    grid, line, pair = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [3, 1])
+    grid, line, pair = (
+        init_device_mesh("cpu", (2, 2)),
+        init_device_mesh("cpu", (4,)),
+        DeviceMesh("cpu", [3, 1]),
+    )
     rng = Random(1)
     plans: list[Plan] = []
     locals_: list[Tensor] = []

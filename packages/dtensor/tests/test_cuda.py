@@ -1,7 +1,8 @@
 """Covers: rng/streams.py: against a model of torch's launches made from Philox's definition, and on a device.
 
-The model: thread `t` of `T` reads subsequence `t` from the generator's offset on; four values a call, value `j` of call
-`k` is element `t + T * (j + 4 * k)`; `T` is 256 times the blocks needed, at most what the device holds at once.
+The model: thread `t` of `T` reads subsequence `t` from the generator's offset on; four values a
+call, value `j` of call `k` is element `t + T * (j + 4 * k)`; `T` is 256 times the blocks needed, at
+most what the device holds at once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ModelFill:
     granule: int = 1
     name: str = "random_"
 
-    def __call__(self, target: Tensor, generator: ModelGenerator, operand: Tensor | None = None) -> None:
+    def __call__(
+        self, target: Tensor, generator: ModelGenerator, operand: Tensor | None = None
+    ) -> None:
         numel = target.numel()
         threads = BLOCK * min(-(-numel // BLOCK), MOST_BLOCKS)
         calls = -(-numel // (threads * LANES))
@@ -113,9 +116,13 @@ def test_only_rounds_with_own_elements_are_drawn(monkeypatch: pytest.MonkeyPatch
     spec = Spec(abstract_mesh((8,), rank=3), (Shard(0),), (16, ROUND), None, torch.int64)
     generator: Any = ModelGenerator()
     fill: Any = ModelFill()
-    cuda_stream.fill_cuda(torch.empty(spec.local_shape, dtype=torch.int64), memory_order_of(spec), fill, generator)
+    cuda_stream.fill_cuda(
+        torch.empty(spec.local_shape, dtype=torch.int64), memory_order_of(spec), fill, generator
+    )
     start = 8
-    assert drawn == [start + 4 * 6, start + 4 * 7, start + 4 * 16], "two rounds of sixteen, then the state after all"
+    assert drawn == [start + 4 * 6, start + 4 * 7, start + 4 * 16], (
+        "two rounds of sixteen, then the state after all"
+    )
 
 
 FILLS = [
@@ -135,7 +142,9 @@ FILLS = [
 @pytest.mark.parametrize("fill", FILLS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(33, 65), (1500, 2049), (3000, 4096)], ids=str)
-def test_on_a_device(fill: Fill, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device(
+    fill: Fill, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulated coordinates of meshes up to 8 x 8 against the operator on one device."""
     if fill.name == "random_" and dtype == torch.bfloat16:
         pytest.skip("bfloat16 cannot hold these integers")
@@ -146,10 +155,14 @@ def test_on_a_device(fill: Fill, dtype: torch.dtype, shape: tuple[int, ...], mon
     whole = torch.empty(shape, dtype=dtype, device="cuda")
     fill(whole, generator)
     after = generator.get_offset()
-    assert cuda_stream.rounds_of(fill, dtype, whole.device) is not None, "torch's kernels no longer work in rounds"
+    assert cuda_stream.rounds_of(fill, dtype, whole.device) is not None, (
+        "torch's kernels no longer work in rounds"
+    )
     for placements in ((Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1), Replicate())):
         for rank in (0, 7, 36, 63):
-            spec = Spec(abstract_mesh((8, 8), rank=rank, device_type="cuda"), placements, shape, None, dtype)
+            spec = Spec(
+                abstract_mesh((8, 8), rank=rank, device_type="cuda"), placements, shape, None, dtype
+            )
             generator.manual_seed(3)
             local = draw(spec, fill, generator)
             box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate or ()))
@@ -161,7 +174,9 @@ def test_on_a_device(fill: Fill, dtype: torch.dtype, shape: tuple[int, ...], mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(33, 65), (1500, 2049), (3000, 4096)], ids=str)
-def test_dropout_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_on_a_device(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     cuda_stream.rounds_of.cache_clear()
     torch.cuda.manual_seed(3)

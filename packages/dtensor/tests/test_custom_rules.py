@@ -23,10 +23,12 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def scaled_sum(name: str, *tags: torch.Tag) -> Any:
     """A new operator: `x + factor * y`."""
-    library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
+    # torch has no types here
+    library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(f"{name}(Tensor x, Tensor y, float factor) -> Tensor", tags=tags)
     library.impl(name, lambda x, y, factor: x + factor * y, "CompositeExplicitAutograd")
-    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]  # it is defined as long as its library lives
+    # it is defined as long as its library lives
+    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]
     return getattr(torch.ops.shoal_custom_rules, name).default
 
 
@@ -50,7 +52,9 @@ def test_a_function_in_torchs_form_becomes_a_rule(mesh: DeviceMesh) -> None:
         return [([Shard(0)], [Shard(0), Shard(0), None])]
 
     result = run(op, mesh)
-    assert result.placements == (Shard(0),) and torch.equal(result.to_local(), torch.full((2, 2), 3.0))
+    assert result.placements == (Shard(0),) and torch.equal(
+        result.to_local(), torch.full((2, 2), 3.0)
+    )
 
 
 def test_a_rule_in_our_notation_and_its_replacement(mesh: DeviceMesh) -> None:
@@ -71,6 +75,8 @@ def test_an_operator_that_says_to_be_pointwise_needs_no_rule(mesh: DeviceMesh) -
 
 def test_pairs_that_do_not_fit_the_operator_are_refused_when_it_is_called(mesh: DeviceMesh) -> None:
     op = scaled_sum("misfit")
-    register_sharding(op)(lambda x, y, factor: [([Shard(0), Replicate()], [Shard(0), Shard(0), None])])
+    register_sharding(op)(
+        lambda x, y, factor: [([Shard(0), Replicate()], [Shard(0), Shard(0), None])]
+    )
     with pytest.raises(PlacementError, match=r"2 tensor inputs and 1 tensor outputs.* for 2 and 2"):
         run(op, mesh)

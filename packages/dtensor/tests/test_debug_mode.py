@@ -26,11 +26,16 @@ from shoal_mesh.testing import fake_world
 def sharded() -> Iterator[tuple[DTensor, DTensor]]:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
-        rows, columns = (distribute_tensor(torch.ones(8, 8), mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1))
+        rows, columns = (
+            distribute_tensor(torch.ones(8, 8), mesh, [Shard(dim)], src_data_rank=None)
+            for dim in (0, 1)
+        )
         yield rows, columns
 
 
-def test_implicit_redistribution_is_refused_and_explicit_is_not(sharded: tuple[DTensor, DTensor]) -> None:
+def test_implicit_redistribution_is_refused_and_explicit_is_not(
+    sharded: tuple[DTensor, DTensor],
+) -> None:
     rows, columns = sharded
     explicit = ExplicitRedistributionContext()
     for _ in range(2):  # an object may be entered again
@@ -49,7 +54,10 @@ def test_implicit_redistribution_is_refused_and_explicit_is_not(sharded: tuple[D
 
 def test_it_may_warn(sharded: tuple[DTensor, DTensor]) -> None:
     rows, columns = sharded
-    with ExplicitRedistributionContext(mode="warn"), pytest.warns(UserWarning, match="implicit communication"):
+    with (
+        ExplicitRedistributionContext(mode="warn"),
+        pytest.warns(UserWarning, match="implicit communication"),
+    ):
         rows + columns
 
 
@@ -59,7 +67,9 @@ def test_what_it_does_not_do_is_refused(wrong: dict[str, object]) -> None:
         ExplicitRedistributionContext(**wrong)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_operators_and_their_collectives_are_recorded_in_order(sharded: tuple[DTensor, DTensor]) -> None:
+def test_operators_and_their_collectives_are_recorded_in_order(
+    sharded: tuple[DTensor, DTensor],
+) -> None:
     rows, columns = sharded
     with DebugMode() as debug:
         rows.redistribute(placements=[Replicate()])
@@ -91,5 +101,10 @@ def test_options_that_record_something_else_are_refused(option: str) -> None:
 
 
 def test_options_of_how_a_line_is_printed_change_nothing() -> None:
-    options = ("record_realtensor", "record_localtensor", "record_output", "record_profiler_context")
+    options = (
+        "record_realtensor",
+        "record_localtensor",
+        "record_output",
+        "record_profiler_context",
+    )
     assert DebugMode(**dict.fromkeys(options, False)).operators == []

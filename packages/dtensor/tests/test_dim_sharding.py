@@ -32,7 +32,9 @@ def test_chunk_sizes_divide_at_units_and_cover(length: int, pieces: int, unit: i
 
 
 @given(st.integers(0, 30), MESH_SHAPES, st.data())
-def test_nested_sharding_is_repeated_chunking(length: int, mesh_shape: list[int], data: st.DataObject) -> None:
+def test_nested_sharding_is_repeated_chunking(
+    length: int, mesh_shape: list[int], data: st.DataObject
+) -> None:
     axes = data.draw(st.permutations(range(len(mesh_shape))))
     cut = shard_dim(length, axes, [Shard(0)] * len(mesh_shape), mesh_shape)
     for coordinate in product(*(range(n) for n in mesh_shape)):
@@ -45,21 +47,33 @@ def test_nested_sharding_is_repeated_chunking(length: int, mesh_shape: list[int]
 
 
 @given(st.integers(0, 30), MESH_SHAPES, st.data())
-def test_a_sharding_survives_as_placements(length: int, mesh_shape: list[int], data: st.DataObject) -> None:
+def test_a_sharding_survives_as_placements(
+    length: int, mesh_shape: list[int], data: st.DataObject
+) -> None:
     axes = tuple(data.draw(st.permutations(range(len(mesh_shape)))))
     pieces = len([*product(*(range(n) for n in mesh_shape))])
-    bounds = sorted(data.draw(st.lists(st.integers(0, length), min_size=pieces - 1, max_size=pieces - 1)))
+    bounds = sorted(
+        data.draw(st.lists(st.integers(0, length), min_size=pieces - 1, max_size=pieces - 1))
+    )
     sizes = tuple(b - a for a, b in zip([0, *bounds], [*bounds, length], strict=True))
     cut = DimSharding(axes, tuple(mesh_shape[a] for a in axes), sizes)
     placements: list[Placement] = [cut.placements(0)[axis] for axis in range(len(mesh_shape))]
     assert shard_dim(length, axes, placements, mesh_shape) == cut
     order = ((0, axes),)
-    assert resolved_layout(placements, mesh_shape, (length,), order) == (tuple(placements), order, (cut,))
+    assert resolved_layout(placements, mesh_shape, (length,), order) == (
+        tuple(placements),
+        order,
+        (cut,),
+    )
 
 
 @given(st.integers(0, 30), MESH_SHAPES, st.data())
-def test_the_closed_form_of_chunks_is_their_sizes(length: int, mesh_shape: list[int], data: st.DataObject) -> None:
-    units = data.draw(st.lists(st.integers(1, 3), min_size=len(mesh_shape), max_size=len(mesh_shape)))
+def test_the_closed_form_of_chunks_is_their_sizes(
+    length: int, mesh_shape: list[int], data: st.DataObject
+) -> None:
+    units = data.draw(
+        st.lists(st.integers(1, 3), min_size=len(mesh_shape), max_size=len(mesh_shape))
+    )
     axes, shape = tuple(range(len(mesh_shape))), tuple(mesh_shape)
     sizes: tuple[int, ...] = (length,)
     for ways, unit in zip(mesh_shape, units, strict=True):
@@ -78,7 +92,9 @@ def test_the_closed_form_of_chunks_is_their_sizes(length: int, mesh_shape: list[
         assert (divided is None) == any(size % unit for size in sizes)
         assert divided is None or divided.sizes == tuple(size // unit for size in sizes)
     inner = len(sizes) // shape[0]
-    assert sharding.outer(1).sizes == tuple(sum(sizes[i : i + inner]) for i in range(0, len(sizes), inner))
+    assert sharding.outer(1).sizes == tuple(
+        sum(sizes[i : i + inner]) for i in range(0, len(sizes), inner)
+    )
 
 
 def test_sizes_that_chunk_would_give_are_dropped() -> None:
@@ -95,7 +111,9 @@ def test_sizes_that_chunk_would_give_are_dropped() -> None:
     ],
 )
 def test_strided_spelling_is_an_order(
-    placements: list[Placement], mesh_shape: tuple[int, ...], order: tuple[tuple[int, tuple[int, ...]], ...]
+    placements: list[Placement],
+    mesh_shape: tuple[int, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> None:
     normal, found = normalize_placements(placements, mesh_shape, 2)
     assert found == order
@@ -103,7 +121,10 @@ def test_strided_spelling_is_an_order(
 
 
 def test_an_inner_axis_that_chunks_what_a_ragged_outer_one_leaves_names_no_sizes() -> None:
-    assert DimSharding((0, 1), (2, 2), (2, 1, 1, 0)).placements(0) == {0: Shard(0, sizes=(3, 1)), 1: Shard(0)}
+    assert DimSharding((0, 1), (2, 2), (2, 1, 1, 0)).placements(0) == {
+        0: Shard(0, sizes=(3, 1)),
+        1: Shard(0),
+    }
 
 
 def test_a_sharding_is_counted_in_units_only_where_every_shard_is() -> None:
@@ -122,12 +143,18 @@ def test_a_given_order_comes_before_the_strided_spelling() -> None:
     [
         ([Shard(0)], "one placement for each of the 2 axes"),
         ([Shard(2), Replicate()], "the tensor has 2 dims"),
-        ([StridedShard(0, split_factor=3), Shard(0)], r"no leading part of them .*\. Use a factor .* pad the dim"),
+        (
+            [StridedShard(0, split_factor=3), Shard(0)],
+            r"no leading part of them .*\. Use a factor .* pad the dim",
+        ),
         (
             [StridedShard(0, split_factor=4), Replicate()],
             r"have sizes \[\].*\. Use a factor .* pad the dim to a multiple of 4",
         ),
-        (["S(0)", Replicate()], r"expected Shard, Replicate or Partial of shoal_dtensor, got 'S.0.' .builtins.str"),
+        (
+            ["S(0)", Replicate()],
+            r"expected Shard, Replicate or Partial of shoal_dtensor, got 'S.0.' .builtins.str",
+        ),
     ],
 )
 def test_misfits_are_named(placements: list[Placement], message: str) -> None:
@@ -184,7 +211,10 @@ def test_placements_are_interned_values(placement: Placement) -> None:
 def test_one_piece_of_a_shard(length: int, pieces: int) -> None:
     sizes = chunk_sizes(length, pieces)
     for rank in range(pieces):
-        assert Shard.local_shard_size_and_offset(length, pieces, rank) == (sizes[rank], sum(sizes[:rank]))
+        assert Shard.local_shard_size_and_offset(length, pieces, rank) == (
+            sizes[rank],
+            sum(sizes[:rank]),
+        )
 
 
 def test_the_same_sharding_on_another_dim() -> None:

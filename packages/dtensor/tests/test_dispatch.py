@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sharded_tensors import sharded
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, implicit_replication
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    cache_info,
+    distribute_tensor,
+    implicit_replication,
+)
 from shoal_dtensor._torch.operators import direct
 from shoal_dtensor._torch.tensors import around
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
@@ -47,14 +55,20 @@ def test_errors_do_not_begin_with_a_miss_of_a_cache(
         cause = cause.__context__
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 NUMBERS: dict[str, tuple[str, Callable[[Any, float], object]]] = {
     "a number beside a tensor": ("aten.mul.Tensor", lambda x, s: x * s),
     "a scalar in place": ("aten.add_.Tensor", lambda x, s: x.add_(s)),
     "a keyword": ("aten.add.Tensor", lambda x, s: torch.add(x, x, alpha=s)),
-    "a scalar over a list": ("aten._foreach_mul_.Scalar", lambda x, s: torch._foreach_mul_([x, x], s)),
-    "a list of scalars": ("aten._foreach_add.ScalarList", lambda x, s: torch._foreach_add([x, x], [s, 2 * s])),
+    "a scalar over a list": (
+        "aten._foreach_mul_.Scalar",
+        lambda x, s: torch._foreach_mul_([x, x], s),
+    ),
+    "a list of scalars": (
+        "aten._foreach_add.ScalarList",
+        lambda x, s: torch._foreach_add([x, x], [s, 2 * s]),
+    ),
 }
 
 
@@ -92,7 +106,9 @@ SPLITS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("args", "kwargs"), SPLITS.values(), ids=SPLITS.keys())
-def test_split_takes_what_tensors_take(mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_split_takes_what_tensors_take(
+    mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     plain: Any = torch.arange(32.0).reshape(4, 8)
     x: Any = distribute_tensor(plain, mesh, [Replicate()], src_data_rank=None)
     expected = plain.split(*args, **kwargs)
@@ -103,7 +119,12 @@ def test_split_takes_what_tensors_take(mesh: DeviceMesh, args: tuple[Any, ...], 
 
 def test_types_of_numbers_are_part_of_the_key(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.ones(4, dtype=torch.int64))
-    for number, dtype in ((2, torch.int64), (2.0, torch.float32), (True, torch.int64), (2j, torch.complex64)):
+    for number, dtype in (
+        (2, torch.int64),
+        (2.0, torch.float32),
+        (True, torch.int64),
+        (2j, torch.complex64),
+    ):
         made = x * number
         assert made.dtype == dtype
         assert made.to_local().dtype == dtype
@@ -113,7 +134,10 @@ def test_types_of_numbers_are_part_of_the_key(mesh: DeviceMesh) -> None:
 
 
 def test_lists_are_keyed_by_what_is_in_them(mesh: DeviceMesh) -> None:
-    x, y = sharded(mesh, torch.ones(4)), distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
+    x, y = (
+        sharded(mesh, torch.ones(4)),
+        distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None),
+    )
     for xs in ([x], [x, x], [x, y], [y, x]):
         made: Any = torch._foreach_neg(xs)
         assert [part.placements for part in made] == [source.placements for source in xs]
@@ -140,7 +164,7 @@ def test_a_failing_local_call_leaves_no_wrong_decision(mesh: DeviceMesh) -> None
             torch.mm(a, b)
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 def test_plain_tensors_in_lists(mesh: DeviceMesh) -> None:
@@ -154,7 +178,8 @@ def test_plain_tensors_in_lists(mesh: DeviceMesh) -> None:
 
 def test_copied_views_are_not_taken_for_the_tensors_that_they_are_like(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.ones(4, 6), dim=1)
-    copy = x.view(3, 8)  # borders within rows: nothing of it is a view of local storage
+    # borders within rows: nothing of it is a view of local storage
+    copy = x.view(3, 8)
     like = DTensor(copy.to_local().clone(), copy._spec)
     like.add_(1)
     torch._foreach_add_([like, like], 1.0)
@@ -196,7 +221,7 @@ def test_tensors_under_way_are_waited_for_in_lists() -> None:
         assert [part.to_local().tolist() for part in made] == [[4.0] * 3] * 2
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def test_in_place_operators_return_what_they_wrote(mesh: DeviceMesh) -> None:
@@ -214,7 +239,8 @@ def test_in_place_operators_return_what_they_wrote(mesh: DeviceMesh) -> None:
 
 def test_several_outputs_each_have_their_own_spec(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.randn(4, 6))
-    for _ in range(2):  # the general way at first, the fast one then
+    # the general way at first, the fast one then
+    for _ in range(2):
         outputs: Any = torch.native_layer_norm(x, [6], None, None, 1e-5)
         assert [tuple(t.shape) for t in outputs] == [(4, 6), (4, 1), (4, 1)]
         assert [tuple(t.to_local().shape) for t in outputs] == [(2, 6), (2, 1), (2, 1)]
@@ -227,12 +253,17 @@ def test_the_constructor_of_torch_makes_what_a_spec_says(mesh: DeviceMesh) -> No
     assert type(made) is DTensor
     assert made._local_tensor is x._local_tensor
     assert made._spec is x._spec
-    assert (made.shape, made.stride(), made.dtype, made.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+    )
     assert not made.requires_grad
     assert around(DTensor, x._local_tensor, x._spec, requires_grad=True).requires_grad
 
 
-# --- the local call ---------------------------------------------------------------------------------------------------
+# --- the local call -------------------------------------------------------------------------------
 
 
 def _direct(op: Any, *shapes: tuple[int, ...], **kwargs: Any) -> Any:
@@ -265,9 +296,11 @@ def test_an_operator_that_no_binding_fits_runs_itself(op: Any) -> None:
 @pytest.mark.parametrize(
     ("op", "binding"),
     [
-        (aten.linalg_inv_ex.default, torch._C._linalg.linalg_inv_ex),  # type: ignore[attr-defined]  # private
+        # private
+        (aten.linalg_inv_ex.default, torch._C._linalg.linalg_inv_ex),  # type: ignore[attr-defined]
         (aten.gelu.default, torch._C._nn.gelu),
-        (aten.special_erfcx.default, torch._C._special.special_erfcx),  # type: ignore[attr-defined]  # private
+        # private
+        (aten.special_erfcx.default, torch._C._special.special_erfcx),  # type: ignore[attr-defined]
     ],
 )
 def test_families_have_bindings_of_their_own(op: Any, binding: Any) -> None:
@@ -282,7 +315,9 @@ def test_only_the_arguments_that_lie_wrong_are_moved() -> None:
     for _ in range(2):  # decided, then known
         total = rows + columns
         sums: Any = torch._foreach_add([rows, rows], [rows, columns])
-        out: Any = torch.add(rows, columns, out=distribute_tensor(torch.empty(2, 2), mesh, [Shard(0)]))
+        out: Any = torch.add(
+            rows, columns, out=distribute_tensor(torch.empty(2, 2), mesh, [Shard(0)])
+        )
         stacked: Any = torch.stack([rows, columns, rows])
         for made in (total, *sums, out):
             assert made.full_tensor().tolist() == (2 * values).tolist()
@@ -291,7 +326,9 @@ def test_only_the_arguments_that_lie_wrong_are_moved() -> None:
 
 
 @pytest.mark.parametrize("rows", [2 * 16384, 2 * 16384 - 1])
-def test_first_uses_list_no_shards_of_16384_ranks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_uses_list_no_shards_of_16384_ranks(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def listed(sharding: DimSharding) -> tuple[int, ...]:
         assert sharding.shards <= 1, "an entry for each rank"
         return (sharding.length,)
@@ -300,10 +337,16 @@ def test_first_uses_list_no_shards_of_16384_ranks(rows: int, monkeypatch: pytest
         mesh = init_device_mesh("cpu", (16384,))
         monkeypatch.setattr(DimSharding, "sizes", property(listed))
         monkeypatch.setattr(DimSharding, "offsets", property(listed))
-        x: Any = DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], shape=(rows, 8), stride=(8, 1))
+        x: Any = DTensor.from_local(
+            torch.ones(2, 8), mesh, [Shard(0)], shape=(rows, 8), stride=(8, 1)
+        )
         w: Any = DTensor.from_local(torch.ones(8, 8), mesh, [Replicate()])
-        assert (x + x).placements == (x @ w).placements == x.view(-1, 2, 4).placements == (Shard(0),)
-        assert x.sum(0).placements == (Partial(),) and x[:, ::2].placements == x[::2].placements == (Shard(0),)
+        assert (
+            (x + x).placements == (x @ w).placements == x.view(-1, 2, 4).placements == (Shard(0),)
+        )
+        assert x.sum(0).placements == (Partial(),) and x[:, ::2].placements == x[
+            ::2
+        ].placements == (Shard(0),)
         assert x.sum(0).redistribute(placements=[Replicate()]).to_local().shape == (8,)
         assert plan(x.spec, w.spec.with_(shape=(rows, 8))).steps[0].name == "AllGather"
 
@@ -313,7 +356,9 @@ def test_a_moved_operand_that_was_expanded_does_not_set_the_memory_order() -> No
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.randn(5, 3, 5), mesh, [Partial()]).transpose(1, 2)
-        expanded = distribute_tensor(torch.ones(()), mesh, [Replicate()], src_data_rank=None).expand(5, 5, 3)
+        expanded = distribute_tensor(
+            torch.ones(()), mesh, [Replicate()], src_data_rank=None
+        ).expand(5, 5, 3)
         total: Any = expanded + partial
         assert total.stride() == total.to_local().stride() == (15, 1, 5)
         assert total.transpose(1, 2).view(15, 5).shape == (15, 5)
@@ -337,9 +382,12 @@ def test_memory_is_flat_over_operators_and_shapes() -> None:
             y.sum(), y.redistribute(mesh, [Replicate()])[1:3]
         seen.append(_mib())
     assert seen[-1] < seen[0] + 2, seen  # 112,500 operators later
-    for rows in range(1, 101):  # 10,000 shapes, of which caches keep some thousand
+    # 10,000 shapes, of which caches keep some thousand
+    for rows in range(1, 101):
         for columns in range(1, 101):
-            a: Any = distribute_tensor(torch.ones(rows, columns), mesh, [Shard(0)], src_data_rank=None)
+            a: Any = distribute_tensor(
+                torch.ones(rows, columns), mesh, [Shard(0)], src_data_rank=None
+            )
             (a + 1.0).sum(0), a.redistribute(mesh, [Replicate()])[1:].softmax(-1)
         seen.append(_mib())
     assert seen[-1] < seen[-40] + 4, seen[::10]
@@ -347,7 +395,9 @@ def test_memory_is_flat_over_operators_and_shapes() -> None:
 
 AROUND_COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
-    "layer_norm_backward": lambda x: torch.autograd.grad(F.layer_norm(x.requires_grad_(), (4,)).sum(), x)[0],
+    "layer_norm_backward": lambda x: torch.autograd.grad(
+        F.layer_norm(x.requires_grad_(), (4,)).sum(), x
+    )[0],
     "rms_norm": lambda x: F.rms_norm(x, (4,)),
     "softmax": lambda x: F.softmax(x, -1),
     "log_softmax": lambda x: F.log_softmax(x, -1),
@@ -368,6 +418,8 @@ def test_results_have_the_memory_order_of_one_device(name: str, order: tuple[int
             x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(dim)]).permute(order)
             for _ in range(2):  # decided, and remembered
                 out: Any = AROUND_COLLECTIVES[name](x)
-                assert dims_by_stride(out.shape, out.stride()) == dims_by_stride(out.shape, out.to_local().stride())
+                assert dims_by_stride(out.shape, out.stride()) == dims_by_stride(
+                    out.shape, out.to_local().stride()
+                )
                 if out.is_contiguous():
                     assert out.view(out.shape[0], -1).shape == (4, out.numel() // 4)

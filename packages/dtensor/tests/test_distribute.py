@@ -83,7 +83,10 @@ def read_safetensors(path: str) -> None:
             assert made.to_local().untyped_storage().nbytes() == made.to_local().numel() * 2
             assert made.dtype is torch.bfloat16
     assert counted.get_total_counts() == 0
-    assert torch.equal(distribute_tensor(safe_whole(path), mesh, [Shard(1), Shard(0)]).full_tensor(), safe_whole(path))
+    assert torch.equal(
+        distribute_tensor(safe_whole(path), mesh, [Shard(1), Shard(0)]).full_tensor(),
+        safe_whole(path),
+    )
 
 
 def safe_whole(path: str) -> torch.Tensor:
@@ -129,17 +132,26 @@ def resident(path: Path) -> int:
 def test_tensors_that_travel_together_are_those_that_travel_alone(source: int, bucket: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(mesh.get_rank())
-    cases = [(shape, placements, dtype) for shape, placements in LAYOUTS for dtype in (torch.float32, torch.int64)] * 2
+    cases = [
+        (shape, placements, dtype)
+        for shape, placements in LAYOUTS
+        for dtype in (torch.float32, torch.int64)
+    ] * 2
     specs = [Spec(mesh, placements, shape, None, dtype) for shape, placements, dtype in cases]
     wholes = [(torch.randn(spec.shape) * 100).to(spec.dtype) for spec in specs]
     usual, scatter_module.BUCKET_BYTES = scatter_module.BUCKET_BYTES, bucket
     try:
-        with CommDebugMode() as mode, pytest.raises(ZeroDivisionError), scattering(source) as scatter:
+        with (
+            CommDebugMode() as mode,
+            pytest.raises(ZeroDivisionError),
+            scattering(source) as scatter,
+        ):
             shards = [scatter.shard(whole, spec) for whole, spec in zip(wholes, specs, strict=True)]
             raise ZeroDivisionError  # what other ranks have sent arrives
     finally:
         scatter_module.BUCKET_BYTES = usual
-    # Of each dtype one all-to-all along both axes, one along either and a broadcast, and a broadcast along both.
+    # Of each dtype one all-to-all along both axes, one along either and a broadcast, and a
+    # broadcast along both.
     assert bucket == 1 or mode.get_total_counts() <= 2 * 6
     for shard, whole, spec in zip(shards, wholes, specs, strict=True):
         assert torch.equal(shard, shard_of(whole, spec, source))
@@ -148,7 +160,9 @@ def test_tensors_that_travel_together_are_those_that_travel_alone(source: int, b
 def test_meta_tensors_give_meta_parts_without_communication() -> None:
     mesh = abstract_mesh((2, 2), rank=3)
     for source in (0, None):
-        made = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0), Shard(1)], src_data_rank=source)
+        made = distribute_tensor(
+            torch.empty(5, 3, device="meta"), mesh, [Shard(0), Shard(1)], src_data_rank=source
+        )
         assert made.to_local().is_meta
         assert made.to_local().shape == (2, 1)
 
@@ -164,7 +178,8 @@ def test_what_is_no_tensor_is_refused() -> None:
 def test_only_the_source_needs_memory_for_the_whole(placement: Placement) -> None:
     mesh = init_device_mesh("cpu", (4,))
     shape = (4096, 4096)  # 64 MiB
-    distribute_tensor(torch.zeros(8, 8), mesh, [placement])  # connects, and loads what is loaded at first use
+    # connects, and loads what is loaded at first use
+    distribute_tensor(torch.zeros(8, 8), mesh, [placement])
     full = torch.ones(shape) if mesh.get_rank() == 0 else torch.empty(1).expand(shape)
     before = peak(reset=True)
     made: DTensor = distribute_tensor(full, mesh, [placement])
@@ -186,7 +201,9 @@ def test_the_local_part_of_a_transposed_tensor_is_contiguous(placement: Placemen
     """As the spec says: a rank that holds all of it kept the strides 4, 12, 1, which cannot be viewed as (6, 4)."""
     with fake_world(2):
         tensor = torch.randn(2, 3, 4).transpose(0, 1)
-        spread = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
+        spread = distribute_tensor(
+            tensor, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None
+        )
         assert spread.is_contiguous() and spread.to_local().is_contiguous()
         assert spread.view(6, 4).shape == (6, 4)
 
@@ -266,9 +283,14 @@ def test_parts_of_strided_targets_are_a_tensor_again(
 
 @on_ranks(4)
 def test_parts_that_are_no_runs_are_refused_on_all_ranks() -> None:
-    mesh, placements = init_device_mesh("cpu", (4,)), [StridedShard(0, split_factor=2, sizes=(1, 1, 1, 1))]
+    mesh, placements = (
+        init_device_mesh("cpu", (4,)),
+        [StridedShard(0, split_factor=2, sizes=(1, 1, 1, 1))],
+    )
     with pytest.raises(PlacementError, match="that rank passes"):
-        DTensor.from_local(torch.zeros(2 if mesh.get_rank() else 3), mesh, placements, run_check=True)
+        DTensor.from_local(
+            torch.zeros(2 if mesh.get_rank() else 3), mesh, placements, run_check=True
+        )
 
 
 @on_ranks(2)
@@ -282,7 +304,9 @@ def test_functions_of_two_arguments_prepare_inputs_and_outputs() -> None:
         lambda inputs, mesh: (distribute_tensor(inputs[0], mesh, [Shard(0)]),),
         lambda outputs, mesh: outputs.full_tensor(),
     )
-    module.load_state_dict({name: distribute_tensor(value, mesh) for name, value in plain.state_dict().items()})
+    module.load_state_dict(
+        {name: distribute_tensor(value, mesh) for name, value in plain.state_dict().items()}
+    )
     x = torch.randn(3, 3)
     torch.testing.assert_close(module(x), distribute_tensor(plain(x).detach(), mesh).to_local())
     with pytest.raises(ValueError, match="output_fn takes"):
@@ -294,7 +318,9 @@ def sharding(dims: dict[str, int]) -> Callable[[str, nn.Module, DeviceMesh], Non
 
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if name in dims:
-            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])]))  # type: ignore[operator]
+            module.weight = nn.Parameter(
+                distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])])
+            )  # type: ignore[operator]
 
     return partition
 
@@ -312,7 +338,9 @@ def test_a_shared_parameter_that_partition_fn_replaces_stays_shared() -> None:
         for dims in ({"0": 0}, {"1": 0}, {"0": 0, "1": 0}):
             model = distribute_module(tied_linears(), mesh, sharding(dims))
             weight, other = model.get_parameter("0.weight"), model.get_parameter("1.weight")
-            assert weight is other and isinstance(weight, DTensor) and weight.placements == (Shard(0),), dims
+            assert (
+                weight is other and isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+            ), dims
         with pytest.raises(PlacementError, match="partition_fn made a shared parameter"):
             distribute_module(tied_linears(), mesh, sharding({"0": 0, "1": 1}))
 
@@ -323,7 +351,9 @@ def test_an_optimizer_made_before_distribute_module_does_not_step(dims: dict[str
         model = tied_linears()
         optimizer, late = torch.optim.SGD([model.get_parameter("0.weight")]), nn.Linear(2, 2)
         distribute_module(model, init_device_mesh("cpu", (2,)), sharding(dims))
-        with pytest.raises(StyleError, match=r"distribute_module has replaced: .* Make the optimizer after"):
+        with pytest.raises(
+            StyleError, match=r"distribute_module has replaced: .* Make the optimizer after"
+        ):
             optimizer.step()
         torch.optim.SGD([*model.parameters(), *late.parameters()]).step()
 

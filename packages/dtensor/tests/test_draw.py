@@ -52,7 +52,8 @@ EXTENTS = [0, 1, 2, 3, 5, 7, 16, 33, 48]
 
 def supports(fill: Fill, dtype: torch.dtype) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of integers that a float type cannot hold
+        # torch warns of integers that a float type cannot hold
+        warnings.simplefilter("ignore")
         try:
             fill(torch.empty(3, dtype=dtype))
         except (RuntimeError, NotImplementedError):
@@ -67,14 +68,18 @@ def some_layout(dice: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
     order = list(range(ndim))
     if dice.random() < 0.4:
         dice.shuffle(order)
-    tensor = torch.empty([shape[dim] for dim in order], device="meta").permute([order.index(d) for d in range(ndim)])
+    tensor = torch.empty([shape[dim] for dim in order], device="meta").permute(
+        [order.index(d) for d in range(ndim)]
+    )
     if ndim and dice.random() < 0.15:
         corner = tuple(slice(0, n) for n in shape)
         tensor = torch.empty([n + 2 for n in shape], device="meta")[corner]
     return tuple(tensor.shape), tuple(tensor.stride())
 
 
-def some_placements(dice: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[list[Any], Any]:
+def some_placements(
+    dice: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...]
+) -> tuple[list[Any], Any]:
     placements: list[Any] = []
     axes_of: dict[int, list[int]] = {}
     for axis in range(len(mesh)):
@@ -88,7 +93,11 @@ def some_placements(dice: random.Random, shape: tuple[int, ...], mesh: tuple[int
         dice.shuffle(axes)
     for dim, axes in axes_of.items():
         if len(axes) == 1 and dice.random() < 0.4:
-            cuts = [0, *sorted(dice.randint(0, shape[dim]) for _ in range(mesh[axes[0]] - 1)), shape[dim]]
+            cuts = [
+                0,
+                *sorted(dice.randint(0, shape[dim]) for _ in range(mesh[axes[0]] - 1)),
+                shape[dim],
+            ]
             placements[axes[0]] = Shard(dim, sizes=[b - a for a, b in pairwise(cuts)])
     return placements, tuple((dim, tuple(axes)) for dim, axes in sorted(axes_of.items()))
 
@@ -165,7 +174,9 @@ def test_laws_of_torch() -> None:
     assert law(Fill("normal_"), torch.complex64, True).unit == 8
     assert law(Fill("uniform_"), torch.float32, True) == cpu_stream.Law(1, 1)
     assert law(Fill("uniform_"), torch.float64, True) == cpu_stream.Law(1, 2)
-    assert law(Fill("normal_"), torch.float32, False).words == 0, "the spare value depends on the values before"
+    assert law(Fill("normal_"), torch.float32, False).words == 0, (
+        "the spare value depends on the values before"
+    )
 
 
 def test_wrong_laws_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +186,9 @@ def test_wrong_laws_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     whole = torch.randn(100)
     torch.manual_seed(2)
-    assert not torch.equal(draw(Spec(abstract_mesh((2,)), (Shard(0),), (100,)), Fill("normal_")), whole[:50])
+    assert not torch.equal(
+        draw(Spec(abstract_mesh((2,)), (Shard(0),), (100,)), Fill("normal_")), whole[:50]
+    )
 
 
 def test_partial_tensors_are_refused() -> None:
@@ -199,7 +212,8 @@ def test_stretches_cover_a_box_once(shape: tuple[int, ...]) -> None:
         target = torch.full([b - a for a, b in box], -1)
         cuts = sorted({0, len(values), *(dice.randint(0, len(values)) for _ in range(3))})
         for start, stop in pairwise(cuts):
-            found = list(stretches(shape, box, start, stop, values[start:stop], target))  # type: ignore[arg-type]  # sorted() forgets the length
+            # sorted() forgets the length
+            found = list(stretches(shape, box, start, stop, values[start:stop], target))  # type: ignore[arg-type]
             assert len(found) <= 2 * max(len(shape), 1) - 1
             for part, own in found:
                 own.copy_(part)
@@ -221,7 +235,14 @@ def test_per_axis_streams(axes: tuple[str, ...]) -> None:
     parts: dict[tuple[int, ...], Any] = {}
     states = set()
     for rank in range(6):
-        spec = Spec(abstract_mesh((2, 3), ("a", "b"), rank=rank), placements, shape, None, torch.float32, order)
+        spec = Spec(
+            abstract_mesh((2, 3), ("a", "b"), rank=rank),
+            placements,
+            shape,
+            None,
+            torch.float32,
+            order,
+        )
         torch.manual_seed(4)
         with random_mode("per_axis", axes):
             parts[spec.coordinate or ()] = draw(spec, Fill("normal_"))
@@ -234,7 +255,9 @@ def test_per_axis_streams(axes: tuple[str, ...]) -> None:
     with random_mode("per_axis", ("a",)):
         replicated = draw(again, Fill("normal_"))
     torch.manual_seed(4)
-    assert torch.equal(replicated, torch.randn(shape)[:, 2:4]), "an axis that does not shard leaves replicas equal"
+    assert torch.equal(replicated, torch.randn(shape)[:, 2:4]), (
+        "an axis that does not shard leaves replicas equal"
+    )
 
 
 def test_random_mode_is_scoped_and_checked() -> None:
@@ -244,7 +267,8 @@ def test_random_mode_is_scoped_and_checked() -> None:
         assert current_mode() == RandomMode("per_axis", ("dp",))
     assert current_mode() == RandomMode()
     for mode, axes in (("both", ()), ("per_axis", ()), ("counter", ("dp",))):
-        with pytest.raises(ValueError, match="random mode"), random_mode(mode, axes):  # type: ignore[arg-type]  # wrong
+        # wrong
+        with pytest.raises(ValueError, match="random mode"), random_mode(mode, axes):  # type: ignore[arg-type]
             pass
 
 

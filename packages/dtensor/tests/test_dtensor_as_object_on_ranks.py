@@ -60,7 +60,8 @@ def turned(x: Any) -> Any:
 
 def swapped(x: Any) -> Any:
     leaf, other = nn.Parameter(spread(sample(5, 4), x.device_mesh, S1)), nn.Parameter(x)
-    torch.utils.swap_tensors(leaf, other)  # type: ignore[no-untyped-call]  # torch gives it no types
+    # torch gives it no types
+    torch.utils.swap_tensors(leaf, other)  # type: ignore[no-untyped-call]
     return leaf
 
 
@@ -118,9 +119,11 @@ def test_attributes_survive_copies_and_pickles() -> None:
         assert (type(made), made.note, isinstance(made, nn.Parameter)) == (DTensor, x.note, True)
     assert copy.copy(x)._local_tensor is x._local_tensor
     norm = torch.linalg.vector_norm(x.detach())
-    assert norm.item() > 0  # is remembered until it is written to, which is nobody else's business
+    # is remembered until it is written to, which is nobody else's business
+    assert norm.item() > 0
     assert "_reduced" not in pickle.loads(pickle.dumps(norm)).__dict__
-    view = x.detach().view(2, 10)  # could not stay a view of five rows on four ranks: it follows its base
+    # could not stay a view of five rows on four ranks: it follows its base
+    view = x.detach().view(2, 10)
     for made in (copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
         assert not made.__dict__
         assert torch.equal(made.full_tensor(), sample(5, 4).view(2, 10))
@@ -131,7 +134,8 @@ def test_numbers_are_formatted_and_not_iterated_over() -> None:
     mesh = mesh_1d()
     partial: Any = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()])
     assert f"{partial:.2f} {zeros(device_mesh=mesh):>4}" == "4.00  0.0"
-    assert f"{partial}" == repr(partial)  # what is printed without a format asks no other rank
+    # what is printed without a format asks no other rank
+    assert f"{partial}" == repr(partial)
     with pytest.raises(TypeError, match="0-d"):
         iter(partial)
 

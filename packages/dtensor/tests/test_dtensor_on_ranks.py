@@ -80,7 +80,11 @@ def test_distribute_and_gather_is_the_identity(shape: tuple[int, int]) -> None:
     for mesh, choices in ((mesh_1d(), PLACEMENTS_1D), (mesh_2d(), PLACEMENTS_2D)):
         for placements in choices:
             for source in (0, 1, None):
-                given = whole if source is None or mesh.get_coordinate() == (source,) * mesh.ndim else whole + 1
+                given = (
+                    whole
+                    if source is None or mesh.get_coordinate() == (source,) * mesh.ndim
+                    else whole + 1
+                )
                 x = spread(given, mesh, placements, src_data_rank=source)
                 assert x.to_local().shape == x._spec.local_shape
                 assert torch.equal(x.full_tensor(), whole), (placements, source)
@@ -116,13 +120,22 @@ def test_shard_order_is_public() -> None:
 def test_partial_values_are_reduced_when_read() -> None:
     mesh = mesh_1d()
     rank = mesh.get_rank()
-    for op, expected in (("sum", 10.0), ("avg", 2.5), ("max", 4.0), ("min", 1.0), ("product", 24.0)):
+    for op, expected in (
+        ("sum", 10.0),
+        ("avg", 2.5),
+        ("max", 4.0),
+        ("min", 1.0),
+        ("product", 24.0),
+    ):
         x = DTensor.from_local(torch.full((), rank + 1.0), mesh, [Partial(op)])
         assert x.item() == expected
         assert float(x) == expected
         assert x.full_tensor().item() == expected
     assert ones(3, device_mesh=mesh, placements=[Partial()]).full_tensor().tolist() == [1.0] * 3
-    assert full((2,), 3.0, device_mesh=mesh, placements=[Partial("avg")]).full_tensor().tolist() == [3.0] * 2
+    assert (
+        full((2,), 3.0, device_mesh=mesh, placements=[Partial("avg")]).full_tensor().tolist()
+        == [3.0] * 2
+    )
 
 
 @on_ranks(4)
@@ -181,7 +194,8 @@ def test_writes_through_views_reach_the_base() -> None:
 @on_ranks(4)
 def test_a_write_that_cannot_reach_the_base_raises() -> None:
     w = spread(sample(8, 3), mesh_1d(), [S0])
-    view = w.view(3, 8)  # rows of 8 elements begin inside of rows of 3, on other ranks: the view is a copy
+    # rows of 8 elements begin inside of rows of 3, on other ranks: the view is a copy
+    view = w.view(3, 8)
     with pytest.raises(InPlaceError, match="redistributed to take it"):
         view.mul_(2)
     assert torch.equal(w.full_tensor(), sample(8, 3))
@@ -251,7 +265,9 @@ def test_checkpoints_load_with_weights_only() -> None:
     with torch.serialization.safe_globals(safe_globals()):
         found = torch.load(buffer, weights_only=True)
     for name in ("parameter", "ragged", "blocks", "partial"):
-        assert found[name]._spec is state[name]._spec and torch.equal(found[name].to_local(), state[name].to_local())
+        assert found[name]._spec is state[name]._spec and torch.equal(
+            found[name].to_local(), state[name].to_local()
+        )
     assert getattr(found["parameter"], "_is_param", False) and found["parameter"].requires_grad
     set_rng_state(found["random"])
 
@@ -271,19 +287,29 @@ def test_plain_tensors_do_not_mix_silently() -> None:
         x + torch.ones(8, dtype=torch.float64)
 
 
-# What a plain tensor of 4 elements is made of, on a mesh (dp, tp) -> whether its whole gradient would be counted twice.
+# What a plain tensor of 4 elements is made of, on a mesh (dp, tp) -> whether its whole gradient
+# would be counted twice.
 HISTORIES: dict[str, tuple[Callable[[torch.Tensor, DeviceMesh], torch.Tensor], bool]] = {
     "a leaf": (lambda x, mesh: x, False),
     "a replicated DTensor": (lambda x, mesh: spread(x, mesh["tp"], [R]).to_local(), False),
     "one whose ranks do different things": (
-        lambda x, mesh: spread(x, mesh["tp"], [R]).to_local(grad_placements=[Partial()]).view(2, 2).mul(2).flatten(),
+        lambda x, mesh: (
+            spread(x, mesh["tp"], [R])
+            .to_local(grad_placements=[Partial()])
+            .view(2, 2)
+            .mul(2)
+            .flatten()
+        ),
         True,
     ),
     "shards on the other axis": (
         lambda x, mesh: spread(x.detach().repeat(2).requires_grad_(), mesh["dp"], [S0]).to_local(),
         False,
     ),
-    "a copy that sums gradients": (lambda x, mesh: differentiable.sum_gradients(x * 2, (mesh, "tp")), True),
+    "a copy that sums gradients": (
+        lambda x, mesh: differentiable.sum_gradients(x * 2, (mesh, "tp")),
+        True,
+    ),
     "a sum": (lambda x, mesh: differentiable.all_reduce_replicated(x * 2, (mesh, "tp")), False),
 }
 
@@ -299,7 +325,10 @@ def test_a_local_tensor_does_not_get_the_gradient_of_a_replicated_one(history: s
         loss: Any = (w * y.cos()).sum()
     y.retain_grad()
     if twice:
-        with pytest.raises(MixedTensorError, match=r"takes a share of its gradient from each of the ranks \([0-3], "):
+        with pytest.raises(
+            MixedTensorError,
+            match=r"takes a share of its gradient from each of the ranks \([0-3], ",
+        ):
             loss.backward()
         return
     loss.backward()
@@ -360,7 +389,11 @@ def test_auxiliary_outputs_have_the_shape_that_the_kernel_gives_them() -> None:
     operation = torch.ops.aten._embedding_bag_forward_only.default
     expected = operation(weight, indices, offsets)
     for _ in range(2):
-        inputs = [spread(weight, mesh, [S1]), spread(indices, mesh, [R]), spread(offsets, mesh, [R])]
+        inputs = [
+            spread(weight, mesh, [S1]),
+            spread(indices, mesh, [R]),
+            spread(offsets, mesh, [R]),
+        ]
         got = operation(*inputs)
         assert [tuple(t.shape) for t in got] == [tuple(t.shape) for t in expected]
         assert torch.allclose(got[0].full_tensor(), expected[0])
@@ -370,7 +403,9 @@ def test_auxiliary_outputs_have_the_shape_that_the_kernel_gives_them() -> None:
 def test_local_map_is_right_for_uneven_shards() -> None:
     mesh = mesh_1d()
     x = spread(sample(5, 2), mesh, [S0])
-    doubled = local_map(lambda t: torch.cat([t, t], 1), out_placements=[S0], in_placements=([S0],))(x)
+    doubled = local_map(lambda t: torch.cat([t, t], 1), out_placements=[S0], in_placements=([S0],))(
+        x
+    )
     assert doubled.shape == (5, 4)
     assert torch.equal(doubled.full_tensor(), torch.cat([sample(5, 2)] * 2, 1))
     with pytest.raises(PlacementError, match="asked of it"):
@@ -444,7 +479,9 @@ def test_a_local_tensor_that_requires_grad_can_be_gathered_inside_an_op_when_une
     mesh = init_device_mesh("cpu", (4,))
     full = torch.arange(48.0).view(8, 6)
     local = full[:, 2 * mesh.get_rank() : 2 * mesh.get_rank() + 2].contiguous().requires_grad_()
-    sharded = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(8, 6), stride=(6, 1))
+    sharded = DTensor.from_local(
+        local, mesh, [Shard(1)], run_check=False, shape=(8, 6), stride=(6, 1)
+    )
     product: Any = sharded.t() @ sharded
     assert torch.equal(product.full_tensor(), full.t() @ full)
 
@@ -454,8 +491,13 @@ def test_an_operator_with_data_dependent_shape_sees_unsharded_batches() -> None:
     """`lstsq` has residuals or none, by the rank of the matrices: its batches are not computed in parts."""
     mesh = init_device_mesh("cpu", (4,))
     generator = torch.Generator().manual_seed(1)
-    wholes = [torch.randn(3, 4, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
-    parts: list[Any] = [distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_() for w in wholes]
+    wholes = [
+        torch.randn(3, 4, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        for _ in range(2)
+    ]
+    parts: list[Any] = [
+        distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_() for w in wholes
+    ]
     expected, found = torch.linalg.lstsq(*wholes), torch.linalg.lstsq(*parts)
     expected.solution.square().sum().backward()
     found.solution.square().sum().backward()

@@ -43,7 +43,9 @@ NORMS: dict[str, Callable[[Any, Any], Any]] = {
     "group_norm": lambda x, w: F.group_norm(x, 3, w, w),
     "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, w, training=True),
     "native_batch_norm": lambda x, w: torch.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5),
-    "given statistics": lambda x, w: torch.native_batch_norm(x, w, w, w.detach(), w.detach(), False, 0.1, 1e-5),
+    "given statistics": lambda x, w: torch.native_batch_norm(
+        x, w, w, w.detach(), w.detach(), False, 0.1, 1e-5
+    ),
 }
 
 
@@ -56,10 +58,15 @@ def test_norms_of_small_dtypes(name: str, weights: torch.dtype) -> None:
     for placements in LAYOUTS:
         x = put(whole, placements).requires_grad_()
         results = []
-        for one, w in ((x, like(weight, x, channels(placements))), (whole.clone().requires_grad_(), weight)):
+        for one, w in (
+            (x, like(weight, x, channels(placements))),
+            (whole.clone().requires_grad_(), weight),
+        ):
             made = NORMS[name](one, w)
             made = made if isinstance(made, tuple) else (made,)
-            (made[0].float() * (seed if one is not x else like(seed, x, placements))).sum().backward()
+            (
+                made[0].float() * (seed if one is not x else like(seed, x, placements))
+            ).sum().backward()
             results.append([*made, one.grad])
         for got, expected in zip(*results, strict=True):
             assert isinstance(got, DTensor)
@@ -74,7 +81,10 @@ def test_variances_of_complex_numbers() -> None:
         x = put(whole, placements)
         for dims in (None, 0, 1):
             for function in (torch.var, torch.std):
-                torch.testing.assert_close(function(x, dim=dims).full_tensor(), function(whole, dim=dims))  # type: ignore[attr-defined]  # a DTensor
+                # a DTensor
+                torch.testing.assert_close(
+                    function(x, dim=dims).full_tensor(), function(whole, dim=dims)
+                )  # type: ignore[attr-defined]
 
 
 @on_ranks(4)
@@ -89,7 +99,11 @@ def test_kernels_that_conjugate_inside() -> None:
 def test_random_numbers_in_a_partial_tensor() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for op in ("sum", "avg", "max", "min"):
-        for placements in ([Partial(op), Replicate()], [Partial(op), Shard(0)], [Partial(op), Partial(op)]):
+        for placements in (
+            [Partial(op), Replicate()],
+            [Partial(op), Shard(0)],
+            [Partial(op), Partial(op)],
+        ):
             x = DTensor.from_local(torch.ones(4, 3), mesh, placements)
             torch.manual_seed(1)
             x.uniform_(1, 2)
@@ -123,7 +137,8 @@ def test_nothing_has_no_extremum() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
 @on_ranks(4)
 def test_what_no_kernel_takes_is_refused_on_every_rank(dtype: torch.dtype) -> None:
-    for shape in ((8, 6), (5, 6)):  # the last rank has nothing of five rows: it must not fail alone
+    # the last rank has nothing of five rows: it must not fail alone
+    for shape in ((8, 6), (5, 6)):
         for placements in LAYOUTS:
             with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
                 torch.softmax(put(torch.ones(shape, dtype=dtype), placements), 0)

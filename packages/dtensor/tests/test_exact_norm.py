@@ -18,14 +18,18 @@ from shoal_mesh.testing import on_ranks
 
 def values(dtype: torch.dtype, *shape: int) -> Tensor:
     draw = torch.Generator().manual_seed(prod(shape))
-    return (torch.randn(shape, generator=draw) * 10.0 ** torch.randint(-12, 3, shape, generator=draw)).to(dtype)
+    return (
+        torch.randn(shape, generator=draw) * 10.0 ** torch.randint(-12, 3, shape, generator=draw)
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_against_fractions(dtype: torch.dtype) -> None:
     grads = [values(dtype, 100, 7), values(dtype, 33)]
     elements = sum(grad.numel() for grad in grads)
-    exponent = torch.frexp(torch.stack([grad.abs().max().double() for grad in grads]).max()).exponent
+    exponent = torch.frexp(
+        torch.stack([grad.abs().max().double() for grad in grads]).max()
+    ).exponent
     got = norm_of_limbs(square_limbs(grads, exponent, elements).tolist(), int(exponent), elements)
     total = sum(Fraction(x) ** 2 for grad in grads for x in grad.double().flatten().tolist())
     want = isqrt(int(total * 2**400)) / 2**200
@@ -50,7 +54,10 @@ def test_clipping_is_the_same_on_any_mesh() -> None:
         mesh = init_device_mesh("cpu", shape)
         if mesh.get_coordinate() is None:
             continue
-        params = [nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, shards[: g.ndim])) for g in grads[::2]]
+        params = [
+            nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, shards[: g.ndim]))
+            for g in grads[::2]
+        ]
         for param, grad in zip(params, grads[::2], strict=True):
             param.grad = distribute_tensor(grad, mesh, shards)
         plain = nn.Parameter(torch.zeros(5))
@@ -70,9 +77,13 @@ def _full(tensor: Tensor | None) -> Tensor:
 
 @on_ranks(2)
 def test_no_gradient_a_zero_and_infinity() -> None:
-    param = nn.Parameter(distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    param = nn.Parameter(
+        distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
     for value in (0.0, torch.inf, torch.nan):
-        param.grad = distribute_tensor(torch.tensor([0.0, 0.0, value]), param.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+        param.grad = distribute_tensor(
+            torch.tensor([0.0, 0.0, value]), param.device_mesh, [Shard(0)]
+        )  # type: ignore[attr-defined]
         with sums_in_tree():
             norm = clip_grad_norm_([param], 1.0)
         assert torch.equal(norm, torch.tensor(value)) or (norm.isnan() and value != value)
@@ -80,8 +91,13 @@ def test_no_gradient_a_zero_and_infinity() -> None:
 
 @on_ranks(2)
 def test_torchs_own_is_refused() -> None:
-    param = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    param = nn.Parameter(
+        distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
     param.grad = distribute_tensor(torch.ones(4), param.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
     assert nn.utils.clip_grad_norm_([param], 9.0) == 2
-    with sums_in_tree(), pytest.raises(OperatorArgumentError, match=r"shoal_dtensor\.clip_grad_norm_"):
+    with (
+        sums_in_tree(),
+        pytest.raises(OperatorArgumentError, match=r"shoal_dtensor\.clip_grad_norm_"),
+    ):
         nn.utils.clip_grad_norm_([param], 1.0)

@@ -34,12 +34,16 @@ def reduced(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
 
 
-def random_pairs(mesh: DeviceMesh, count: int, ops: tuple[str, ...], seed: int) -> list[tuple[Spec, Spec, Tensor]]:
+def random_pairs(
+    mesh: DeviceMesh, count: int, ops: tuple[str, ...], seed: int
+) -> list[tuple[Spec, Spec, Tensor]]:
     rng, found = Random(seed), []
     for _ in range(count):
         shape = [rng.choice((1, 2, 3, 4, 5, 8)) for _ in range(rng.randint(1, 3))]
         src, dst = draw_spec(rng, mesh, shape, ops=ops), draw_spec(rng, mesh, shape, ops=())
-        full = torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed)).to(torch.float64)
+        full = torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed)).to(
+            torch.float64
+        )
         found.append((src, dst, full))
     return found
 
@@ -59,7 +63,11 @@ def test_partial_destinations() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.arange(24.0).reshape(4, 6)
     options = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
-    specs = [Spec(mesh, p, (4, 6)) for p in product(options, options) if Partial("max") not in p or p[0] is p[1]]
+    specs = [
+        Spec(mesh, p, (4, 6))
+        for p in product(options, options)
+        if Partial("max") not in p or p[0] is p[1]
+    ]
     for src, dst in zip(specs, specs[7:] + specs[:7], strict=True):
         there = run(plan(src, dst), mine(full, src, 5))
         back = run(plan(dst, reduced(dst)), there)
@@ -89,11 +97,15 @@ def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
 def test_a_coalesced_block_of_dtensors_with_gradients() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     weights = [torch.randn(n, 6) for n in (3, 4, 5)]
-    parts: list[Any] = [distribute_tensor(w, mesh, [Shard(0), Shard(1)]).requires_grad_() for w in weights]
+    parts: list[Any] = [
+        distribute_tensor(w, mesh, [Shard(0), Shard(1)]).requires_grad_() for w in weights
+    ]
     with CommDebugMode() as counted:
         with coalesce():
             whole = [part.redistribute(placements=[Replicate(), Replicate()]) for part in parts]
-        assert all(torch.equal(w.to_local(), plain) for w, plain in zip(whole, weights, strict=True))
+        assert all(
+            torch.equal(w.to_local(), plain) for w, plain in zip(whole, weights, strict=True)
+        )
     assert counted.get_total_counts() <= 2
     loss: Any = sum((w * w).sum() for w in whole)
     loss.backward()
@@ -297,7 +309,10 @@ def test_a_shard_of_any_dtype_and_strides_moves() -> None:
         for old, new in product(placements, repeat=2):
             if shape[0] != 2 and (old is placements[3] or new is placements[3]):
                 continue
-            src, dst = Spec(mesh, (old,), shape, dtype=dtype), Spec(mesh, (new,), shape, dtype=dtype)
+            src, dst = (
+                Spec(mesh, (old,), shape, dtype=dtype),
+                Spec(mesh, (new,), shape, dtype=dtype),
+            )
             for local in with_odd_strides(mine(full, src)):
                 got = run(plan(src, dst), local).contiguous()
                 assert got.tolist() == mine(full, dst).tolist(), f"{src} {dst} {local.stride()}"

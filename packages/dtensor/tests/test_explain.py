@@ -24,7 +24,9 @@ from shoal_mesh.testing import fake_world
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
-def spec(*placements: Placement, mesh: tuple[int, ...] = (4, 2), shape: tuple[int, ...] = (64, 64)) -> Spec:
+def spec(
+    *placements: Placement, mesh: tuple[int, ...] = (4, 2), shape: tuple[int, ...] = (64, 64)
+) -> Spec:
     return Spec(abstract_mesh(mesh, ("dp", "tp", "pp")[: len(mesh)]), placements, shape)
 
 

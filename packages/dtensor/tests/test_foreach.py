@@ -33,7 +33,10 @@ def _model(*, mixed: bool) -> Any:
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     if mixed:
         weight: Any = distribute_tensor(
-            model[0].weight.detach().clone(), init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None
+            model[0].weight.detach().clone(),
+            init_device_mesh("cpu", (4,)),
+            [Shard(0)],
+            src_data_rank=None,
         )
         model[0].weight = nn.Parameter(weight)
     for i, parameter in enumerate(model.parameters()):
@@ -42,7 +45,10 @@ def _model(*, mixed: bool) -> Any:
 
 
 def _values(model: nn.Module) -> list[Tensor]:
-    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return [
+        p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for p in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -83,9 +89,15 @@ def test_grad_scaler_over_both() -> None:
 def test_a_fused_step_of_parameters_on_several_meshes(kind: Any) -> None:
     plain, model = _model(mixed=False), _model(mixed=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for layer, name, at in ((0, "weight", mesh), (0, "bias", mesh["data"]), (1, "bias", mesh["tensor"])):
+    for layer, name, at in (
+        (0, "weight", mesh),
+        (0, "bias", mesh["data"]),
+        (1, "bias", mesh["tensor"]),
+    ):
         value = getattr(model[layer], name)
-        spread: Any = distribute_tensor(value.detach().clone(), at, [Shard(0)] * at.ndim, src_data_rank=None)
+        spread: Any = distribute_tensor(
+            value.detach().clone(), at, [Shard(0)] * at.ndim, src_data_rank=None
+        )
         setattr(model[layer], name, nn.Parameter(spread))
         getattr(model[layer], name).grad = torch.full_like(spread, value.grad.flatten()[0].item())
     for one in (plain, model):
@@ -95,7 +107,10 @@ def test_a_fused_step_of_parameters_on_several_meshes(kind: Any) -> None:
     torch.testing.assert_close(_values(model), _values(plain))
 
 
-AVERAGES: dict[str, Callable[[], Any]] = {"ema": lambda: get_ema_multi_avg_fn(0.9), "swa": get_swa_multi_avg_fn}
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "ema": lambda: get_ema_multi_avg_fn(0.9),
+    "swa": get_swa_multi_avg_fn,
+}
 
 
 @pytest.mark.parametrize("name", AVERAGES)
@@ -114,7 +129,9 @@ def test_averages_over_both(name: str) -> None:
 
 def test_results_keep_their_places_and_kinds() -> None:
     with fake_world(2):
-        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         results: Any = torch._foreach_mul([torch.ones(3), x, torch.ones(2)], [2.0, 3.0, 4.0])
         assert [isinstance(result, DTensor) for result in results] == [False, True, False]
         assert [result.shape for result in results] == [(3,), (4,), (2,)]
@@ -124,19 +141,24 @@ def test_results_keep_their_places_and_kinds() -> None:
 
 def test_an_element_of_both_kinds_is_refused() -> None:
     with fake_world(2):
-        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         plain = torch.ones(4)
         with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             torch._foreach_add([x, plain], [plain, plain])
 
 
 def test_a_list_with_a_tensor_and_its_view_has_no_one_history(mesh: DeviceMesh) -> None:
-    leaf: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    leaf: Any = distribute_tensor(
+        torch.ones(4), mesh, [Shard(0)], src_data_rank=None
+    ).requires_grad_()
     moved = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
     for pair in (lambda x: [x, x.view(4)], lambda x: [x.view(4), x], lambda x: [x, x]):
         with pytest.raises(InPlaceError, match="twice"):
             torch._foreach_neg_(pair(leaf * 2))
-        with pytest.raises(InPlaceError, match="twice"):  # one after the other, as some are redistributed
+        # one after the other, as some are redistributed
+        with pytest.raises(InPlaceError, match="twice"):
             torch._foreach_mul_(pair(leaf * 2), [moved, moved])
         with torch.no_grad():
             torch._foreach_neg_(pair(leaf * 2))

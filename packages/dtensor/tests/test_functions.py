@@ -17,8 +17,13 @@ from shoal_dtensor.random_layouts.functions import drawers_of
 TABLE = {"noise": F.dropout}
 HELPERS = ModuleType("helpers")
 exec("import torch.nn.functional as F\ndef noisy(x): return F.dropout(x)", vars(HELPERS))
-NAMELESS: dict[str, Any] = {}  # globals without `__name__`, as of a module that a notebook or `exec` makes
-exec("import torch.nn.functional as F\ndef noisy(x): return F.dropout(x)\ndef calls(x): return noisy(x)", NAMELESS)
+# globals without `__name__`, as of a module that a notebook or `exec` makes
+NAMELESS: dict[str, Any] = {}
+exec(
+    "import torch.nn.functional as F\ndef noisy(x): return F.dropout(x)\ndef calls(x): return "
+    "noisy(x)",
+    NAMELESS,
+)
 
 
 class Noise:

@@ -18,7 +18,9 @@ from shoal_dtensor.testing import on_threads, thread_meshes
 from shoal_mesh import DeviceMesh
 
 PARTS = st.one_of(
-    st.integers(-2, 1), st.sampled_from([slice(None), slice(1, None), slice(0, 2, 2), None]), st.just(Ellipsis)
+    st.integers(-2, 1),
+    st.sampled_from([slice(None), slice(1, None), slice(0, 2, 2), None]),
+    st.just(Ellipsis),
 )
 LAYOUTS: list[tuple[Placement, Placement]] = [
     (Replicate(), Shard(0)),
@@ -29,16 +31,27 @@ LAYOUTS: list[tuple[Placement, Placement]] = [
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(PARTS, max_size=5), st.integers(0, 4), st.booleans(), st.sampled_from(LAYOUTS), st.booleans())
+@given(
+    st.lists(PARTS, max_size=5),
+    st.integers(0, 4),
+    st.booleans(),
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+)
 def test_the_same_assignment(
     parts: list[Any], ndim: int, row: bool, layout: tuple[Placement, Placement], sharded: bool
 ) -> None:
     x = torch.arange(12.0).view(2, 3, 2)
-    if sum(part is not None and part is not Ellipsis for part in parts) > 3 or parts.count(Ellipsis) > 1:
+    if (
+        sum(part is not None and part is not Ellipsis for part in parts) > 3
+        or parts.count(Ellipsis) > 1
+    ):
         return
     index = tuple(parts)
     target = x[index]
-    shape = [1 if row and i == 0 else n for i, n in enumerate(target.shape[max(0, target.ndim - ndim) :])]
+    shape = [
+        1 if row and i == 0 else n for i, n in enumerate(target.shape[max(0, target.ndim - ndim) :])
+    ]
     value = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
     expected = x.clone()
     expected[index] = value
@@ -53,7 +66,9 @@ def test_the_same_assignment(
     on_threads([partial(check, mesh) for mesh in meshes], meshes)
 
 
-@pytest.mark.parametrize("index", [slice(2), (slice(1), None), torch.tensor([1]), (0, torch.tensor([1])), True, [0]])
+@pytest.mark.parametrize(
+    "index", [slice(2), (slice(1), None), torch.tensor([1]), (0, torch.tensor([1])), True, [0]]
+)
 def test_other_indices_stay(index: Any) -> None:
     x = torch.ones(4, 4)
     assert with_a_dim(x, index, 3) == (x, index, 3)

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 MESH, ACCELERATOR = abstract_mesh((2,)), abstract_mesh((2,), device_type="cuda")
 F32, F16, INT, BOOL = torch.float32, torch.float16, torch.int64, torch.bool
 
-# Sizes by letter: equal letters are equal sizes, of expanded dims if they are capitals; digits are themselves.
+# Sizes by letter: equal letters are equal sizes, of expanded dims if they are capitals; digits are
+# themselves.
 CALLS: list[tuple[Any, ...]] = [
     (aten.add.Tensor, "ab", "ab"),
     (aten.add.Tensor, "ab", "b"),
@@ -55,7 +56,17 @@ CALLS: list[tuple[Any, ...]] = [
     (aten._softmax_backward_data.default, "ab", "ab", 1, F32),
     (aten.native_layer_norm.default, "abc", ["c"], "c", "c", 1e-5),
     (aten.native_layer_norm.default, "abc", ["b", "c"], None, None, 1e-5),
-    (aten.native_layer_norm_backward.default, "abc", "abc", ["c"], "ab1", "ab1", "c", "c", [True, True, True]),
+    (
+        aten.native_layer_norm_backward.default,
+        "abc",
+        "abc",
+        ["c"],
+        "ab1",
+        "ab1",
+        "c",
+        "c",
+        [True, True, True],
+    ),
     (aten.t.default, "ab"),
     (aten.transpose.int, "abc", 0, -1),
     (aten.permute.default, "abc", [2, 0, 1]),
@@ -73,7 +84,17 @@ CALLS: list[tuple[Any, ...]] = [
     (aten.empty_like.default, "abc", {"pin_memory": False}),
     (aten.relu_.default, "aB"),
     (aten._softmax_backward_data.default, "ABC", "abc", 2, F32),
-    (aten.native_layer_norm_backward.default, "ABC", "abc", ["c"], "ab1", "ab1", "c", "c", [True, True, True]),
+    (
+        aten.native_layer_norm_backward.default,
+        "ABC",
+        "abc",
+        ["c"],
+        "ab1",
+        "ab1",
+        "c",
+        "c",
+        [True, True, True],
+    ),
     (aten.linalg_vector_norm.default, "abc", 2, [1]),
     (aten.linalg_vector_norm.default, "ab", float("inf")),
     (aten.logsumexp.default, "ab", [1]),
@@ -111,13 +132,18 @@ def with_sizes(call: Sequence[Any], sizes: Mapping[str, int]) -> tuple[list[Any]
     return args, call[-1] if isinstance(call[-1], dict) else {}
 
 
-def check(op: Any, values: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh = MESH) -> bool:
+def check(
+    op: Any, values: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh = MESH
+) -> bool:
     """Whether a run on few elements shows the outputs of a call; then they are those of the meta kernel."""
 
     def spec(value: Any) -> Any:
         return Spec(mesh, [Replicate()], *value) if isinstance(value, TensorMeta) else value
 
-    args, named = [spec(value) for value in values], {name: spec(value) for name, value in kwargs.items()}
+    args, named = (
+        [spec(value) for value in values],
+        {name: spec(value) for name, value in kwargs.items()},
+    )
     specs = [value for value in (*args, *named.values()) if isinstance(value, Spec)]
     rule = rule_of(op, DEFAULT)
     assert rule is not None
@@ -127,7 +153,9 @@ def check(op: Any, values: Sequence[Any], kwargs: Mapping[str, Any], mesh: Devic
     try:
         expected = by_meta_kernel(op, args, named, specs)
     except (ShoalTensorError, RuntimeError, IndexError) as error:
-        raise AssertionError(f"{op} of {args} {named} has outputs {shown.metas}, but fails") from error
+        raise AssertionError(
+            f"{op} of {args} {named} has outputs {shown.metas}, but fails"
+        ) from error
     assert shown.metas == expected.metas, (op, args, named)
     assert shown.binding() == expected.binding(), (op, args, named)
     return True
@@ -154,7 +182,10 @@ def test_few_elements_show_what_each_shape_of_every_operator_returns() -> None:
     for op, calls in recorded(ops, samples=6, per_op=6).items():
         for call in calls:
             values = [*call.args, *call.kwargs.values()]
-            if any(isinstance(value, list | tuple) and any(map(torch.is_tensor, value)) for value in values):
+            if any(
+                isinstance(value, list | tuple) and any(map(torch.is_tensor, value))
+                for value in values
+            ):
                 continue
             for _ in range(8):
                 resized = _Resized(rng, TABLE[op].sizes or ())
@@ -213,7 +244,9 @@ def test_tensors_with_gaps_are_shown_to_the_meta_kernel() -> None:
         assert (by_few_elements(aten.relu.default, rule, [spec], {}, [spec]) is not None) == shown
 
 
-def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_kernels_are_asked_only_where_each_shape_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError("a meta kernel was asked")
 

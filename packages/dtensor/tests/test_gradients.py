@@ -37,11 +37,16 @@ def batches(count: int = 3) -> list[Tensor]:
     return [torch.randn(8, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
 
 
-def leaves(mesh: DeviceMesh, layouts: Sequence[Sequence[Placement]] | None = None) -> tuple[list[Any], list[Any]]:
+def leaves(
+    mesh: DeviceMesh, layouts: Sequence[Sequence[Placement]] | None = None
+) -> tuple[list[Any], list[Any]]:
     """Weights, plain and spread."""
     layouts = layouts or LAYOUTS[tuple(mesh.shape)]
     plain = [w.clone().requires_grad_() for w in weights()]
-    spread = [distribute_tensor(w, mesh, p).requires_grad_() for w, p in zip(weights(), layouts, strict=True)]
+    spread = [
+        distribute_tensor(w, mesh, p).requires_grad_()
+        for w, p in zip(weights(), layouts, strict=True)
+    ]
     return plain, spread
 
 
@@ -106,7 +111,9 @@ def test_hooks_see_reduced_gradients_in_any_order() -> None:
         params[1].register_hook(lambda g: g.mul_(3))
         params[3].register_hook(doubled if params is spread else lambda g: g * 2)
         params[2].register_post_accumulate_grad_hook(negate)
-    spread[4].register_post_accumulate_grad_hook(lambda p: sums.append((p.grad.sum().item(), p.grad.placements)))
+    spread[4].register_post_accumulate_grad_hook(
+        lambda p: sums.append((p.grad.sum().item(), p.grad.placements))
+    )
     for x, part in zip(batches(2), data(mesh), strict=False):
         loss(x, plain).backward()
         loss(part, spread).backward()
@@ -122,7 +129,8 @@ def test_collectives_are_bounded(bucket: int) -> None:
     usual, gradients.BUCKET = (
         gradients.BUCKET,
         bucket,
-    )  # a gradient has 200 bytes, its all-reduce receives 300
+        # a gradient has 200 bytes, its all-reduce receives 300
+    )
     try:
         x, part = batches()[0], data(mesh)[0]
         loss(x, plain).backward()
@@ -197,7 +205,10 @@ def test_a_gradient_marked_as_conjugate_is_computed() -> None:
     x: Any = distribute_tensor(values, mesh, [Replicate()]).requires_grad_()
     (grad,) = torch.autograd.grad(x.to_local(), x, values.conj())
     assert not grad.to_local().is_conj()
-    assert grad.view(torch.float64).full_tensor().tolist() == values.conj().resolve_conj().view(torch.float64).tolist()
+    assert (
+        grad.view(torch.float64).full_tensor().tolist()
+        == values.conj().resolve_conj().view(torch.float64).tolist()
+    )
 
 
 @on_ranks(2)
@@ -206,7 +217,8 @@ def test_a_gradient_of_a_local_part_has_any_memory_order() -> None:
     full = torch.randn(2, 12, 5, dtype=torch.float64)
     x: Any = distribute_tensor(full, mesh, [Shard(1)]).requires_grad_()
     local = x.view(2, 4, 3, 5).to_local()
-    seed = torch.randn(2, 5, 3, 2, dtype=torch.float64).transpose(1, 3)  # as a transposition behind it gives
+    # as a transposition behind it gives
+    seed = torch.randn(2, 5, 3, 2, dtype=torch.float64).transpose(1, 3)
     local.backward(seed)
     assert isinstance(x.grad, DTensor)
     torch.testing.assert_close(x.grad.to_local(), seed.reshape(2, 6, 5))

@@ -49,7 +49,9 @@ def test_convolutions_of_sharded_rows(case: tuple[int, ...]) -> None:
     forward = validate(aten.convolution.default, x, weight, bias, *rest)
     assert not forward.wrong
     gradient = real(*aten.convolution.default(x, weight, bias, *rest).shape)
-    back = validate(aten.convolution_backward.default, gradient, x, weight, [4], *rest, [True, True, True])
+    back = validate(
+        aten.convolution_backward.default, gradient, x, weight, [4], *rest, [True, True, True]
+    )
     assert not back.wrong
     assert min(forward.checked, back.checked) > 89, "the spatial dim has rows"
 
@@ -64,7 +66,13 @@ def test_two_sharded_dims_and_groups() -> None:
 
 
 # (kernel, stride, padding, dilation, ceil_mode)
-POOLS = [(3, 2, 1, 1, False), (2, 2, 0, 1, False), (3, 1, 1, 2, False), (3, 2, 0, 1, True), (2, 3, 1, 1, True)]
+POOLS = [
+    (3, 2, 1, 1, False),
+    (2, 2, 0, 1, False),
+    (3, 1, 1, 2, False),
+    (3, 2, 0, 1, True),
+    (2, 3, 1, 1, True),
+]
 
 
 @pytest.mark.parametrize("case", POOLS, ids=str)
@@ -104,7 +112,9 @@ def calls_of(run: Any, *tensors: Any) -> list[tuple[Any, list[Any]]]:
 
     def note(op: Any, args: Any, kwargs: Any) -> None:
         if any(word in str(op) for word in ("upsample", "adaptive", "convolution")):
-            calls.append((op, [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]))
+            calls.append(
+                (op, [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args])
+            )
 
     with recording(note):
         result = run(*(t.clone().requires_grad_() for t in tensors))
@@ -127,16 +137,25 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("size", [{"scale_factor": (2, 3)}, {"size": (15, 7)}, {"scale_factor": (1, 1.5)}], ids=str)
+@pytest.mark.parametrize(
+    "size", [{"scale_factor": (2, 3)}, {"size": (15, 7)}, {"scale_factor": (1, 1.5)}], ids=str
+)
 def test_enlargement_of_sharded_rows(mode: tuple[str, bool], size: dict[str, Any]) -> None:
     """Whole multiples have rows, by given factors and by sizes; the dim that is stretched otherwise has none."""
     name, smooth = mode
-    calls = calls_of(lambda x: F.interpolate(x, mode=name, antialias=smooth, **size), real(2, 3, 5, 6))
+    calls = calls_of(
+        lambda x: F.interpolate(x, mode=name, antialias=smooth, **size), real(2, 3, 5, 6)
+    )
     assert len(calls) == 2
     for op, args in calls:
         report = validate(op, *args, pairs=size == {"scale_factor": (2, 3)})
         assert not report.wrong, report.wrong[:2]
-        dims = [e.dim for row in TABLE[op].rows(call_of(op, args)) for e in row.inputs if isinstance(e, S)]
+        dims = [
+            e.dim
+            for row in TABLE[op].rows(call_of(op, args))
+            for e in row.inputs
+            if isinstance(e, S)
+        ]
         assert dims == ([0, 1, 2, 3] if size == {"scale_factor": (2, 3)} else [0, 1, 2])
 
 
@@ -195,7 +214,10 @@ def test_transposed_convolutions_of_sharded_rows(case: tuple[int, ...], length: 
 
 def test_transposed_convolutions_of_two_sharded_dims() -> None:
     for op, args in calls_of(
-        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1), real(2, 2, 5, 4), real(2, 3, 3, 3), real(3)
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1),
+        real(2, 2, 5, 4),
+        real(2, 3, 3, 3),
+        real(3),
     ):
         assert not validate(op, *args).wrong
 
@@ -209,7 +231,11 @@ def test_shards_make_all_outputs_once_in_order_and_read_what_these_need(
 ) -> None:
     """Against the definition: a window of inputs per output, or transposed a window of outputs per input."""
     reach = dilation * (kernel - 1)
-    made = (length - 1) * stride - 2 * padding + reach + 1 if transposed else (length + 2 * padding - reach - 1)
+    made = (
+        (length - 1) * stride - 2 * padding + reach + 1
+        if transposed
+        else (length + 2 * padding - reach - 1)
+    )
     made = made if transposed else made // stride + 1
     if made <= 0:
         return
@@ -233,9 +259,13 @@ def test_shards_make_all_outputs_once_in_order_and_read_what_these_need(
         assert not needed or transposed or (first, last) == (min(needed), max(needed) + 1)
 
 
-@pytest.mark.parametrize(("shape", "placements"), [((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "placements"), [((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str
+)
 @on_ranks(4)
-def test_a_convolutional_network_exchanges_borders_only(shape: tuple[int, ...], placements: list[Any]) -> None:
+def test_a_convolutional_network_exchanges_borders_only(
+    shape: tuple[int, ...], placements: list[Any]
+) -> None:
     mesh = init_device_mesh("cpu", shape)
     whole = [Replicate()] * len(shape)
     torch.manual_seed(0)
@@ -246,7 +276,8 @@ def test_a_convolutional_network_exchanges_borders_only(shape: tuple[int, ...], 
         x = F.max_pool2d(F.relu(F.conv2d(x, kernels[1], padding=1)), 3, 2, 1)
         return F.conv2d(x, kernels[2]).square().sum()
 
-    image = real(1, 3, 130, 121)  # large enough that borders are cheaper than the whole
+    # large enough that borders are cheaper than the whole
+    image = real(1, 3, 130, 121)
     plain = [t.clone().requires_grad_() for t in (image, *weights)]
     network(plain[0], plain[1:]).backward()
     x: Any = distribute_tensor(image, mesh, placements).requires_grad_()
@@ -274,7 +305,9 @@ def test_channels_last_stays_channels_last() -> None:
     expected = features(images, kernels)
     for cut in (Replicate(), Shard(0), Shard(1), Shard(2)):
         for spread in (Replicate(), Shard(0), Shard(1)):
-            x, weight = (distribute_tensor(t, mesh, [p]) for t, p in ((images, cut), (kernels, spread)))
+            x, weight = (
+                distribute_tensor(t, mesh, [p]) for t, p in ((images, cut), (kernels, spread))
+            )
             for got, want in zip(features(x, weight), expected, strict=True):
                 assert got.stride() == want.stride()
                 torch.testing.assert_close(got.full_tensor(), want)

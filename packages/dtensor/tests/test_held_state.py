@@ -14,8 +14,13 @@ from shoal_dtensor.errors import ArgumentTypeError, CheckpointError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 
-GLOBAL = {"rows": torch.arange(35.0).view(7, 5), "few": torch.arange(3.0), "grid": torch.arange(64).view(8, 8)}
-LAYOUTS: dict[str, list[Any]] = {  # replicas along the first axis, but for the grid
+GLOBAL = {
+    "rows": torch.arange(35.0).view(7, 5),
+    "few": torch.arange(3.0),
+    "grid": torch.arange(64).view(8, 8),
+}
+# replicas along the first axis, but for the grid
+LAYOUTS: dict[str, list[Any]] = {
     "rows": [Replicate(), Shard(0)],
     "few": [Replicate(), Shard(0)],
     "grid": [Replicate(), Shard(1)],
@@ -24,8 +29,14 @@ LAYOUTS: dict[str, list[Any]] = {  # replicas along the first axis, but for the 
 
 def _state(shape: tuple[int, ...], layouts: dict[str, list[Any]], scale: float) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape)
-    tensors = {name: distribute_tensor(GLOBAL[name] * int(scale), mesh, layouts[name]) for name in GLOBAL}
-    return {"model": tensors, "plain": torch.tensor(scale), "groups": [{"lr": scale, "params": ["a", "b"]}]}
+    tensors = {
+        name: distribute_tensor(GLOBAL[name] * int(scale), mesh, layouts[name]) for name in GLOBAL
+    }
+    return {
+        "model": tensors,
+        "plain": torch.tensor(scale),
+        "groups": [{"lr": scale, "params": ["a", "b"]}],
+    }
 
 
 def _new_state() -> dict[str, Any]:
@@ -62,7 +73,8 @@ def test_shards_of_shards_move_too() -> None:
 @on_ranks(4)
 def test_a_lost_shard_leaves_the_state_as_it_is() -> None:
     held = HeldState()
-    if dist.get_rank() in (0, 2):  # the second half of every tensor is gone
+    # the second half of every tensor is gone
+    if dist.get_rank() in (0, 2):
         held.keep(7, _state((2, 2), LAYOUTS, 3))
     else:
         _state((2, 2), LAYOUTS, 3)
@@ -91,7 +103,8 @@ def test_equal_steps_of_different_pasts_are_not_mixed() -> None:
     held.keep(3, state)
     assert held.recover(_new_state()) == 3
     if dist.get_rank() == 0:
-        held = HeldState()  # of a process that was left behind, and kept the same step
+        # of a process that was left behind, and kept the same step
+        held = HeldState()
     held.keep(3, state)
     assert held.recover(_new_state()) is None
 

@@ -12,7 +12,12 @@ CPU = torch.device("cpu")
 
 
 def test_what_is_packed_is_cast_and_may_be_written_to_at_once() -> None:
-    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.arange(4.0)[::2], torch.zeros(0, 2)]
+    tensors = [
+        torch.arange(6.0).view(2, 3),
+        torch.tensor(7),
+        torch.arange(4.0)[::2],
+        torch.zeros(0, 2),
+    ]
     dtypes = [torch.bfloat16, torch.int64, torch.float32, torch.bfloat16]
     expected = [tensor.to(dtype, copy=True) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     sent = upload_packed(tensors, CPU, dtypes)
@@ -24,7 +29,12 @@ def test_what_is_packed_is_cast_and_may_be_written_to_at_once() -> None:
 
 
 def test_what_is_downloaded_is_a_copy_of_every_dtype() -> None:
-    tensors = [torch.ones(2, 3), torch.arange(3), torch.full((), 5.0), torch.arange(6.0).view(2, 3).t()]
+    tensors = [
+        torch.ones(2, 3),
+        torch.arange(3),
+        torch.full((), 5.0),
+        torch.arange(6.0).view(2, 3).t(),
+    ]
     expected = [tensor.clone() for tensor in tensors]
     arrived = download(tensors)
     for tensor in tensors:

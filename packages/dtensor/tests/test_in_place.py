@@ -39,15 +39,21 @@ def test_views_in_place(placement: Placement) -> None:
 
 
 @pytest.mark.parametrize("base_is_written", [False, True])
-def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient(base_is_written: bool) -> None:
+def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient(
+    base_is_written: bool,
+) -> None:
     """Autograd repeats the views that led to it without the transpose, so the gradient would be wrong in silence."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
-        leaf: Any = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        leaf: Any = distribute_tensor(
+            torch.randn(4, 4), mesh, [Shard(0)], src_data_rank=None
+        ).requires_grad_()
         base = leaf * 1
         view = base.view(4, 4).t_()
         assert (view * 2).shape == (4, 4)
-        with pytest.raises(RuntimeError, match=r"replace the inplace operation by an out-of-place one"):
+        with pytest.raises(
+            RuntimeError, match=r"replace the inplace operation by an out-of-place one"
+        ):
             (base if base_is_written else view).mul_(leaf.detach())
             view.sum().backward()
         with torch.no_grad():
@@ -61,10 +67,14 @@ def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient
 def test_a_tensor_with_views_is_not_transposed_in_place(gradients: bool) -> None:
     """The views would be repeated on the new shape, and give the gradients of other elements in silence."""
     with fake_world(2):
-        leaf: Any = distribute_tensor(torch.randn(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        leaf: Any = distribute_tensor(
+            torch.randn(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         base = leaf.requires_grad_(gradients) * 1
         view = base[1:3]
-        with pytest.raises(InPlaceError, match=r"aten.t_.default changes the shape .* as in x = x\.t\("):
+        with pytest.raises(
+            InPlaceError, match=r"aten.t_.default changes the shape .* as in x = x\.t\("
+        ):
             base.t_()
         with torch.no_grad():
             assert (leaf.detach() * 1).t_().shape == (4, 4)
@@ -76,8 +86,12 @@ def test_a_tensor_with_views_is_not_transposed_in_place(gradients: bool) -> None
 def test_windows_that_overlap_take_no_write(placement: Placement) -> None:
     """Of elements that are one place in memory a kernel's order would say which write stays."""
     with fake_world(2):
-        x: Any = distribute_tensor(torch.randn(4, 6), init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
-        with pytest.raises(InPlaceError, match="one place in memory; write to the tensor before expand or unfold"):
+        x: Any = distribute_tensor(
+            torch.randn(4, 6), init_device_mesh("cpu", (2,)), [placement], src_data_rank=None
+        )
+        with pytest.raises(
+            InPlaceError, match="one place in memory; write to the tensor before expand or unfold"
+        ):
             x.unfold(1, 4, 1).mul_(2)
         x.unfold(1, 2, 2).mul_(2)
         x.t()[1:4:2].mul_(2)

@@ -64,7 +64,11 @@ def laid(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> 
 def test_writes_to_partial_tensors(name: str) -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     layouts: list[tuple[DeviceMesh, list[Placement]]] = [(line, [Partial(op)]) for op in OPS]
-    layouts += [(square, [Partial(), S0]), (square, [Shard(1), Partial("max")]), (square, [Partial(), Partial()])]
+    layouts += [
+        (square, [Partial(), S0]),
+        (square, [Shard(1), Partial("max")]),
+        (square, [Partial(), Partial()]),
+    ]
     layouts.append((line, [S0]))
     for mesh, placements in layouts:
         torch.manual_seed(1)
@@ -77,7 +81,9 @@ def test_writes_to_partial_tensors(name: str) -> None:
         torch.manual_seed(2)
         PROGRAMS[name](many)
         assert many.placements == tuple(placements)
-        torch.testing.assert_close(many.full_tensor(), one, msg=f"{placements} {before}: {many.full_tensor()}, {one}")
+        torch.testing.assert_close(
+            many.full_tensor(), one, msg=f"{placements} {before}: {many.full_tensor()}, {one}"
+        )
 
 
 @on_ranks(4)
@@ -87,7 +93,10 @@ def test_such_a_write_communicates_once_and_obeys_the_policy() -> None:
     with CommDebugMode() as counted:
         x.relu_()
     assert counted.get_total_counts() == 1
-    with pytest.raises(CommunicationForbiddenError, match="needs implicit communication"), communication("forbid"):
+    with (
+        pytest.raises(CommunicationForbiddenError, match="needs implicit communication"),
+        communication("forbid"),
+    ):
         x.relu_()
 
 
@@ -95,7 +104,10 @@ def test_such_a_write_communicates_once_and_obeys_the_policy() -> None:
 def test_gradients_pass_such_a_write() -> None:
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    one, many = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, [S0]).requires_grad_()
+    one, many = (
+        whole.clone().requires_grad_(),
+        distribute_tensor(whole, mesh, [S0]).requires_grad_(),
+    )
     x: Any
     for x in (one, many):
         y = x.sum(0)
@@ -105,7 +117,7 @@ def test_gradients_pass_such_a_write() -> None:
     torch.testing.assert_close(grad.full_tensor(), one.grad)
 
 
-# --- views that had to be copied follow their base --------------------------------------------------------------------
+# --- views that had to be copied follow their base ------------------------------------------------
 
 FOLLOWING: dict[str, Callable[[Any], Any]] = {
     "flat": lambda x: x.view(-1),
@@ -162,7 +174,7 @@ def test_a_copied_view_of_a_tensor_that_has_changed_shape_is_refused() -> None:
         view.sum()
 
 
-# --- the same memory in several places of one call --------------------------------------------------------------------
+# --- the same memory in several places of one call ------------------------------------------------
 
 LISTS: dict[str, Callable[[Any], Any]] = {
     "twice": lambda x: torch._foreach_add_([x, x], 1.0),
@@ -181,8 +193,14 @@ LISTS: dict[str, Callable[[Any], Any]] = {
 @on_ranks(4)
 def test_lists_that_hold_one_tensor_twice(name: str) -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    layouts: list[tuple[DeviceMesh, list[Placement]]] = [(line, [p]) for p in (S0, S1, Partial(), Partial("max"), R)]
-    layouts += [(line, [Shard(0, sizes=(1, 4, 0, 1))]), (square, [Partial(), S0]), (square, [S0, S1])]
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [
+        (line, [p]) for p in (S0, S1, Partial(), Partial("max"), R)
+    ]
+    layouts += [
+        (line, [Shard(0, sizes=(1, 4, 0, 1))]),
+        (square, [Partial(), S0]),
+        (square, [S0, S1]),
+    ]
     for mesh, placements in layouts:
         one = torch.arange(36.0, dtype=torch.float64).sin().reshape(6, 6)
         many = laid(one.clone(), mesh, placements)
@@ -205,7 +223,7 @@ def test_assignments_of_elements_to_themselves() -> None:
         assert torch.equal(many.full_tensor(), one)
 
 
-# --- what torch refuses is refused, on every rank ---------------------------------------------------------------------
+# --- what torch refuses is refused, on every rank -------------------------------------------------
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "expanded": lambda x: x[0].expand(3, 6).add_(1),
@@ -244,10 +262,14 @@ def test_overlaps_do_not_stop_some_ranks_only() -> None:
 def test_out_of_another_shape_is_refused() -> None:
     mesh = abstract_mesh((4,), rank=0)
     with pytest.raises(InPlaceError, match="is not resized"):
-        check_outs(torch.ops.aten.add.out, [Spec(mesh, (S0,), (0,))], [TensorMeta((6, 6), (6, 1), torch.float32)])
+        check_outs(
+            torch.ops.aten.add.out,
+            [Spec(mesh, (S0,), (0,))],
+            [TensorMeta((6, 6), (6, 1), torch.float32)],
+        )
 
 
-# --- what autograd has saved ------------------------------------------------------------------------------------------
+# --- what autograd has saved ----------------------------------------------------------------------
 
 
 def listed_views(y: Any) -> None:
@@ -256,7 +278,9 @@ def listed_views(y: Any) -> None:
 
 def descended(y: Any) -> None:
     options: Any = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
-    torch._fused_sgd_([y], [y.clone()], [], **options, nesterov=False, maximize=False, is_first_step=False)
+    torch._fused_sgd_(
+        [y], [y.clone()], [], **options, nesterov=False, maximize=False, is_first_step=False
+    )
 
 
 SPOILING: dict[str, Callable[[Any], Any]] = {

@@ -34,7 +34,10 @@ def test_an_index_out_of_range_raises_on_every_rank(name: str, sharding: Shard) 
         look_up(x, index)
 
     def check(mesh: Any) -> str:
-        spread, fixed = distribute_tensor(x, mesh, [sharding]), distribute_tensor(index, mesh, [Replicate()])
+        spread, fixed = (
+            distribute_tensor(x, mesh, [sharding]),
+            distribute_tensor(index, mesh, [Replicate()]),
+        )
         with pytest.raises(IndexError, match="out of bounds for a dim of") as caught:
             look_up(spread, fixed)
         return str(caught.value)

@@ -15,7 +15,8 @@ class Logged(torch.Tensor):
     """Says which way its operators take."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch calls it
+    # as torch calls it
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         CALLS.append(("method", cls, func))
         return torch.ones(2)
 
@@ -52,4 +53,7 @@ def test_subclasses_and_operators_with_out_take_the_method() -> None:
     CALLS.clear()
     torch.relu(below)
     torch.mm(one, one, out=one)
-    assert [("method", Below, torch.ops.aten.relu.default), ("method", Logged, torch.ops.aten.mm.out)] == CALLS
+    assert [
+        ("method", Below, torch.ops.aten.relu.default),
+        ("method", Logged, torch.ops.aten.mm.out),
+    ] == CALLS

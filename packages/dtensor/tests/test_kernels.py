@@ -34,7 +34,9 @@ def check(src: Spec, dst: Spec, seed: int = 0, links: Topology | None = None) ->
 
 
 @pytest.mark.parametrize(
-    "ops", [(), ("sum",), ("sum", "avg"), ("max",), ("min",), ("product",), ("norm2",), ("norm-3.5",)], ids=str
+    "ops",
+    [(), ("sum",), ("sum", "avg"), ("max",), ("min",), ("product",), ("norm2",), ("norm-3.5",)],
+    ids=str,
 )
 def test_random_pairs(ops: tuple[str, ...]) -> None:
     for i, (src, dst) in enumerate(spec_pairs(7, 400, mesh_shapes=MESHES, ops=ops)):
@@ -44,14 +46,19 @@ def test_random_pairs(ops: tuple[str, ...]) -> None:
 def test_random_pairs_on_uneven_links() -> None:
     for i, (src, dst) in enumerate(spec_pairs(11, 400, mesh_shapes=MESHES)):
         size = src.mesh.ndim
-        check(src, dst, i, Topology(tuple(Link(1e-9, speed) for speed in (1.0, 100.0, 10.0)[:size])))
+        check(
+            src, dst, i, Topology(tuple(Link(1e-9, speed) for speed in (1.0, 100.0, 10.0)[:size]))
+        )
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 2, 2)], ids=str)
 def test_all_pairs_even(mesh_shape: tuple[int, ...]) -> None:
     mesh = abstract_mesh(mesh_shape)
     options = [Replicate(), Partial(), Shard(0), Shard(1)]
-    specs = [Spec(mesh, p, (8, 16), dtype=torch.float64) for p in product(options, repeat=len(mesh_shape))]
+    specs = [
+        Spec(mesh, p, (8, 16), dtype=torch.float64)
+        for p in product(options, repeat=len(mesh_shape))
+    ]
     pairs = list(product(specs, specs))
     for src, dst in pairs[:: max(1, len(pairs) // 600)]:
         check(src, dst)
@@ -106,4 +113,6 @@ def test_what_is_gathered_is_row_major() -> None:
     """Also from blocks of one column, which are a transposed view of what arrives."""
     src = Spec(abstract_mesh((4,)), (Shard(1),), (3, 4))
     found = plan(src, src.with_(placements=(Replicate(),)))
-    assert all(shard.is_contiguous() for shard in simulate(found, local_shards(torch.zeros(3, 4), src)))
+    assert all(
+        shard.is_contiguous() for shard in simulate(found, local_shards(torch.zeros(3, 4), src))
+    )

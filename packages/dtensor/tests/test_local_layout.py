@@ -11,7 +11,14 @@ from torch import nn
 
 from shoal_dtensor import Shard, Spec
 from shoal_dtensor.modules.owners import carry_over, has_hooks
-from shoal_dtensor.random_layouts.layouts import PLAIN, UNSEEN, LocalLayout, followed, layout_of, note_layout
+from shoal_dtensor.random_layouts.layouts import (
+    PLAIN,
+    UNSEEN,
+    LocalLayout,
+    followed,
+    layout_of,
+    note_layout,
+)
 from shoal_mesh import abstract_mesh
 
 

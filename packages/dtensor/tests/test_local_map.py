@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, checked_replicas, distribute_tensor, local_map
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    checked_replicas,
+    distribute_tensor,
+    local_map,
+)
 from shoal_dtensor.errors import PlacementError
 from shoal_mesh import CommDebugMode, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
@@ -39,7 +47,10 @@ def test_outputs_that_are_not_replicated_are_refused() -> None:
     for _ in range(2):
         with pytest.raises(PlacementError, match="output 0 of local_map"):
             total(x)
-    assert local_map(lambda local: local.sum(0), out_placements=[Partial()])(x).full_tensor().item() == 120
+    assert (
+        local_map(lambda local: local.sum(0), out_placements=[Partial()])(x).full_tensor().item()
+        == 120
+    )
 
 
 @on_ranks(4)
@@ -71,14 +82,18 @@ def test_outputs_may_change_between_calls() -> None:
     constant = local_map(lambda local: torch.ones(2) * kept[0], out_placements=[Replicate()])
     assert constant(x).shape == (2,)
     kept[0] = rank // 2
-    with pytest.raises(PlacementError, match=r"output 0 of local_map.* differs between ranks along"):
+    with pytest.raises(
+        PlacementError, match=r"output 0 of local_map.* differs between ranks along"
+    ):
         constant(x)
 
 
 @on_ranks(4)
 def test_replicas_are_compared_along_the_axes_that_have_them() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()], src_data_rank=None)
+    x = distribute_tensor(
+        torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()], src_data_rank=None
+    )
     same = local_map(lambda local: local + 1, out_placements=[Shard(0), Replicate()])(x)
     assert torch.equal(same.full_tensor(), torch.arange(8.0).view(4, 2) + 1)
     with pytest.raises(PlacementError, match="differs between ranks along a"):
@@ -89,9 +104,13 @@ def test_replicas_are_compared_along_the_axes_that_have_them() -> None:
 def test_threads_may_call_it_in_another_order_on_each_rank() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (4,))
-    inputs = [distribute_tensor(torch.arange(n), mesh, [Shard(0)], src_data_rank=None) for n in (8, 5, 16)]
+    inputs = [
+        distribute_tensor(torch.arange(n), mesh, [Shard(0)], src_data_rank=None) for n in (8, 5, 16)
+    ]
     found: list[tuple[int, list[int]]] = []
-    below, cut = [local_map(f, out_placements=[Shard(0)]) for f in (lambda a: a - 1, lambda a: a[:rank])]
+    below, cut = [
+        local_map(f, out_placements=[Shard(0)]) for f in (lambda a: a - 1, lambda a: a[:rank])
+    ]
 
     def work(place: int) -> None:
         for function in (below, cut, below):
@@ -101,12 +120,20 @@ def test_threads_may_call_it_in_another_order_on_each_rank() -> None:
     threads = [threading.Thread(target=work, args=((rank + i) % 3,)) for i in range(3)]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)  # so that each comes to its first call before the next one
+        # so that each comes to its first call before the next one
+        time.sleep(0.05)
     for thread in threads:
         thread.join()
     for place, x in enumerate(inputs):
-        own, kept = len(x.to_local()), sum(min(r, len(p)) for r, p in enumerate(torch.arange(len(x)).chunk(4)))
-        assert [of for at, of in found if at == place] == [[len(x), own], [kept, min(rank, own)], [len(x), own]]
+        own, kept = (
+            len(x.to_local()),
+            sum(min(r, len(p)) for r, p in enumerate(torch.arange(len(x)).chunk(4))),
+        )
+        assert [of for at, of in found if at == place] == [
+            [len(x), own],
+            [kept, min(rank, own)],
+            [len(x), own],
+        ]
 
 
 @on_ranks(4)
@@ -122,15 +149,24 @@ def test_without_a_check_nothing_is_sent() -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 @on_ranks(2)
 def test_compiled_code_leaves_uneven_inputs_to_eager_code() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], src_data_rank=None)
     twice = local_map(lambda local: local * 2, out_placements=[Shard(0)])
-    assert torch.compile(lambda x: twice(x) + 1, backend="eager")(x).full_tensor().tolist() == [1, 3, 5, 7, 9]
-    sized = local_map(lambda local: local * 2, out_placements=[Shard(0, sizes=(3, 2))], run_check=False)
+    assert torch.compile(lambda x: twice(x) + 1, backend="eager")(x).full_tensor().tolist() == [
+        1,
+        3,
+        5,
+        7,
+        9,
+    ]
+    sized = local_map(
+        lambda local: local * 2, out_placements=[Shard(0, sizes=(3, 2))], run_check=False
+    )
     compiled = torch.compile(lambda x: sized(x) + 1, backend="eager", fullgraph=True)
     assert compiled(x).full_tensor().tolist() == [1, 3, 5, 7, 9]
 

@@ -16,7 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, local_step
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    local_step,
+)
 from shoal_dtensor.errors import MixedTensorError, OptimizerError, PlacementError
 from shoal_dtensor.optim.local_step import ELEMENTWISE
 from shoal_mesh import CommDebugMode, init_device_mesh
@@ -36,7 +44,10 @@ def parameters() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The same parameters plain, and as DTensors with the last one plain: uneven, sharded by columns, replicated."""
     torch.manual_seed(3)
     plain = [nn.Parameter(torch.randn(7, 3, dtype=torch.float64)) for _ in range(4)]
-    spread = [nn.Parameter(distribute_tensor(p.detach(), mesh(), [at])) for p, at in zip(plain, PLACEMENTS)]  # noqa: B905  # the last stays plain
+    spread = [
+        nn.Parameter(distribute_tensor(p.detach(), mesh(), [at]))
+        for p, at in zip(plain, PLACEMENTS)  # noqa: B905  # the last stays plain
+    ]
     return plain, [*spread, nn.Parameter(plain[3].detach().clone())]
 
 
@@ -93,8 +104,10 @@ def test_fused_steps_follow_every_change_and_keep_no_gradients(kind: str) -> Non
     more: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     both = []
     for params in (plain, spread):
-        groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:]}]  # of DTensors; and mixed
-        both.append(KINDS[kind](groups, lr=0.1, fused=True, **more))  # type: ignore[call-arg]  # all of them have these
+        # of DTensors; and mixed
+        groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:]}]
+        # all of them have these
+        both.append(KINDS[kind](groups, lr=0.1, fused=True, **more))  # type: ignore[call-arg]
     one, other = both
     for turn in range(9):
         give_gradients(plain, spread)
@@ -139,7 +152,8 @@ def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
     assert_same(one, fresh)
     again = torch.optim.AdamW(spread, lr=0.1)
     again.load_state_dict(fresh.state_dict())
-    again.param_groups[0]["foreach"] = False  # dispatch does not mix DTensors and plain tensors in a list
+    # dispatch does not mix DTensors and plain tensors in a list
+    again.param_groups[0]["foreach"] = False
     give_gradients(plain, spread)
     one.step(), again.step()
     assert_same(one, again)
@@ -151,7 +165,12 @@ def test_a_state_taken_away_starts_anew() -> None:
     one, other = torch.optim.Adam(plain, lr=0.1), torch.optim.Adam(spread, lr=0.1)
     give_gradients(plain, spread)
     one.step(), other.step()
-    for optimizer, param in ((one, plain[0]), (other, spread[0]), (one, plain[3]), (other, spread[3])):
+    for optimizer, param in (
+        (one, plain[0]),
+        (other, spread[0]),
+        (one, plain[3]),
+        (other, spread[3]),
+    ):
         del optimizer.state[param]
     give_gradients(plain, spread)
     one.step(), other.step()
@@ -183,7 +202,9 @@ def test_hooks_schedulers_and_closures_meet_dtensors() -> None:
     other = torch.optim.AdamW(spread, lr=0.1)
     seen: list[type] = []
     other.register_step_pre_hook(lambda o, *_: seen.append(type(o.param_groups[0]["params"][0])))
-    other.register_step_post_hook(lambda o, *_: seen.append(type(o.state[o.param_groups[0]["params"][0]]["exp_avg"])))
+    other.register_step_post_hook(
+        lambda o, *_: seen.append(type(o.state[o.param_groups[0]["params"][0]]["exp_avg"]))
+    )
     schedule = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
 
     def closure() -> float:
@@ -236,7 +257,11 @@ def test_what_dispatch_alone_can_do() -> None:
         optimizer.step()
     assert torch.equal(whole(replicated.detach()), torch.full((2,), 0.5))
     adam = torch.optim.Adam(spread[:1])
-    adam.state[spread[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(7, 3), "exp_avg_sq": torch.ones(7, 3)}
+    adam.state[spread[0]] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.ones(7, 3),
+        "exp_avg_sq": torch.ones(7, 3),
+    }
     spread[0].grad = torch.ones_like(spread[0])
     with pytest.raises(MixedTensorError, match="plain tensor"):
         adam.step()
@@ -273,9 +298,12 @@ def test_groups_and_states_that_are_rearranged_count() -> None:
             if turn == 0:
                 first.append(second.pop(0))  # the same parameters in the same order
             if turn == 2:
-                optimizer.state = UserDict(optimizer.state)  # type: ignore[assignment]  # a mapping that is no dict
+                # a mapping that is no dict
+                optimizer.state = UserDict(optimizer.state)  # type: ignore[assignment]
             if turn == 1:
-                optimizer.state = defaultdict(dict, {p: OrderedDict(s) for p, s in optimizer.state.items()})
+                optimizer.state = defaultdict(
+                    dict, {p: OrderedDict(s) for p, s in optimizer.state.items()}
+                )
         for param, expected in zip(spread, plain, strict=True):
             torch.testing.assert_close(whole(param.detach()), expected.detach())
     for optimizer in both:
@@ -303,7 +331,8 @@ def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
 @on_ranks(2)
 def test_a_step_counts_as_a_write(kernels: str) -> None:
     weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
-    optimizer = torch.optim.AdamW([weight], **{kernels: True})  # type: ignore[arg-type]  # one of two
+    # one of two
+    optimizer = torch.optim.AdamW([weight], **{kernels: True})  # type: ignore[arg-type]
     loss = (weight * weight).sum()
     weight.grad = torch.ones_like(weight)
     before = weight.to_local()._version
@@ -318,7 +347,10 @@ def matrices(shape: tuple[int, ...], placements: Any) -> tuple[list[Any], list[A
     torch.manual_seed(3)
     plain = [nn.Parameter(torch.randn(size)) for size in ((7, 10), (9, 4), (8, 8), (2, 5), (6, 6))]
     grid = init_device_mesh("cpu", shape)
-    spread = [nn.Parameter(distribute_tensor(p.detach(), grid, at)) for p, at in zip(plain, placements)]  # noqa: B905  # the last stays plain
+    spread = [
+        nn.Parameter(distribute_tensor(p.detach(), grid, at))
+        for p, at in zip(plain, placements)  # noqa: B905  # the last stays plain
+    ]
     return plain, [*spread, nn.Parameter(plain[-1].detach().clone())]
 
 
@@ -350,7 +382,9 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, w
             assert torch.equal(whole(other.detach()), one.detach())  # bit for bit
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for index, state in states[0].items():
-        torch.testing.assert_close(whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"])
+        torch.testing.assert_close(
+            whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"]
+        )
 
 
 @on_ranks(2)
@@ -362,11 +396,17 @@ def test_muon_keeps_the_momentum_that_it_loaded_in_another_layout() -> None:
         for param, sharded in zip(plain, spread, strict=True):
             param.grad = torch.randn_like(param)
             is_sharded = isinstance(sharded, DTensor)
-            sharded.grad = distribute_tensor(param.grad, sharded.device_mesh, [Shard(0)]) if is_sharded else param.grad
+            sharded.grad = (
+                distribute_tensor(param.grad, sharded.device_mesh, [Shard(0)])
+                if is_sharded
+                else param.grad
+            )
         one.step(), other.step()
         if turn == 0:
             state = other.state[spread[0]]
-            state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=[Replicate()])
+            state["momentum_buffer"] = state["momentum_buffer"].redistribute(
+                placements=[Replicate()]
+            )
     momentum = other.state[spread[0]]["momentum_buffer"]
     assert momentum.placements == (Shard(0),)
     assert torch.equal(whole(momentum), one.state[plain[0]]["momentum_buffer"])
@@ -401,8 +441,12 @@ def test_a_step_of_muon_computes_its_closure_first_and_calls_hooks_once() -> Non
 def test_schedulers_see_the_steps() -> None:
     plain, spread = parameters()
     optimizers = [torch.optim.AdamW(params, lr=0.1) for params in (plain, spread)]
-    schedulers: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    schedulers += [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    schedulers: list[Any] = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers
+    ]
+    schedulers += [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers
+    ]
     for _ in range(3):
         give_gradients(plain, spread)
         with CommDebugMode() as counted, warnings.catch_warnings(action="error"):

@@ -20,8 +20,12 @@ def test_decisions_and_plans_are_said_once(caplog: pytest.LogCaptureFixture) -> 
         b = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
         _ = a + b, a + b
         a.redistribute(mesh, [Replicate()])
-    (added,) = [record.getMessage() for record in caplog.records if "aten.add" in record.getMessage()]
-    assert added.startswith("aten.add.Tensor(Spec(f32[6@(tp), 4] on (tp=2)), Spec(f32[6, 4@(tp)] on (tp=2))) -> Spec(")
+    (added,) = [
+        record.getMessage() for record in caplog.records if "aten.add" in record.getMessage()
+    ]
+    assert added.startswith(
+        "aten.add.Tensor(Spec(f32[6@(tp), 4] on (tp=2)), Spec(f32[6, 4@(tp)] on (tp=2))) -> Spec("
+    )
     assert "argument 1: [S(1)] -> [S(0)]" in added
     plans = [record.getMessage() for record in caplog.records if record.name == "shoal.plans"]
     assert any(text.startswith("[S(0)] -> [R]") for text in plans)

@@ -38,7 +38,9 @@ def test_losses_of_empty_tensors(name: str, shape: tuple[int, ...], placement: P
             with torch.enable_grad():
                 got = loss(spread.requires_grad_(), fixed, reduction=reduction)
                 got.sum().backward()
-            torch.testing.assert_close(got.full_tensor(), loss(x, target, reduction=reduction), equal_nan=True)
+            torch.testing.assert_close(
+                got.full_tensor(), loss(x, target, reduction=reduction), equal_nan=True
+            )
             assert spread.grad is not None and spread.grad.shape == x.shape
 
     meshes = thread_meshes((4,))
@@ -79,7 +81,9 @@ def test_likelihoods_of_no_samples(reduction: str, placement: Placement) -> None
         spread = distribute_tensor(x, mesh, [placement])
         with torch.enable_grad():
             got: Any = F.cross_entropy(
-                spread.requires_grad_(), distribute_tensor(target, mesh, [Replicate()]), reduction=reduction
+                spread.requires_grad_(),
+                distribute_tensor(target, mesh, [Replicate()]),
+                reduction=reduction,
             )
             got.sum().backward()
         torch.testing.assert_close(got.full_tensor(), expected, equal_nan=True)

@@ -34,8 +34,10 @@ REWRITTEN = {
         "import shoal_dtensor\nimport torch.distributed.tensor as dt\n"
         "x = [shoal_dtensor.Shard(0), shoal_dtensor.Replicate()]\n"
     ),
-    "import torch.distributed.tensor as dt\nx = dt.DTensor.full\n": (  # no name of a module, though one is called so
-        "import shoal_dtensor\nimport torch.distributed.tensor as dt\nx = shoal_dtensor.DTensor.full\n"
+    # no name of a module, though one is called so
+    "import torch.distributed.tensor as dt\nx = dt.DTensor.full\n": (
+        "import shoal_dtensor\nimport torch.distributed.tensor as dt\nx = "
+        "shoal_dtensor.DTensor.full\n"
     ),
     "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n": (
         "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
@@ -77,20 +79,33 @@ def test_what_it_cannot_decide_is_listed_by_line() -> None:
     )
     assert [line for line, _ in found.left] == [1, 2, 3, 5, 7]
     absent = find_spec("shoal_tp_styles") is None  # where this layer is tested alone
-    of_styles = ["shoal_tp_styles is not installed"] * 2 if absent else ["DTensor_: no layer", "replicate(module"]
+    of_styles = (
+        ["shoal_tp_styles is not installed"] * 2
+        if absent
+        else ["DTensor_: no layer", "replicate(module"]
+    )
     ways = ["register_rule", "beside other", "register_rule", *of_styles]
     assert all(way in text for way, (_, text) in zip(ways, found.left, strict=True))
     assert found.text.count("shoal") == 0
 
 
-def test_the_command_prints_a_difference_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_difference_or_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, broken = tmp_path / "train.py", tmp_path / "old.py"
     file.write_text("from torch.distributed.tensor import DTensor, nonsense\n")
     broken.write_text("print 'two'\n")
     assert main([str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "+from shoal_dtensor import DTensor" in shown and "1: torch.distributed.tensor.nonsense" in shown
-    assert shown.endswith("2 lines would change, 1 for a person\n") and "shoal" not in file.read_text()
+    assert (
+        "+from shoal_dtensor import DTensor" in shown
+        and "1: torch.distributed.tensor.nonsense" in shown
+    )
+    assert (
+        shown.endswith("2 lines would change, 1 for a person\n") and "shoal" not in file.read_text()
+    )
     assert main([str(tmp_path), "--write"]) == 1
     assert "2 lines written, 1 for a person" in capsys.readouterr().out
-    assert file.read_text() == ("from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor\n")
+    assert file.read_text() == (
+        "from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor\n"
+    )

@@ -39,7 +39,9 @@ def holdings(draw: st.DrawFn, copies: int = 1) -> Holdings:
 
 @settings(max_examples=300)
 @given(holdings(copies=MEMBERS), holdings(copies=MEMBERS))
-def test_every_element_is_sent_once_to_each_that_lacks_it(before: Holdings, after: Holdings) -> None:
+def test_every_element_is_sent_once_to_each_that_lacks_it(
+    before: Holdings, after: Holdings
+) -> None:
     moves = [exchange_blocks(me, before, after) for me in range(MEMBERS)]
     for taker, move in enumerate(moves):
         arrived = torch.zeros(SHAPE)
@@ -53,7 +55,8 @@ def test_every_element_is_sent_once_to_each_that_lacks_it(before: Holdings, afte
         for box in after[taker]:
             wanted[slices_of(box)] += 1
         assert torch.equal(arrived, wanted)
-        for giver in range(MEMBERS):  # both sides list the blocks in one order
+        # both sides list the blocks in one order
+        for giver in range(MEMBERS):
             sent = [box for member, box in moves[giver].sends if member == taker]
             assert sent == [box for member, box in move.receives if member == giver]
 
@@ -66,7 +69,8 @@ def _is_in(box: Box, outer: Box) -> bool:
 def test_blocks_of_several_tensors_move_at_once() -> None:
     comm = comm_over(range(MEMBERS))
     full = torch.arange(30.0).view(SHAPE)
-    rows = [[((0, 1), (0, 5)), ((4, 6), (0, 5))], [], [((1, 4), (0, 5))]]  # member 0 has two blocks of rows
+    # member 0 has two blocks of rows
+    rows = [[((0, 1), (0, 5)), ((4, 6), (0, 5))], [], [((1, 4), (0, 5))]]
     columns = [[((0, 6), (0, 2))], [((0, 6), (2, 5))], []]
     rounds = ((full, rows, columns), (-full, columns, rows))
     moves = []

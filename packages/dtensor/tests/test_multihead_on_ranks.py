@@ -42,7 +42,9 @@ def test_a_sharded_projection_bias_trains() -> None:
     mesh = init_device_mesh("cpu", (4,))
     plain, module = pair()
     distribute_module(module, mesh, shard_in_proj_bias)
-    x = draw(1)  # q, k and v have 36 rows of the bias: the third of three shards of 12 crosses ranks, one rank has none
+    # q, k and v have 36 rows of the bias: the third of three shards of 12 crosses ranks, one rank
+    # has none
+    x = draw(1)
     spread = distribute_tensor(x, mesh, [R])
     out, _ = module(spread, spread, spread, need_weights=False)
     expected, _ = plain(x, x, x, need_weights=False)

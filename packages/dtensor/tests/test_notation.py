@@ -52,16 +52,22 @@ def test_a_shared_factor_shards_all_and_a_summed_one_leaves_partial_sums() -> No
         (torch.int32, torch.int64, False),
     ],
 )
-def test_no_row_rounds_or_unwraps_the_parts_of_a_sum(source: torch.dtype, target: torch.dtype, kept: bool) -> None:
+def test_no_row_rounds_or_unwraps_the_parts_of_a_sum(
+    source: torch.dtype, target: torch.dtype, kept: bool
+) -> None:
     """A dividend of whole numbers: each part of its sum would lose the digits by which the parts cancel."""
     rule = pointwise(linear=(0,), monotone=True)
     found = rule.rows_of(call([meta(4)._replace(dtype=source)], [meta(4)._replace(dtype=target)]))
-    assert (Row((P("sum"),), (P("sum"),)) in found) is (Row((P("avg"),), (P("avg"),)) in found) is kept
+    assert (
+        (Row((P("sum"),), (P("sum"),)) in found) is (Row((P("avg"),), (P("avg"),)) in found) is kept
+    )
     assert (Row((P("max"),), (P("max"),)) in found) is target.is_floating_point
 
 
 def test_unsharded_factors_have_no_row() -> None:
-    rows = product("... m n -> ... m n", replicated="m n").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
+    rows = product("... m n -> ... m n", replicated="m n").rows(
+        call([meta(3, 4, 5)], [meta(3, 4, 5)])
+    )
     assert list(rows) == [Row((S(0),), (S(0),))]
     rows = product("... m -> ... m", replicated="...").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
     assert list(rows) == [Row((S(2),), (S(2),))]
@@ -87,15 +93,23 @@ def test_grouped_dims_divide_at_the_inner_size() -> None:
 
 
 def test_linear_operands_pass_partial_sums() -> None:
-    assert linear_rows((1,), 2, 1) == [Row((R, P("sum")), (P("sum"),)), Row((R, P("avg")), (P("avg"),))]
+    assert linear_rows((1,), 2, 1) == [
+        Row((R, P("sum")), (P("sum"),)),
+        Row((R, P("avg")), (P("avg"),)),
+    ]
 
 
 def test_pointwise_flags() -> None:
     two = call([meta(4), meta(4)], [meta(4)])
     joint = pointwise(jointly=True).rows(two)
-    assert Row((P("sum"), P("sum")), (P("sum"),)) in joint and Row((P("sum"), R), (P("sum"),)) not in joint
+    assert (
+        Row((P("sum"), P("sum")), (P("sum"),)) in joint
+        and Row((P("sum"), R), (P("sum"),)) not in joint
+    )
     assert Row((P("sum"), R), (P("sum"),)) in pointwise(linear=(0, 1)).rows(two)
-    assert Row((P("max"),), (P("max"),)) in pointwise(monotone=True).rows(call([meta(4)], [meta(4)]))
+    assert Row((P("max"),), (P("max"),)) in pointwise(monotone=True).rows(
+        call([meta(4)], [meta(4)])
+    )
 
 
 @pytest.mark.parametrize(

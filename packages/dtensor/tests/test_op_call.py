@@ -20,7 +20,9 @@ def meta(*shape: int) -> TensorMeta:
 
 def call_of(op: Any, *args: Any, outputs: tuple[TensorMeta, ...] = (), **kwargs: Any) -> OpCall:
     values = [*args, *(value for name, value in kwargs.items() if name != "out")]
-    tensors = tuple(t for v in values for t in (v if isinstance(v, list) else [v]) if isinstance(t, TensorMeta))
+    tensors = tuple(
+        t for v in values for t in (v if isinstance(v, list) else [v]) if isinstance(t, TensorMeta)
+    )
     return OpCall(op, args, kwargs, tensors, outputs)
 
 
@@ -32,15 +34,21 @@ def test_what_a_row_does_not_name_is_replicated() -> None:
 
 def test_entries_under_computed_names_come_as_a_mapping() -> None:
     call = call_of(aten.mm.default, meta(4, 6), meta(6, 2), outputs=(meta(4, 2),))
-    assert call.row({"self": S(1), "mat2": S(0)}, out=P("sum")) == call.row(self=S(1), mat2=S(0), out=P("sum"))
+    assert call.row({"self": S(1), "mat2": S(0)}, out=P("sum")) == call.row(
+        self=S(1), mat2=S(0), out=P("sum")
+    )
     with pytest.raises(RowError, match="names other"):
         call.row({"other": S(0)}, out=R)
 
 
 def test_an_entry_for_an_argument_that_is_none_or_a_number_is_ignored() -> None:
     outputs = (meta(4, 6), meta(4, 1), meta(4, 1))
-    call = call_of(aten.native_layer_norm.default, meta(4, 6), [6], meta(6), None, 1e-5, outputs=outputs)
-    assert call.row(input=S(1), weight=S(0), bias=S(0), out0=S(1)) == Row((S(1), S(0)), (S(1), R, R))
+    call = call_of(
+        aten.native_layer_norm.default, meta(4, 6), [6], meta(6), None, 1e-5, outputs=outputs
+    )
+    assert call.row(input=S(1), weight=S(0), bias=S(0), out0=S(1)) == Row(
+        (S(1), S(0)), (S(1), R, R)
+    )
     scaled = call_of(aten.mul.Scalar, meta(4), 2.0, outputs=(meta(4),))
     assert scaled.row(self=S(0), other=S(0), out=S(0)) == Row((S(0),), (S(0),))
 
@@ -55,10 +63,21 @@ def test_results_have_the_names_of_the_schema() -> None:
 
 
 def test_results_that_a_mask_leaves_out_have_no_entry() -> None:
-    args = (meta(4, 6), meta(4, 6), [6], meta(4, 1), meta(4, 1), meta(6), meta(6), [True, False, True])
+    args = (
+        meta(4, 6),
+        meta(4, 6),
+        [6],
+        meta(4, 1),
+        meta(4, 1),
+        meta(6),
+        meta(6),
+        [True, False, True],
+    )
     call = call_of(aten.native_layer_norm_backward.default, *args, outputs=(meta(4, 6), meta(6)))
     assert call.row(out0=S(0), out1=R, out2=P("sum")).outputs == (S(0), P("sum"))
-    assert [row.outputs for row in call.linear("grad_out")] == [(P(op), P(op)) for op in ("sum", "avg")]
+    assert [row.outputs for row in call.linear("grad_out")] == [
+        (P(op), P(op)) for op in ("sum", "avg")
+    ]
 
 
 def test_lists_take_one_entry_for_all_or_one_each() -> None:
@@ -73,13 +92,17 @@ def test_lists_take_one_entry_for_all_or_one_each() -> None:
 
 def test_a_name_that_the_operator_does_not_have_is_an_error() -> None:
     call = call_of(aten.mm.default, meta(4, 6), meta(6, 2), outputs=(meta(4, 2),))
-    with pytest.raises(RowError, match="a row names other, but the arguments are self, mat2 and the results out"):
+    with pytest.raises(
+        RowError, match="a row names other, but the arguments are self, mat2 and the results out"
+    ):
         call.row(self=S(0), other=R)
 
 
 def test_an_argument_comes_before_a_result_of_the_same_name() -> None:
     args: tuple[Any, ...] = (*[meta(2, 3, 5, 4)] * 5, meta(2, 3, 5), 0.0, False)
-    call = call_of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *args, outputs=args[1:4])
+    call = call_of(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *args, outputs=args[1:4]
+    )
     row = call.row(out=S(0), grad_query=S(1))
     assert row.inputs[4] == S(0)
     assert row.outputs == (S(1), R, R)
@@ -97,7 +120,12 @@ def test_what_an_operator_writes_is_its_result_if_it_returns_nothing() -> None:
 def test_in_place_and_out_forms_name_what_they_write() -> None:
     x, y = meta(4), meta(4)
     in_place = call_of(aten.add_.Tensor, x, y, outputs=(x,))
-    assert (in_place.written, in_place.rewritten, in_place.fixed, in_place.aliased) == ((0,), (0,), ((0, 0),), (0,))
+    assert (in_place.written, in_place.rewritten, in_place.fixed, in_place.aliased) == (
+        (0,),
+        (0,),
+        ((0, 0),),
+        (0,),
+    )
     out = call_of(aten.add.out, x, y, outputs=(x,), out=meta(4))
     assert (out.written, out.rewritten, out.fixed, out.aliased) == ((), (), (), (2,))
     functional = call_of(aten.add.Tensor, x, y, outputs=(x,))
@@ -118,7 +146,9 @@ def test_in_place_and_out_forms_name_what_they_write() -> None:
         (aten.equal.default, False, False, ()),
     ],
 )
-def test_a_schema_is_read_once(op: Any, is_view: bool, is_random: bool, returns: tuple[str, ...]) -> None:
+def test_a_schema_is_read_once(
+    op: Any, is_view: bool, is_random: bool, returns: tuple[str, ...]
+) -> None:
     schema = schema_of(op)
     assert (schema.is_view, schema.is_random, schema.returns) == (is_view, is_random, returns)
     assert schema_of(op) is schema

@@ -8,7 +8,11 @@ from unittest.mock import Mock
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shoal_dtensor._torch.interception import ReplacedAttention
 from shoal_dtensor._torch.tensors import dispatch_modes, selectively_checkpointed, unwatched
@@ -25,7 +29,8 @@ def test_selective_checkpointing_is_seen_and_left_out() -> None:
 
     def context() -> Any:
         policy = CheckpointPolicy.PREFER_RECOMPUTE
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-untyped-call]  # torch
+        # torch
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-untyped-call]
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(block, x, use_reentrant=False, context_fn=context).sum().backward()

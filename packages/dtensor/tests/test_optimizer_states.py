@@ -77,7 +77,11 @@ def made(seed: int, *, sharded: bool) -> Any:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in model.values():
             for name, parameter in list(module.named_parameters()):
-                setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+                setattr(
+                    module,
+                    name,
+                    nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])),
+                )
     return model
 
 
@@ -87,8 +91,12 @@ def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
         drawn = torch.Generator().manual_seed(sum(map(ord, name)) + number)
         gradient: Any = torch.randn(parameter.shape, dtype=parameter.dtype, generator=drawn)
         if isinstance(parameter, DTensor):
-            gradient = distribute_tensor(gradient, parameter.spec.mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = gradient if parameter.requires_grad and (number or name != "up.bias") else None
+            gradient = distribute_tensor(
+                gradient, parameter.spec.mesh, parameter.placements, src_data_rank=None
+            )
+        parameter.grad = (
+            gradient if parameter.requires_grad and (number or name != "up.bias") else None
+        )
     optimizer.step()
     optimizer.zero_grad()
 
@@ -106,7 +114,11 @@ def reading_changes_nothing(kind: str) -> None:
     steps: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     for number in range(3):
-        for api, options in ((shoal_dtensor, FULL), (shoal_dtensor, FLAT), (torchs, StateDictOptions())):
+        for api, options in (
+            (shoal_dtensor, FULL),
+            (shoal_dtensor, FLAT),
+            (torchs, StateDictOptions()),
+        ):
             held = {param: dict(entry) for param, entry in optimizer.state.items()}
             state = api.get_optimizer_state_dict(model, optimizer, options=options)
             assert {param: dict(entry) for param, entry in optimizer.state.items()} == held
@@ -127,7 +139,9 @@ def reading_changes_nothing(kind: str) -> None:
         same(model, plain, f"step {number}")
 
 
-def resumed(kind: str, model: nn.Module, optimizer: Optimizer, fresh: nn.Module) -> tuple[nn.Module, Optimizer]:
+def resumed(
+    kind: str, model: nn.Module, optimizer: Optimizer, fresh: nn.Module
+) -> tuple[nn.Module, Optimizer]:
     """A run on one device that goes on from another, without the functions that are tested."""
     fresh.load_state_dict(model.state_dict())
     other = OPTIMIZERS[kind](fresh.parameters())
@@ -154,19 +168,26 @@ def test_a_model_is_loaded_without_optimizers(options: StateDictOptions) -> None
     with fake_world(1):
         model, other = made(1, sharded=True), made(2, sharded=True)
         of_model, of_optimizers = torchs.get_state_dict(model, [])
-        torchs.set_state_dict(other, [], model_state_dict=of_model, optim_state_dict=of_optimizers, options=options)
+        torchs.set_state_dict(
+            other, [], model_state_dict=of_model, optim_state_dict=of_optimizers, options=options
+        )
         same(other, made(1, sharded=False), "loaded")
 
 
 def test_an_optimizer_whose_methods_are_these_functions() -> None:
     with fake_world(1):
         model, fresh = made(1, sharded=True), made(1, sharded=True)
-        optimizer, other = OPTIMIZERS["AdamW"](model.parameters()), OPTIMIZERS["AdamW"](fresh.parameters())
+        optimizer, other = (
+            OPTIMIZERS["AdamW"](model.parameters()),
+            OPTIMIZERS["AdamW"](fresh.parameters()),
+        )
         step(model, optimizer, 1)
         torchs._patch_optimizer_state_dict(fresh, optimizers=other)
         other.load_state_dict(get_optimizer_state_dict(model, optimizer))
         for mine, its in zip(model.parameters(), fresh.parameters(), strict=True):
-            torch.testing.assert_close(other.state[its]["exp_avg"], optimizer.state[mine]["exp_avg"])
+            torch.testing.assert_close(
+                other.state[its]["exp_avg"], optimizer.state[mine]["exp_avg"]
+            )
 
 
 @on_ranks(2, timeout=240)
@@ -182,10 +203,14 @@ def test_runs_resume_from_files_of_any_moment(kind: str, by: str, tmp_path: Path
     plain, model = made(1, sharded=False), made(1, sharded=True)
     alone, optimizer = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
     for number in range(3):
-        state: Any = dict(zip(("model", "optimizer"), torchs.get_state_dict(model, optimizer), strict=True))
+        state: Any = dict(
+            zip(("model", "optimizer"), torchs.get_state_dict(model, optimizer), strict=True)
+        )
         fresh = made(2, sharded=True)
         other = OPTIMIZERS[kind](fresh.parameters())
-        target: Any = dict(zip(("model", "optimizer"), torchs.get_state_dict(fresh, other), strict=True))
+        target: Any = dict(
+            zip(("model", "optimizer"), torchs.get_state_dict(fresh, other), strict=True)
+        )
         if by == "dcp":
             dcp.save(state, checkpoint_id=tmp_path / str(number))
             dcp.load(target, checkpoint_id=tmp_path / str(number))
@@ -193,7 +218,9 @@ def test_runs_resume_from_files_of_any_moment(kind: str, by: str, tmp_path: Path
             with Checkpointer(tmp_path) as checkpoints:
                 checkpoints.save(number, state)
                 assert checkpoints.load(target) == number
-        torchs.set_state_dict(fresh, other, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+        torchs.set_state_dict(
+            fresh, other, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
+        )
         its = resumed(kind, plain, alone, made(2, sharded=False))
         for later in (number, number + 1):
             step(fresh, other, later)
@@ -204,7 +231,9 @@ def test_runs_resume_from_files_of_any_moment(kind: str, by: str, tmp_path: Path
 
 
 @on_ranks(4, timeout=240)
-@pytest.mark.parametrize("options", [StateDictOptions(), FLAT, FULL], ids=["shards", "flat", "full"])
+@pytest.mark.parametrize(
+    "options", [StateDictOptions(), FLAT, FULL], ids=["shards", "flat", "full"]
+)
 def test_state_of_frozen_parameters_is_loaded(options: StateDictOptions) -> None:
     model = made(1, sharded=True)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -239,7 +268,9 @@ def test_no_entries_without_state() -> None:
 
 
 @on_ranks(4, timeout=240)
-@pytest.mark.parametrize("options", [StateDictOptions(), FLAT, FULL], ids=["shards", "flat", "full"])
+@pytest.mark.parametrize(
+    "options", [StateDictOptions(), FLAT, FULL], ids=["shards", "flat", "full"]
+)
 def test_a_state_that_lacks_something_is_named_or_left_as_it_is(options: StateDictOptions) -> None:
     model = made(1, sharded=True)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -247,20 +278,26 @@ def test_a_state_that_lacks_something_is_named_or_left_as_it_is(options: StateDi
     state = shoal_dtensor.get_optimizer_state_dict(model, optimizer, options=options)
     if options.flatten_optimizer_state_dict:
         del state["state.up.bias.exp_avg"]
-        without_options = {key: value for key, value in state.items() if not key.startswith("param_groups")}
+        without_options = {
+            key: value for key, value in state.items() if not key.startswith("param_groups")
+        }
     else:
         del state["state"]["up.bias"]["exp_avg"]
         without_options = {**state, "param_groups": []}
     for api in (shoal_dtensor, torchs):
         fresh = made(1, sharded=True)
         other = OPTIMIZERS["AdamW"](fresh.parameters())
-        with pytest.raises(StateDictError, match=r"lacks up\.bias\.exp_avg; strict=False leaves these as they are"):
+        with pytest.raises(
+            StateDictError, match=r"lacks up\.bias\.exp_avg; strict=False leaves these as they are"
+        ):
             api.set_optimizer_state_dict(fresh, other, state, options=options)
         with pytest.raises(StateDictError, match=r"the options of up\.weight"):
             api.set_optimizer_state_dict(fresh, other, without_options, options=options)
         assert not other.state
         step(fresh, other, 1)
         mine = dict(other.state[fresh["up"].bias])
-        api.set_optimizer_state_dict(fresh, other, without_options, options=replace(options, strict=False))
+        api.set_optimizer_state_dict(
+            fresh, other, without_options, options=replace(options, strict=False)
+        )
         torch.testing.assert_close(other.state[fresh["up"].bias]["exp_avg"], mine["exp_avg"])
         assert other.param_groups[0]["lr"] == 0.1

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, distribute_tensor, zeros
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    PartitionSpec,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    zeros,
+)
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.partition_spec import read_placements
 from shoal_mesh import abstract_mesh, init_device_mesh
@@ -23,7 +31,11 @@ MESH = abstract_mesh((2, 2, 2), ("dp", "cp", "tp"))
         (PartitionSpec("dp", None), (Shard(0), Replicate(), Replicate()), ((0, (0,)),)),
         (PartitionSpec(None, "tp"), (Replicate(), Replicate(), Shard(1)), ((1, (2,)),)),
         (PartitionSpec(("tp", "dp"), 1), (Shard(0), Shard(1), Shard(0)), ((0, (2, 0)), (1, (1,)))),
-        (PartitionSpec("dp", partial={"cp": "max"}), (Shard(0), Partial("max"), Replicate()), ((0, (0,)),)),
+        (
+            PartitionSpec("dp", partial={"cp": "max"}),
+            (Shard(0), Partial("max"), Replicate()),
+            ((0, (0,)),),
+        ),
         (PartitionSpec(), (Replicate(),) * 3, ()),
     ],
     ids=repr,
@@ -50,8 +62,13 @@ def test_it_is_taken_wherever_placements_are() -> None:
     assert x.shard_order == ((0, (1, 0)),) and torch.equal(x.full_tensor(), whole)
     y = x.redistribute(placements=PartitionSpec("dp", "tp"))
     assert y.placements == (Shard(0), Shard(1)) and torch.equal(y.full_tensor(), whole)
-    assert DTensor.from_local(torch.ones(2), mesh, PartitionSpec(partial={"dp": "sum"})).full_tensor().tolist() == [
+    assert DTensor.from_local(
+        torch.ones(2), mesh, PartitionSpec(partial={"dp": "sum"})
+    ).full_tensor().tolist() == [
         2.0,
         2.0,
     ]
-    assert zeros(4, 2, device_mesh=mesh, placements=PartitionSpec(None, "dp")).to_local().shape == (4, 1)
+    assert zeros(4, 2, device_mesh=mesh, placements=PartitionSpec(None, "dp")).to_local().shape == (
+        4,
+        1,
+    )

@@ -60,7 +60,9 @@ def test_a_plan_is_drawn_layout_by_layout() -> None:
 def test_equal_layouts_of_a_model_are_drawn_once() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        weights = {name: distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]) for name in ("q", "k", "v")}
+        weights = {
+            name: distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]) for name in ("q", "k", "v")
+        }
         figure = draw_layouts({**weights, "scale": torch.ones(3)})
     assert [ax.get_title() for ax in figure.axes] == ["q and 2 alike\n8 x 4  [S(0)]"]
     with pytest.raises(PlacementError, match="got none"):

@@ -47,8 +47,12 @@ USERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "einsum": lambda x, one: torch.einsum("a,ab->b", x, torch.ones(4, 3)),
     "detached": lambda x, one: x + one.detach(),
     "mask of a composed function": lambda x, one: torch.masked.mean(x, 0, mask=one > 0),
-    "weight that a composed function expands": lambda x, one: F.binary_cross_entropy(x, x, torch.ones(4)),
-    "matrix of a composed function": lambda x, one: torch.svd_lowrank(x.view(2, 2), M=torch.ones(2, 2)),
+    "weight that a composed function expands": lambda x, one: F.binary_cross_entropy(
+        x, x, torch.ones(4)
+    ),
+    "matrix of a composed function": lambda x, one: torch.svd_lowrank(
+        x.view(2, 2), M=torch.ones(2, 2)
+    ),
     "samples of a composed function": lambda x, one: F.fractional_max_pool2d(
         x.view(1, 1, 2, 2), 1, output_size=1, _random_samples=torch.rand(1, 1, 2)
     ),
@@ -60,7 +64,8 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
-        x[[0, 1]]  # torch's own index of the same shape must not open the door
+        # torch's own index of the same shape must not open the door
+        x[[0, 1]]
         with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             use(x, torch.ones(4))
 
@@ -68,7 +73,9 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
 def test_a_plain_tensor_of_compiled_code_opens_no_door() -> None:
     """Calls hold more references there, so what torch's own tensors have there is not what they have elsewhere."""
     with fake_world(2):
-        x = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         torch.compile(lambda x: x[[0, 1]], backend="eager")(x)
         with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             x + torch.ones(4)
@@ -79,18 +86,28 @@ def test_the_way_out_is_that_of_the_function_that_calls_the_operator() -> None:
     with fake_world(4):
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         module = torch.nn.Linear(4, 4)
-        weight = distribute_tensor(module.weight.detach(), grid["data"], [Shard(0)], src_data_rank=None)
-        bias = distribute_tensor(module.bias.detach(), grid["model"], [Shard(0)], src_data_rank=None)
+        weight = distribute_tensor(
+            module.weight.detach(), grid["data"], [Shard(0)], src_data_rank=None
+        )
+        bias = distribute_tensor(
+            module.bias.detach(), grid["model"], [Shard(0)], src_data_rank=None
+        )
         module.weight, module.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
-        with pytest.raises(RuntimeError, match=r"set_model_state_dict.*full_state_dict=True") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"set_model_state_dict.*full_state_dict=True"
+        ) as caught:
             module.load_state_dict(torch.nn.Linear(4, 4).state_dict())
         assert "implicit_replication" not in str(caught.value)
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
         for foreach in (True, False):
-            with pytest.raises(MixedTensorError, match=r"several meshes, shoal_dtensor\.clip_grad_norm_"):
+            with pytest.raises(
+                MixedTensorError, match=r"several meshes, shoal_dtensor\.clip_grad_norm_"
+            ):
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=foreach)
-        with pytest.raises(PlacementError, match=r"first argument is the mesh, write placements=\[Replicate\(\)\]"):
+        with pytest.raises(
+            PlacementError, match=r"first argument is the mesh, write placements=\[Replicate\(\)\]"
+        ):
             weight.redistribute([Replicate()])  # type: ignore[arg-type]  # as many write it
 
 
@@ -119,11 +136,15 @@ def test_torchs_own_tensors_are_replicated() -> None:
 
 
 COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "fractional_max_pool2d": lambda t: F.fractional_max_pool2d(t.view(1, 2, 6, 5), 2, output_size=3),
+    "fractional_max_pool2d": lambda t: F.fractional_max_pool2d(
+        t.view(1, 2, 6, 5), 2, output_size=3
+    ),
     "svd_lowrank": lambda t: torch.svd_lowrank(t, 2)[1],
     "pca_lowrank": lambda t: torch.pca_lowrank(t, 2)[1],
     "masked.var": lambda t: torch.masked.var(t, 1, mask=t > -9),
-    "unravel_index": lambda t: t.sum() + torch.stack(torch.unravel_index(t.argsort(0), (4, 5))).sum(),
+    "unravel_index": lambda t: (
+        t.sum() + torch.stack(torch.unravel_index(t.argsort(0), (4, 5))).sum()
+    ),
     "embedding_bag": lambda t: F.embedding_bag(t.detach().abs().long().clamp(0, 3), t),
 }
 
@@ -182,7 +203,8 @@ def test_a_sparse_result_is_plain() -> None:
         assert not isinstance(sparse, DTensor)
         torch.testing.assert_close(sparse.to_dense(), values)
         sparse.to_dense().square().sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]  # a DTensor
+        # a DTensor
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]
 
 
 class Scaled(torch.autograd.Function):
@@ -200,12 +222,18 @@ class Scaled(torch.autograd.Function):
 def _of_own(rank_only: float = 0.0) -> Tensor:
     """A plain tensor that differs between ranks; with `rank_only`, zero on all ranks but one."""
     rank = dist.get_rank()
-    return torch.full((8, 4), rank_only if rank == 1 else 0.0) if rank_only else torch.full((8, 4), rank + 1.0)
+    return (
+        torch.full((8, 4), rank_only if rank == 1 else 0.0)
+        if rank_only
+        else torch.full((8, 4), rank + 1.0)
+    )
 
 
 BACKWARDS: dict[str, Callable[[Tensor], None]] = {
     "hook": lambda x: _with_hook(x * 2, lambda grad: _of_own()).mul(x).sum().backward(),
-    "hook before a view": lambda x: _with_hook((x.t() * 1).t(), lambda grad: _of_own()).sum().backward(),
+    "hook before a view": lambda x: (
+        _with_hook((x.t() * 1).t(), lambda grad: _of_own()).sum().backward()
+    ),
     "hook on a leaf": lambda x: _with_hook(x, lambda grad: _of_own()).sum().backward(),
     "hook behind from_local": lambda x: (
         _with_hook(
@@ -227,9 +255,15 @@ BACKWARDS: dict[str, Callable[[Tensor], None]] = {
     "function on a leaf": lambda x: Scaled.apply(x).sum().backward(),
     "first gradient": lambda x: x.mul(x).backward(_of_own()),
     "first gradient of a view": lambda x: x.t().backward(_of_own().t()),
-    "hook of a node": lambda x: _with_node_hook(x.mul(x), lambda grads, outs: (_of_own(), grads[1])).sum().backward(),
-    "zero on all ranks but one": lambda x: _with_hook(x * 2, lambda grad: _of_own(1.0)).mul(x).sum().backward(),
-    "summed with another gradient": lambda x: (_with_hook(x * 2, lambda grad: _of_own()) + x.exp()).sum().backward(),
+    "hook of a node": lambda x: (
+        _with_node_hook(x.mul(x), lambda grads, outs: (_of_own(), grads[1])).sum().backward()
+    ),
+    "zero on all ranks but one": lambda x: (
+        _with_hook(x * 2, lambda grad: _of_own(1.0)).mul(x).sum().backward()
+    ),
+    "summed with another gradient": lambda x: (
+        (_with_hook(x * 2, lambda grad: _of_own()) + x.exp()).sum().backward()
+    ),
 }
 
 
@@ -323,7 +357,9 @@ def test_a_comparison_obeys_the_communication_policy() -> None:
 
 @on_ranks(2)
 def test_memory_is_asked_about_and_pinned_part_by_part() -> None:
-    x: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    x: Any = distribute_tensor(
+        torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+    )
     with communication("forbid"), unknown_ops("error"):
         assert not x.is_pinned()
         if torch.accelerator.is_available():
@@ -347,13 +383,16 @@ def test_memory_that_an_operator_only_writes_is_not_compared() -> None:
 
     x.register_hook(product)
     (x * 2).sum().backward()
-    torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]  # a DTensor
+    # a DTensor
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]
 
 
 def test_shapes_are_compared_with_those_of_plain_tensors() -> None:
     with fake_world(2):
         x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
-        assert torch.ops.aten.is_same_size(x, torch.zeros(4, 3)) and torch.ops.aten.is_same_size(torch.zeros(4, 3), x)
+        assert torch.ops.aten.is_same_size(x, torch.zeros(4, 3)) and torch.ops.aten.is_same_size(
+            torch.zeros(4, 3), x
+        )
         assert not torch.ops.aten.is_same_size(x, torch.zeros(2, 3))  # the shape of its shard here
 
 
@@ -363,7 +402,12 @@ def test_a_fused_layer_of_which_a_child_is_sharded_says_what_to_shard() -> None:
         layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         weight = distribute_tensor(layer.linear1.weight.detach(), mesh, [Shard(0)])
         layer.linear1.weight = torch.nn.Parameter(weight)
-        with torch.no_grad(), pytest.raises(MixedTensorError, match="parallelize the TransformerEncoderLayer, not its"):
+        with (
+            torch.no_grad(),
+            pytest.raises(
+                MixedTensorError, match="parallelize the TransformerEncoderLayer, not its"
+            ),
+        ):
             layer(torch.ones(2, 3, 8))
 
 
@@ -372,14 +416,21 @@ def test_the_gradient_of_a_plain_tensor_is_plain_and_whole() -> None:
     """A number is plain without a word, more are where it is said; the leaf here, and what a module has made."""
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
-    leaves: tuple[Any, ...] = torch.tensor(2.0), torch.tensor([3.0, -1.0]), torch.tensor([[1.0, 2.0]])
+    leaves: tuple[Any, ...] = (
+        torch.tensor(2.0),
+        torch.tensor([3.0, -1.0]),
+        torch.tensor([[1.0, 2.0]]),
+    )
     scale, weight, local = (leaf.requires_grad_() for leaf in leaves)
     with implicit_replication():
         product: Any = (x * scale * weight * (local * 2)).sum()
     expected: Any = (x.full_tensor() * scale * weight * (local * 2)).sum()
     wanted = torch.autograd.grad(expected, leaves, retain_graph=True)
     found = torch.autograd.grad(product.full_tensor(), leaves, retain_graph=True)
-    assert all(type(got) is Tensor and torch.equal(got, one) for got, one in zip(found, wanted, strict=True))
+    assert all(
+        type(got) is Tensor and torch.equal(got, one)
+        for got, one in zip(found, wanted, strict=True)
+    )
     for _ in range(2):
         product.full_tensor().backward(retain_graph=True)
     assert all(torch.equal(leaf.grad, 2 * one) for leaf, one in zip(leaves, wanted, strict=True))
@@ -390,7 +441,10 @@ def test_the_gradient_of_a_plain_tensor_is_plain_and_whole() -> None:
 def test_gradients_of_plain_tensors_in_compiled_code() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
-    scale, weight = torch.tensor(2.0, requires_grad=True), torch.tensor([3.0, -1.0], requires_grad=True)
+    scale, weight = (
+        torch.tensor(2.0, requires_grad=True),
+        torch.tensor([3.0, -1.0], requires_grad=True),
+    )
 
     def product(x: Any, a: Any, b: Any) -> Any:
         return (x * a * b).sum()
@@ -402,13 +456,20 @@ def test_gradients_of_plain_tensors_in_compiled_code() -> None:
 
 
 @on_ranks(2)
-def test_a_copy_that_torch_makes_of_a_plain_tensor_with_a_gradient_is_no_tensor_of_its_own() -> None:
+def test_a_copy_that_torch_makes_of_a_plain_tensor_with_a_gradient_is_no_tensor_of_its_own() -> (
+    None
+):
     """Here of a transposed one: whether its gradient is of the whole or a part is for the user to say."""
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(1)])
     weight = torch.ones(1, 2, 4, 8, requires_grad=True).transpose(-1, -2)
-    for use in (lambda: x @ weight.transpose(-1, -2), lambda: x.transpose(-1, -2) @ (weight * 2).contiguous()):
-        with pytest.raises(MixedTensorError, match=r"aten.bmm.default got DTensors together with a plain tensor"):
+    for use in (
+        lambda: x @ weight.transpose(-1, -2),
+        lambda: x.transpose(-1, -2) @ (weight * 2).contiguous(),
+    ):
+        with pytest.raises(
+            MixedTensorError, match=r"aten.bmm.default got DTensors together with a plain tensor"
+        ):
             use()
         with implicit_replication():
             assert use().requires_grad

@@ -18,7 +18,9 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 BIG, SMALL = (8192, 8192), (8, 8)
 
 
-def spec(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...] = BIG) -> Spec:
+def spec(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...] = BIG
+) -> Spec:
     return Spec(abstract_mesh(mesh_shape), placements, shape)
 
 
@@ -42,7 +44,9 @@ ONE_AXIS = [
 ]
 
 
-@pytest.mark.parametrize(("src", "dst", "expected"), ONE_AXIS, ids=[f"{a}->{b}" for a, b, _ in ONE_AXIS])
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"), ONE_AXIS, ids=[f"{a}->{b}" for a, b, _ in ONE_AXIS]
+)
 def test_one_axis_takes_one_step(src: Placement, dst: Placement, expected: list[str]) -> None:
     assert names(plan(spec((4,), (src,)), spec((4,), (dst,)))) == expected
 
@@ -65,14 +69,20 @@ TWO_AXES = [
 
 @pytest.mark.parametrize(("src", "dst", "shape", "expected"), TWO_AXES)
 def test_axes_that_change_together_are_fused(
-    src: tuple[Placement, ...], dst: tuple[Placement, ...], shape: tuple[int, ...], expected: list[str]
+    src: tuple[Placement, ...],
+    dst: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    expected: list[str],
 ) -> None:
     assert names(plan(spec((4, 4), src, shape), spec((4, 4), dst, shape))) == expected
 
 
 def test_a_tensor_without_dims() -> None:
     assert names(plan(spec((4, 4), (P, P), ()), spec((4, 4), (R, R), ()))) == ["AllReduce"]
-    assert names(plan(spec((2, 2, 2), (P, R, R), ()), spec((2, 2, 2), (R, P, R), ()))) == ["AllReduce", "MakePartial"]
+    assert names(plan(spec((2, 2, 2), (P, R, R), ()), spec((2, 2, 2), (R, P, R), ()))) == [
+        "AllReduce",
+        "MakePartial",
+    ]
 
 
 def test_sum_and_average_are_reduced_together() -> None:
@@ -139,7 +149,9 @@ def test_memory_limit_picks_a_leaner_plan_or_says_what_is_needed() -> None:
     lean = plan(src, dst, memory_limit=free.peak_bytes - 1)
     assert lean.peak_bytes < free.peak_bytes
     assert lean.seconds >= free.seconds
-    with pytest.raises(RedistributeError, match="memory_limit=1000 bytes: the leanest plan found needs"):
+    with pytest.raises(
+        RedistributeError, match="memory_limit=1000 bytes: the leanest plan found needs"
+    ):
         plan(src, dst, memory_limit=1000)
 
 

@@ -25,7 +25,16 @@ def corners(dtype: torch.dtype) -> list[float]:
     if dtype.is_floating_point:
         return [-torch.inf, -3.5, -1.0, 0.0, 0.5, 1.0, torch.inf]
     info = torch.iinfo(dtype)
-    return [info.min, info.min + 1, *([-2, -1] if info.min else []), 0, 1, 100, info.max - 1, info.max]
+    return [
+        info.min,
+        info.min + 1,
+        *([-2, -1] if info.min else []),
+        0,
+        1,
+        100,
+        info.max - 1,
+        info.max,
+    ]
 
 
 def meta(tensor: Tensor) -> TensorMeta:
@@ -59,15 +68,20 @@ def holds(call: OpCall, dtypes: list[torch.dtype], row: Row) -> bool:
     choices = []
     for entry, dtype in zip(row.inputs, dtypes, strict=True):
         values = [0, 1] if dtype == torch.bool else corners(dtype)
-        choices.append([*product(values, values)] if isinstance(entry, Partial) else [(v, v) for v in values])
+        choices.append(
+            [*product(values, values)] if isinstance(entry, Partial) else [(v, v) for v in values]
+        )
     columns = [*zip(*product(*choices), strict=True)]
     ranks = [
-        [torch.tensor([pair[r] for pair in c]).to(d) for c, d in zip(columns, dtypes, strict=True)] for r in (0, 1)
+        [torch.tensor([pair[r] for pair in c]).to(d) for c, d in zip(columns, dtypes, strict=True)]
+        for r in (0, 1)
     ]
 
     def result(operands: list[Tensor]) -> Tensor:
         following = iter(operands)
-        out: Tensor = call.op(*(next(following) if isinstance(a, TensorMeta) else a for a in call.args))
+        out: Tensor = call.op(
+            *(next(following) if isinstance(a, TensorMeta) else a for a in call.args)
+        )
         return out
 
     reduced = [
@@ -102,4 +116,8 @@ def test_sums_with_partial_extrema_are_reduced_first(op: Any) -> None:
     x = TensorMeta((4,), (1,), torch.int8)
     other = 50 if op is aten.add.Scalar else x
     call = OpCall(op, (x, other), {}, (x,) if other == 50 else (x, x), (x,))
-    assert all(P(extremum) not in row.inputs for row in POINTWISE[op].rows_of(call) for extremum in ("max", "min"))
+    assert all(
+        P(extremum) not in row.inputs
+        for row in POINTWISE[op].rows_of(call)
+        for extremum in ("max", "min")
+    )

@@ -1,7 +1,7 @@
 """Covers: the layer as a whole, and support/random_programs: random programs on random shardings equal one device.
 
-Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it): integers that the
-interpreter reduces modulo whatever is legal.
+Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it):
+integers that the interpreter reduces modulo whatever is legal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class Machine:
     def leaf(self, shape: Any, cut: int) -> Tensor:
         """A leaf whose values follow from its shape and number; `cut` picks its placements."""
         numel = torch.Size(shape).numel()
-        values = (torch.arange(numel, dtype=torch.float64) * (0.37 + len(self.leaves))).sin().reshape(shape)
+        values = (
+            (torch.arange(numel, dtype=torch.float64) * (0.37 + len(self.leaves)))
+            .sin()
+            .reshape(shape)
+        )
         if self.mesh is not None:
             values = sd.distribute_tensor(values, self.mesh, self.placements(tuple(shape), cut))
         made = values.requires_grad_()
@@ -185,22 +189,36 @@ def compare(program: Program) -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert isinstance(other.grad, DTensor)
-            assert other.grad.placements == other.placements, "a leaf's gradient has the leaf's layout"  # type: ignore[attr-defined]  # a DTensor
+            # a DTensor
+            assert other.grad.placements == other.placements, (
+                "a leaf's gradient has the leaf's layout"
+            )  # type: ignore[attr-defined]
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
 
 
 # Found by the tests below, each once wrong.
 FOUND: list[Program] = [
-    ((2, 2), (8, 8), (("layer_norm", 39, 36, 125), ("index", 39, 62, 48), ("maximum", 144, 141, 54))),
+    (
+        (2, 2),
+        (8, 8),
+        (("layer_norm", 39, 36, 125), ("index", 39, 62, 48), ("maximum", 144, 141, 54)),
+    ),
     (
         (2, 2),
         (1, 2),
-        (("mean", 150, 71, 67), ("multiply", 183, 155, 36), ("matmul", 12, 110, 16), ("var", 106, 106, 192)),
+        (
+            ("mean", 150, 71, 67),
+            ("multiply", 183, 155, 36),
+            ("matmul", 12, 110, 16),
+            ("var", 106, 106, 192),
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize("program", FOUND, ids=lambda program: "-".join(step[0] for step in program[2]))
+@pytest.mark.parametrize(
+    "program", FOUND, ids=lambda program: "-".join(step[0] for step in program[2])
+)
 def test_programs_that_were_wrong(program: Program) -> None:
     rank_pool(4).run(compare, program)
 
@@ -218,15 +236,24 @@ def test_many_random_programs_equal_one_device(program: Program) -> None:
     rank_pool(4).run(compare, program)
 
 
-# --- programs of lines: a larger vocabulary, writes among it ----------------------------------------------------------
+# --- programs of lines: a larger vocabulary, writes among it --------------------------------------
 
 # Found by hunting, each once wrong.
 HUNTED: dict[str, Lines] = {
     "a placement that shards as another does": Lines(
-        (4,), ("x = leaf(0, (3,), [Shard(0, multiple_of=2)])", "y = x * leaf(1, (3,), [Shard(0, sizes=(2, 1, 0, 0))])")
+        (4,),
+        (
+            "x = leaf(0, (3,), [Shard(0, multiple_of=2)])",
+            "y = x * leaf(1, (3,), [Shard(0, sizes=(2, 1, 0, 0))])",
+        ),
     ),
     "elements assigned to themselves": Lines(
-        (4,), ("x = real(0, (2, 6), [Replicate()])", "y = leaf(1, (1,), [Shard(0)])", "x[None, -2, 5:] += y")
+        (4,),
+        (
+            "x = real(0, (2, 6), [Replicate()])",
+            "y = leaf(1, (1,), [Shard(0)])",
+            "x[None, -2, 5:] += y",
+        ),
     ),
     "two operands of cat, sharded by two axes": Lines(
         (2, 2),
@@ -287,7 +314,8 @@ def test_composed_programs_equal_one_device() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings(
     "ignore::UserWarning"
-)  # what torch warns of on one device too; an error on one rank is a finding
+    # what torch warns of on one device too; an error on one rank is a finding
+)
 @pytest.mark.parametrize("first", range(1000, 5000, 500))
 def test_many_composed_programs_equal_one_device(first: int) -> None:
     found = [*map(str, hunt(range(first, first + 500)))]

@@ -17,7 +17,13 @@ import torch
 from shoal_dtensor import CommunicationForbiddenError, Partial, Replicate, Shard, Spec
 from shoal_dtensor.dispatch.propagate import decide, rule_of
 from shoal_dtensor.dispatch.results import ResultKind
-from shoal_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError, OperatorArgumentError, OperatorIndexError
+from shoal_dtensor.errors import (
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    OperatorArgumentError,
+    OperatorIndexError,
+)
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import overlay, pointwise
 from shoal_dtensor.scopes import DEFAULT, current
@@ -61,7 +67,8 @@ def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
     decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, DEFAULT)
     assert decision.result_kind is ResultKind.FIRST
     assert [*decision.moves] == [(1, None)] and decision.outputs == (spec(Shard(0)),)
-    # relu of a partial value needs the value: it is reduced, and the result given back as a partial value.
+    # relu of a partial value needs the value: it is reduced, and the result given back as a partial
+    # value.
     decision = decide(aten.relu_.default, [spec(Partial())], {}, DEFAULT)
     assert decision.slow_path
     assert [plan.dst.placements for plan in decision.write_backs.values()] == [(Partial(),)]
@@ -103,7 +110,11 @@ def test_views_whose_storage_is_not_their_bases_are_not_written_to() -> None:
 @pytest.mark.parametrize(
     ("error", "op", "args"),
     [
-        (MixedTensorError, aten.add.Tensor, [spec(Shard(0)), Spec(abstract_mesh((4,)), (Shard(0),), (4, 4))]),
+        (
+            MixedTensorError,
+            aten.add.Tensor,
+            [spec(Shard(0)), Spec(abstract_mesh((4,)), (Shard(0),), (4, 4))],
+        ),
         (OperatorArgumentError, aten.mm.default, [spec(Shard(0)), spec(Shard(0), 3, 3)]),
         (OperatorIndexError, aten.sum.dim_IntList, [spec(Shard(0)), [2]]),
     ],
@@ -153,5 +164,7 @@ def test_the_first_call_of_a_process_keeps_no_arguments() -> None:
                 del pair
                 print([ref() is None for ref in alive])
     """
-    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [str([True] * 4)] * 3

@@ -38,7 +38,11 @@ def test_factories_equal_one_device() -> None:
         for first in (Replicate(), Shard(0), Shard(1)):
             placements = [first, Shard(0)][: len(shape)]
             torch.manual_seed(1)
-            expected = [torch.rand(9, 5), torch.randn(9, 5, dtype=torch.float64), torch.randint(-3, 8, (9, 5))]
+            expected = [
+                torch.rand(9, 5),
+                torch.randn(9, 5, dtype=torch.float64),
+                torch.randint(-3, 8, (9, 5)),
+            ]
             state = torch.get_rng_state()
             torch.manual_seed(1)
             got = [
@@ -63,7 +67,9 @@ def test_generators_out_of_step_are_found() -> None:
     rank = dist.get_rank()
     for attempt in range(2):
         sd.manual_seed(7 if rank == 2 else 8, mesh)
-        with pytest.raises(RandomStateError, match=r"ranks \[0, 1, 3\] agree; ranks \[2\] agree") as caught:
+        with pytest.raises(
+            RandomStateError, match=r"ranks \[0, 1, 3\] agree; ranks \[2\] agree"
+        ) as caught:
             sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
         assert "axes dp, tp" in str(caught.value), attempt
     sd.manual_seed(3, mesh)
@@ -85,7 +91,9 @@ def test_the_check_of_the_first_draw_obeys_the_policy() -> None:
     sd.manual_seed(5, mesh)
     with (
         sd.communication("forbid"),
-        pytest.raises(CommunicationForbiddenError, match=r"check_random_state\(mesh\) makes it beforehand"),
+        pytest.raises(
+            CommunicationForbiddenError, match=r"check_random_state\(mesh\) makes it beforehand"
+        ),
     ):
         F.dropout(x)
     check_random_state(mesh)
@@ -173,14 +181,18 @@ def test_initialisation_equals_one_device(name: str) -> None:
             INITS[name](expected)
             state = torch.get_rng_state()
             torch.manual_seed(1)
-            weight = nn.Parameter(sd.zeros(10, 9, device_mesh=mesh, placements=placements[: len(shape)]))
+            weight = nn.Parameter(
+                sd.zeros(10, 9, device_mesh=mesh, placements=placements[: len(shape)])
+            )
             INITS[name](weight)
             assert same(weight.detach(), expected.detach()), f"{name} {placements}"
             assert torch.equal(torch.get_rng_state(), state)
 
 
 def model() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5))
+    return nn.Sequential(
+        nn.Embedding(11, 8), nn.Linear(8, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5)
+    )
 
 
 @on_ranks(4)
@@ -250,7 +262,9 @@ def test_attention_dropout_equals_one_device() -> None:
             torch.manual_seed(1)
             # torch's math path makes the causal mask as a plain tensor.
             with sd.implicit_replication():
-                got: Any = F.scaled_dot_product_attention(mine[0], mine[1], mine[2], dropout_p=0.3, is_causal=causal)
+                got: Any = F.scaled_dot_product_attention(
+                    mine[0], mine[1], mine[2], dropout_p=0.3, is_causal=causal
+                )
             torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(torch.get_rng_state(), state)
 
@@ -293,7 +307,9 @@ def test_training_with_dropout_does_not_depend_on_the_mesh() -> None:
         torch.manual_seed(4)
         found = losses(weights, *inputs)
         assert torch.equal(torch.get_rng_state(), state)
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6
+        )
 
 
 @on_ranks(4)
@@ -331,6 +347,8 @@ def test_ranks_outside_a_mesh_keep_step_with_those_inside() -> None:
     expected = draws(made=False)
     state = torch.get_rng_state()
     got = draws(made=True)
-    assert torch.equal(torch.get_rng_state(), state), "as one device, also on ranks that hold nothing"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "as one device, also on ranks that hold nothing"
+    )
     if mesh.get_coordinate() is not None:
         assert all(same(a, b) for a, b in zip(got, expected, strict=True))

@@ -1,8 +1,8 @@
 """Covers: rules/math/creation.py: every random operator against the same one on the plain tensor.
 
-On four ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes up to 8 x 8
-without any process group.  The same functions run on CPU and, under the `gpu` marker, on an accelerator, which all
-ranks share if there are fewer than four.
+On four ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes
+up to 8 x 8 without any process group. The same functions run on CPU and, under the `gpu` marker, on
+an accelerator, which all ranks share if there are fewer than four.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ DEVICES = [
     "cpu",
     pytest.param(
         ACCELERATOR or "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator"),
+        ],
     ),
 ]
 SHAPES = [(8, 6), (5, 7), (3, 2, 9), (0, 4), (33, 33)]
@@ -73,13 +76,16 @@ OPS: dict[str, Op] = {
 }
 MATRIX_OPS: dict[str, Op] = {
     "multinomial": lambda x, g: torch.multinomial(x.abs(), 2, generator=g),
-    "multinomial with replacement": lambda x, g: torch.multinomial(x.abs(), 9, replacement=True, generator=g),
+    "multinomial with replacement": lambda x, g: torch.multinomial(
+        x.abs(), 9, replacement=True, generator=g
+    ),
     "multinomial of one": lambda x, g: torch.multinomial(x.abs(), 1, generator=g),
     "feature_dropout": lambda x, g: F.feature_alpha_dropout(x, 0.4, training=True),
 }
 
 
-# These use up the generator as their values say, or look at all rows: they gather, which needs process groups.
+# These use up the generator as their values say, or look at all rows: they gather, which needs
+# process groups.
 GATHERING = {"rrelu", "poisson"}
 
 
@@ -93,7 +99,14 @@ def placements_of(ndim: int, mesh_ndim: int) -> list[list[Any]]:
 def uneven(shape: tuple[int, ...], ways: int = 4) -> list[Any]:
     """A ragged sharding of dim 0 with empty shards."""
     n = shape[0]
-    return [Shard(0, sizes=(0, n - n // 2, n // 2, *[0] * (ways - 3)) if ways > 2 else (n,) + (0,) * (ways - 1))]
+    return [
+        Shard(
+            0,
+            sizes=(0, n - n // 2, n // 2, *[0] * (ways - 3))
+            if ways > 2
+            else (n,) + (0,) * (ways - 1),
+        )
+    ]
 
 
 def own(value: DTensor, expected: Tensor) -> Tensor:
@@ -110,7 +123,9 @@ def cut(x: Tensor, mesh: DeviceMesh, placements: list[Any], order: Any = None) -
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     box = spec.box(coordinate)
-    return DTensor(x[tuple(slice(start, stop) for start, stop in box)].clone(), spec, requires_grad=False)
+    return DTensor(
+        x[tuple(slice(start, stop) for start, stop in box)].clone(), spec, requires_grad=False
+    )
 
 
 def seeded(passed: bool, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
@@ -124,7 +139,13 @@ def seeded(passed: bool, device: torch.device) -> tuple[torch.Generator, torch.G
 
 
 def check(
-    op: Op, x: Tensor, mesh: DeviceMesh, placements: list[Any], passed: bool, name: str, order: Any = None
+    op: Op,
+    x: Tensor,
+    mesh: DeviceMesh,
+    placements: list[Any],
+    passed: bool,
+    name: str,
+    order: Any = None,
 ) -> None:
     used, default = seeded(passed, x.device)
     expected = op(x.clone(), used if passed else None)
@@ -142,7 +163,9 @@ def check(
 
 def values(shape: tuple[int, ...], device: str) -> Tensor:
     """The same values on every device, in (-1, 1)."""
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).sin().to(device)
+    return (
+        torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).sin().to(device)
+    )
 
 
 def sweep(name: str, device: str, meshes: list[tuple[int, ...]]) -> int:
@@ -182,7 +205,14 @@ def matrices(name: str, device: str, meshes: list[tuple[int, ...]]) -> None:
         for shape in ((8, 6), (5, 7), (2, 40)):
             x = values(shape, device)
             for placements in placements_of(2, len(mesh_shape)):
-                check(MATRIX_OPS[name], x, mesh, placements, passed=name.startswith("multi"), name=name)
+                check(
+                    MATRIX_OPS[name],
+                    x,
+                    mesh,
+                    placements,
+                    passed=name.startswith("multi"),
+                    name=name,
+                )
 
 
 @pytest.mark.parametrize("device", DEVICES)

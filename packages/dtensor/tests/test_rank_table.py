@@ -7,7 +7,15 @@ import sys
 import pytest
 import torch
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec, distribute_tensor, draw_sharding, visualize_sharding
+from shoal_dtensor import (
+    Partial,
+    Replicate,
+    Shard,
+    Spec,
+    distribute_tensor,
+    draw_sharding,
+    visualize_sharding,
+)
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.spec_text import rank_table
 from shoal_mesh import abstract_mesh, init_device_mesh
@@ -20,7 +28,11 @@ UNEVEN = Spec(MESH, (Shard(0), Shard(1)), (3, 4))
 
 def test_uneven_and_empty_shards() -> None:
     table = rank_table(Spec(MESH, (Shard(0), Shard(0)), (3, 4)))
-    assert (table.rows, table.columns, table.cells) == (["0:1", "1:2", "2:3"], ["0:4"], [["0"], ["1"], ["2"]])
+    assert (table.rows, table.columns, table.cells) == (
+        ["0:1", "1:2", "2:3"],
+        ["0:4"],
+        [["0"], ["1"], ["2"]],
+    )
     assert "3:" not in draw_sharding(UNEVEN)
 
 
@@ -39,7 +51,9 @@ def test_notebooks_show_the_global_shape_and_the_table() -> None:
     assert "<table>" not in Spec(MESH, (Shard(0), Replicate()), (4, 4, 4))._repr_html_()
 
 
-def test_rich_prints_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rich_prints_colours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("FORCE_COLOR", "1")
     with fake_world(2):

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, clip_grad_norm_, distribute_tensor, local_map, rand
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    clip_grad_norm_,
+    distribute_tensor,
+    local_map,
+    rand,
+)
 from shoal_dtensor.errors import NoRuleError
 from shoal_mesh import all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -40,7 +49,9 @@ def of_partial(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distributed(x: Tensor) -> Tensor:
-    return distribute_tensor(x[:2].contiguous(), init_device_mesh("cpu", (2,)), [Shard(1)]).to_local()
+    return distribute_tensor(
+        x[:2].contiguous(), init_device_mesh("cpu", (2,)), [Shard(1)]
+    ).to_local()
 
 
 def of_both(program: Callable[[Any], Any], outer: Any, x: Tensor) -> Any:
@@ -53,8 +64,13 @@ PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "partial": of_partial,
     "distribute_tensor": distributed,
     "gradient": gradient,
-    "operators": lambda x: ((of_rows(x) * 2).softmax(0).to_local(), of_rows(x).sum(0).full_tensor()),
-    "local_map": lambda x: local_map(lambda a: a * 2, out_placements=[Shard(0)])(of_rows(x)).full_tensor(),
+    "operators": lambda x: (
+        (of_rows(x) * 2).softmax(0).to_local(),
+        of_rows(x).sum(0).full_tensor(),
+    ),
+    "local_map": lambda x: local_map(lambda a: a * 2, out_placements=[Shard(0)])(
+        of_rows(x)
+    ).full_tensor(),
 }
 
 
@@ -62,7 +78,9 @@ PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_records_dtensors_of_its_inputs(mode: Any) -> None:
     rows = 3 - dist.get_rank()
-    example, other = (torch.arange(4.0 * rows).view(rows, 4) * (dist.get_rank() + k) for k in (1, 3))
+    example, other = (
+        torch.arange(4.0 * rows).view(rows, 4) * (dist.get_rank() + k) for k in (1, 3)
+    )
     for name, program in PROGRAMS.items():
         found, expected = make_fx(program, tracing_mode=mode)(example)(other), program(other)
         for one, other_one in zip(leaves(found), leaves(expected), strict=True):
@@ -70,7 +88,9 @@ def test_make_fx_records_dtensors_of_its_inputs(mode: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
+@pytest.mark.parametrize(
+    "how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}]
+)
 def test_shards_that_make_fx_would_take_for_constants_are_refused(how: dict[str, Any]) -> None:
     outer = of_rows(torch.ones(3 - dist.get_rank(), 4))
     given: tuple[Callable[[Any], Any], ...] = (
@@ -79,9 +99,13 @@ def test_shards_that_make_fx_would_take_for_constants_are_refused(how: dict[str,
         lambda x: x.full_tensor(),
     )
     for program in given:
-        with pytest.raises(NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"):
+        with pytest.raises(
+            NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"
+        ):
             make_fx(program, **how)(outer)
-        with pytest.raises(NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"):
+        with pytest.raises(
+            NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"
+        ):
             make_fx(partial(of_both, program, outer), **how)(torch.ones(4))
     if "pre_dispatch" not in how:
         with pytest.raises(NoRuleError, match=r"aten.*of a DTensor while torch.fx records"):
@@ -93,12 +117,18 @@ def test_a_step_among_fake_tensors_sends_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     with FakeTensorMode():
         x = distribute_tensor(torch.randn(5, 8), mesh, [Shard(0), Shard(1)])
-        weight: Any = distribute_tensor(torch.randn(8, 8), mesh, [Shard(0), Shard(1)]).requires_grad_()
+        weight: Any = distribute_tensor(
+            torch.randn(8, 8), mesh, [Shard(0), Shard(1)]
+        ).requires_grad_()
         (x @ weight).relu().softmax(0).sort(1)[0].cumsum(0).sum().backward()
         clip_grad_norm_([weight], 1.0)
         torch.optim.AdamW([weight]).step()
-        drawn: Any = torch.nn.functional.dropout(rand(5, 3, device_mesh=mesh, placements=[Shard(0), Replicate()]))
-        mapped = local_map(lambda a: a[: dist.get_rank()], out_placements=[Shard(0), Shard(0)])(drawn)
+        drawn: Any = torch.nn.functional.dropout(
+            rand(5, 3, device_mesh=mesh, placements=[Shard(0), Replicate()])
+        )
+        mapped = local_map(lambda a: a[: dist.get_rank()], out_placements=[Shard(0), Shard(0)])(
+            drawn
+        )
         checked = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Shard(0)], run_check=True)
         assert mapped.shape == (5, 3)
         for tensor in (weight.grad, drawn, mapped, checked):

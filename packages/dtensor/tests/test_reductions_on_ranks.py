@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    clip_grad_norm_,
+    distribute_tensor,
+)
 from shoal_dtensor.errors import MixedTensorError
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-SHAPES = [(5, 3), (2, 6), (3,), (1,), (2, 2)]  # uneven on 4 ranks, and with empty shards
+# uneven on 4 ranks, and with empty shards
+SHAPES = [(5, 3), (2, 6), (3,), (1,), (2, 2)]
 LAYOUTS: dict[tuple[int, ...], list[list[Placement]]] = {
     (4,): [[S0], [S1], [R], [S0], [R]],
     (2, 2): [[S0, S0], [S1, R], [R, R], [R, S0], [S0, S1]],
@@ -50,11 +59,15 @@ def parameters(shape: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
 @on_ranks(4)
-def test_clipping_takes_one_collective(shape: tuple[int, ...], order: float, foreach: bool | None) -> None:
+def test_clipping_takes_one_collective(
+    shape: tuple[int, ...], order: float, foreach: bool | None
+) -> None:
     plain, spread = parameters(shape)
     expected = nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
     with CommDebugMode() as counted:
-        got = nn.utils.clip_grad_norm_(spread, 0.5, norm_type=order, error_if_nonfinite=True, foreach=foreach)
+        got = nn.utils.clip_grad_norm_(
+            spread, 0.5, norm_type=order, error_if_nonfinite=True, foreach=foreach
+        )
         value = got.item()
     assert counted.get_total_counts() == 1, counted.get_comm_counts()
     assert value == pytest.approx(expected.item(), rel=1e-13)
@@ -140,7 +153,8 @@ def test_squares_do_not_overflow_between_ranks(dtype: torch.dtype) -> None:
         torch.testing.assert_close(whole, torch.full((4,), 2 * big, dtype=dtype))
     exact = torch.linalg.vector_norm(torch.arange(64.0).to(dtype))
     got: Any = torch.linalg.vector_norm(distribute_tensor(torch.arange(64.0).to(dtype), mesh, [S0]))
-    eps = 2 * torch.finfo(dtype).eps  # each part is rounded once more than the plain norm's are
+    # each part is rounded once more than the plain norm's are
+    eps = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.full_tensor(), exact, rtol=eps, atol=0)
 
 
@@ -166,7 +180,11 @@ def test_meshes_without_names_to_and_from_torch() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     peer = mesh_to_torch(mesh)
     assert (peer.mesh.tolist(), peer.mesh_dim_names) == ([[0, 1], [2, 3]], mesh.axis_names)
-    assert mesh_from_torch(peer).shape == mesh_from_torch(init_torch_mesh("cpu", (2, 2))).shape == (2, 2)
+    assert (
+        mesh_from_torch(peer).shape
+        == mesh_from_torch(init_torch_mesh("cpu", (2, 2))).shape
+        == (2, 2)
+    )
     assert mesh_to_torch(init_device_mesh("cpu", (4,))).mesh_dim_names is None
 
 
@@ -179,7 +197,9 @@ def test_partial_norms_to_and_from_torch() -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6.0)
-    peer: Any = torch.linalg.vector_norm(distribute_torch(whole, mesh_to_torch(mesh), [TorchShard(0)]))
+    peer: Any = torch.linalg.vector_norm(
+        distribute_torch(whole, mesh_to_torch(mesh), [TorchShard(0)])
+    )
     mine: Any = from_torch(peer, mesh)
     assert mine.placements == (Partial("norm2"),)
     torch.testing.assert_close(mine.full_tensor(), whole.norm())
@@ -194,8 +214,12 @@ def test_clipping_local_parts(shape: tuple[int, ...], order: float, foreach: boo
     plain, spread = parameters(shape)
     mesh, one = spread[0].device_mesh, nn.Parameter(torch.zeros(3, dtype=torch.float64))
     one.grad = torch.ones(3, dtype=torch.float64)
-    late = nn.Parameter(distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [R] * mesh.ndim))
-    late.grad = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh, [Partial("avg")] * mesh.ndim)
+    late = nn.Parameter(
+        distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [R] * mesh.ndim)
+    )
+    late.grad = DTensor.from_local(
+        torch.ones(2, dtype=torch.float64), mesh, [Partial("avg")] * mesh.ndim
+    )
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
     other = nn.Parameter(distribute_tensor(torch.zeros(6, dtype=torch.float64), flat, [S0]))
     other.grad = distribute_tensor(torch.ones(6, dtype=torch.float64), flat, [S0])
@@ -203,8 +227,12 @@ def test_clipping_local_parts(shape: tuple[int, ...], order: float, foreach: boo
     expected_all = torch.cat([*(p.grad.flatten() for p in plain), extra])
     expected = torch.linalg.vector_norm(expected_all, order)
     with CommDebugMode() as counted:
-        got = clip_grad_norm_([*spread, one, late, other, nn.Parameter(extra)], 0.5, order, foreach=foreach)
-    assert type(got) is Tensor and counted.get_total_counts() == 3, "one for each mesh, one for the partial gradient"
+        got = clip_grad_norm_(
+            [*spread, one, late, other, nn.Parameter(extra)], 0.5, order, foreach=foreach
+        )
+    assert type(got) is Tensor and counted.get_total_counts() == 3, (
+        "one for each mesh, one for the partial gradient"
+    )
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
     factor = min(1.0, 0.5 / (expected.item() + 1e-6))
     for p, q in zip(plain, spread, strict=True):
@@ -258,19 +286,26 @@ def test_weights_of_given_norm(shape: tuple[int, ...], placement: Placement) -> 
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["mean", "mse_loss", "nll_loss", "multi_margin_loss"])
 @pytest.mark.parametrize(("rows", "shape"), [(8, (4,)), (7, (4,)), (8, (2, 2)), (6, (2, 2))])
-def test_what_to_local_reads_of_a_mean_is_a_mean(name: str, rows: int, shape: tuple[int, ...]) -> None:
+def test_what_to_local_reads_of_a_mean_is_a_mean(
+    name: str, rows: int, shape: tuple[int, ...]
+) -> None:
     """Of the local shard along axes with even shards, as torch has it; else of the whole tensor."""
     mesh = init_device_mesh("cpu", shape)
     x = torch.randn(rows, 4, dtype=torch.float64)
     classes = torch.arange(rows) % 4
     target = torch.randn(rows, 4, dtype=torch.float64) if name == "mse_loss" else classes
     placements = [Shard(0)] * len(shape)
-    sharded = [distribute_tensor(t, mesh, placements, src_data_rank=None) for t in (x.requires_grad_(), target)]
+    sharded = [
+        distribute_tensor(t, mesh, placements, src_data_rank=None)
+        for t in (x.requires_grad_(), target)
+    ]
     source: Any = sharded[0].detach().requires_grad_()
     reduce = {"mean": lambda x, _: x.mean()}.get(name) or getattr(torch.nn.functional, name)
     expected, got = reduce(x, target), reduce(source, sharded[1])
     assert got.placements[-1] == (Partial("avg") if rows % 4 == 0 else Replicate())
-    averaged = [Shard(0) if placement.is_partial("avg") else Replicate() for placement in got.placements]
+    averaged = [
+        Shard(0) if placement.is_partial("avg") else Replicate() for placement in got.placements
+    ]
     parts = [t.redistribute(placements=averaged).to_local().detach() for t in sharded]
     torch.testing.assert_close(got.to_local(), reduce(*parts))
     torch.testing.assert_close(got.full_tensor(), expected)

@@ -1,6 +1,7 @@
 """What no DTensor takes is refused in one line, with the way out; what torch only moves is gathered.
 
-Covers: _torch/interception.py, _torch/compiling.py, _torch/operators.py, rules/language/local_ops.py.
+Covers: _torch/interception.py, _torch/compiling.py, _torch/operators.py,
+rules/language/local_ops.py.
 """
 
 # mypy: allow-untyped-calls
@@ -29,7 +30,9 @@ MAP: Any = torch_map
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "flex_attention": lambda x: flex_attention(x, x, x),
     "cond": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
-    "while_loop": lambda x: while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y + 1), (torch.tensor(0), x)),
+    "while_loop": lambda x: while_loop(
+        lambda i, _: i < 3, lambda i, y: (i + 1, y + 1), (torch.tensor(0), x)
+    ),
     "scan": lambda x: scan(lambda carry, y: (carry + y, carry + y), x[0], x),
     "map": lambda x: MAP(torch.sin, x),
     "print": lambda x: torch.ops.higher_order.print("{}", x),
@@ -42,7 +45,8 @@ compiled_first = pytest.mark.skipif(
 )
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # flex_attention, of calls that are not compiled
+# flex_attention, of calls that are not compiled
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "name",
     ["flex_attention", "print"]
@@ -52,7 +56,9 @@ def test_operators_that_take_functions(name: str) -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.randn(4, 2, 8, 16), mesh, [Shard(0)], src_data_rank=None)
-        with pytest.raises(OperatorArgumentError, match=f"^{name} takes no DTensors: .* local_map") as caught:
+        with pytest.raises(
+            OperatorArgumentError, match=f"^{name} takes no DTensors: .* local_map"
+        ) as caught:
             FUNCTIONS[name](x)
     assert "\n" not in str(caught.value)
     assert type(pickle.loads(pickle.dumps(caught.value))) is OperatorArgumentError
@@ -61,11 +67,14 @@ def test_operators_that_take_functions(name: str) -> None:
 def test_such_operators_on_plain_tensors_are_those_of_torch() -> None:
     with fake_world(2):
         init_device_mesh("cpu", (2,))
-        distribute_tensor(torch.ones(2), src_data_rank=None, device_mesh=init_device_mesh("cpu", (2,)))
+        distribute_tensor(
+            torch.ones(2), src_data_rank=None, device_mesh=init_device_mesh("cpu", (2,))
+        )
         torch.testing.assert_close(FUNCTIONS["cond"](torch.ones(3)), torch.ones(3).sin())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch, of nested and of sparse tensors as prototypes
+# torch, of nested and of sparse tensors as prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["nested", "jagged", "coo", "csr"])
 def test_tensors_without_strides(kind: str) -> None:
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
@@ -79,7 +88,9 @@ def test_tensors_without_strides(kind: str) -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         for call in (distribute_tensor, DTensor.from_local):
-            with pytest.raises(ArgumentTypeError, match=rf"shards are strided tensors, .*\.{way_out}\("):
+            with pytest.raises(
+                ArgumentTypeError, match=rf"shards are strided tensors, .*\.{way_out}\("
+            ):
                 call(value, mesh, [Shard(0)])
 
 
@@ -92,7 +103,8 @@ def test_gradients_of_embeddings_are_dense() -> None:
     def both(indices: Any, offsets: Any, weight: Any) -> Any:
         rows = nn.functional.embedding(indices, weight, sparse=True)
         return (
-            rows.square().sum() + nn.functional.embedding_bag(indices, weight, offsets, mode="sum", sparse=True).sum()
+            rows.square().sum()
+            + nn.functional.embedding_bag(indices, weight, offsets, mode="sum", sparse=True).sum()
         )
 
     given = torch.tensor([1, 2, 5, 5]), torch.tensor([0, 2])
@@ -116,7 +128,9 @@ LOOKUPS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 @on_ranks(4, timeout=120)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
+)
 def test_numbers_that_torch_only_moves(dtype: torch.dtype) -> None:
     table = torch.arange(21).reshape(7, 3).to(dtype)
     mesh = init_device_mesh("cpu", (4,))
@@ -127,16 +141,25 @@ def test_numbers_that_torch_only_moves(dtype: torch.dtype) -> None:
                 lambda numbers: distribute_tensor(torch.tensor(numbers), mesh, [Replicate()]),
             )
             expected = look_up(table, torch.tensor)
-            assert torch.equal(got.full_tensor().view(torch.uint8), expected.view(torch.uint8)), (dim, name)
+            assert torch.equal(got.full_tensor().view(torch.uint8), expected.view(torch.uint8)), (
+                dim,
+                name,
+            )
 
 
 @on_ranks(4, timeout=120)
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_masks_of_bytes() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    full, mask = torch.arange(14.0).reshape(7, 2), torch.tensor([1, 0, 1, 0, 0, 1, 1], dtype=torch.uint8)
+    full, mask = (
+        torch.arange(14.0).reshape(7, 2),
+        torch.tensor([1, 0, 1, 0, 0, 1, 1], dtype=torch.uint8),
+    )
     for placement in (Shard(0), Replicate()):
-        x, chosen = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(mask, mesh, [placement])
+        x, chosen = (
+            distribute_tensor(full, mesh, [Shard(0)]),
+            distribute_tensor(mask, mesh, [placement]),
+        )
         assert torch.equal(x[chosen].full_tensor(), full[mask])
 
 
@@ -150,8 +173,14 @@ def test_inverses_say_nothing_where_all_is_well_and_the_same_on_all_ranks_where_
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for function in (torch.linalg.inv, torch.linalg.cholesky, lambda x: torch.linalg.solve(x, x)):
-            torch.testing.assert_close(function(sharded(matrices)).full_tensor(), function(matrices))
+        for function in (
+            torch.linalg.inv,
+            torch.linalg.cholesky,
+            lambda x: torch.linalg.solve(x, x),
+        ):
+            torch.testing.assert_close(
+                function(sharded(matrices)).full_tensor(), function(matrices)
+            )
     matrices[4, 1, 1] = 0
     with pytest.raises(RuntimeError, match=r"Batch element 4.*singular"):
         torch.linalg.inv(sharded(matrices))

@@ -30,10 +30,14 @@ def in_threads(*programs: Callable[[], object]) -> list[object]:
             results[place] = error  # for the test to look at
 
     first = dist.get_rank()
-    threads = [threading.Thread(target=run, args=((first + i) % len(programs),)) for i in range(len(programs))]
+    threads = [
+        threading.Thread(target=run, args=((first + i) % len(programs),))
+        for i in range(len(programs))
+    ]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)  # so that each comes to its first call before the next one
+        # so that each comes to its first call before the next one
+        time.sleep(0.05)
     for thread in threads:
         thread.join()
     return results
@@ -49,7 +53,8 @@ def test_each_thread_draws_from_its_generator() -> None:
     x = distribute_tensor(torch.ones(7, 4), mesh["a"], [Shard(0)], src_data_rank=None)
     drawn = in_threads(*[lambda g=g: x.clone().normal_(generator=g) for g in generators(1, 2, 1)])
     for result, generator in zip(drawn, generators(1, 2, 1), strict=True):
-        assert torch.equal(result.full_tensor(), torch.ones(7, 4).normal_(generator=generator))  # type: ignore[attr-defined]  # a DTensor
+        # a DTensor
+        assert torch.equal(result.full_tensor(), torch.ones(7, 4).normal_(generator=generator))  # type: ignore[attr-defined]
 
 
 @on_ranks(4)
@@ -80,7 +85,8 @@ def test_threads_agree_on_plain_tensors_beside_collectives_of_the_main_thread() 
     worker.join()
     assert [int(total[0]) for total in sums] == [4 * step for step in range(200)]
     for classes, result in zip((5, 6, 7), encoded, strict=True):
-        assert torch.equal(result.full_tensor(), F.one_hot(index, classes))  # type: ignore[attr-defined]  # a DTensor
+        # a DTensor
+        assert torch.equal(result.full_tensor(), F.one_hot(index, classes))  # type: ignore[attr-defined]
 
 
 @on_ranks(2)
@@ -97,6 +103,8 @@ def test_a_thread_that_no_other_rank_has_is_named(monkeypatch: pytest.MonkeyPatc
 def test_rows_are_in_the_order_of_the_mesh_that_asks() -> None:
     in_order, irregular = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[3, 0], [1, 2]])
     own = torch.tensor([dist.get_rank()])
-    first, second = in_threads(*[lambda m=m: rows_of_ranks(m, lambda: str(m), own) for m in (in_order, irregular)])
+    first, second = in_threads(
+        *[lambda m=m: rows_of_ranks(m, lambda: str(m), own) for m in (in_order, irregular)]
+    )
     assert first == [[0], [1], [2], [3]]
     assert second == [[3], [0], [1], [2]]

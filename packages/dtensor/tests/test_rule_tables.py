@@ -13,7 +13,10 @@ aten = torch.ops.aten
 
 def test_two_rules_for_one_operator_are_an_error() -> None:
     rule = pointwise()
-    assert merge(a={aten.neg.default: rule}, b={aten.abs.default: rule}).keys() == {aten.neg.default, aten.abs.default}
+    assert merge(a={aten.neg.default: rule}, b={aten.abs.default: rule}).keys() == {
+        aten.neg.default,
+        aten.abs.default,
+    }
     with pytest.raises(DuplicateRuleError, match="'a' and 'b'"):
         merge(a={aten.neg.default: rule}, b={aten.neg.default: rule})
 
@@ -32,7 +35,9 @@ def test_a_name_stands_for_all_forms_that_take_tensors() -> None:
     forms = ("default", "out")
     expected = {getattr(aten.relu, form) for form in forms} | {aten.relu_.default}
     assert set(family({"relu": rule})) == expected
-    assert family({"sum": rule, "sum.default": pointwise(linear=(0,))})[aten.sum.default] is not rule
+    assert (
+        family({"sum": rule, "sum.default": pointwise(linear=(0,))})[aten.sum.default] is not rule
+    )
     assert family({"no_such_operator": rule}) == {}
 
 

@@ -69,5 +69,7 @@ def test_a_backward_on_another_thread_has_the_value_of_its_caller() -> None:
             print(len({thread for thread, *_ in seen}), {tuple(rest) for _, *rest in seen} == {(policy, mode)})
         os._exit(0)  # torch does not end those threads
     """
-    done = subprocess.run([sys.executable, "-uc", dedent(script)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-uc", dedent(script)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["2 True"] * 3, done.stdout

@@ -46,7 +46,7 @@ def decided() -> int:
     return sum(cache_info().values())
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
@@ -89,7 +89,7 @@ def test_there_are_as_many_scopes_as_settings() -> None:
     assert len(DEFAULT.alike) == 36
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
@@ -117,7 +117,10 @@ def test_what_was_allowed_is_forbidden_in_another_block(mesh: DeviceMesh) -> Non
     x, y = sharded(mesh, torch.ones(4, 4)), sharded(mesh, torch.ones(4, 4), dim=1)
     for _ in range(3):
         assert (x + y).shape == (4, 4)
-        with communication("forbid"), pytest.raises(CommunicationForbiddenError, match="needs implicit communication"):
+        with (
+            communication("forbid"),
+            pytest.raises(CommunicationForbiddenError, match="needs implicit communication"),
+        ):
             x + y
         with communication("forbid"), communication("allow"):
             assert (x + y).shape == (4, 4)
@@ -142,7 +145,10 @@ def test_plain_tensors_count_as_replicated_inside_only(mesh: DeviceMesh) -> None
             x + torch.ones(4)
         with implicit_replication(), communication("forbid"):
             assert (x + torch.ones(4)).placements == (Shard(0),)
-        with communication("forbid"), pytest.raises(MixedTensorError, match="together with a plain tensor"):
+        with (
+            communication("forbid"),
+            pytest.raises(MixedTensorError, match="together with a plain tensor"),
+        ):
             x + torch.ones(4)
 
 
@@ -158,7 +164,11 @@ def test_each_policy_treats_unknown_operators_its_way(mesh: DeviceMesh) -> None:
             with unknown_ops("replicate"):  # decided and warned of above
                 assert NO_RULE(x, x).placements == (Replicate(),)
             assert NO_RULE(x, x).placements == (Shard(0),)
-        with unknown_ops("error"), implicit_replication(), pytest.raises(NoRuleError, match="has no sharding rule"):
+        with (
+            unknown_ops("error"),
+            implicit_replication(),
+            pytest.raises(NoRuleError, match="has no sharding rule"),
+        ):
             NO_RULE(x, x)
         with unknown_ops("error"), pytest.raises(NoRuleError, match="has no sharding rule"):
             NO_RULE(x, x)
@@ -170,7 +180,7 @@ def test_replicas_are_checked_inside_only(mesh: DeviceMesh) -> None:
     assert not current().replicas_checked
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 WHOLE = Rule(lambda call: [Row((R,), (R,))])
 CUT = Rule(lambda call: [Row((S(0),), (S(0),))])
@@ -212,7 +222,8 @@ def test_a_rule_for_good_replaces_what_every_policy_has_decided(mesh: DeviceMesh
     assert aten.neg.default(x).placements == (Shard(0),)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch 2.11, of ContextVar.get
+# torch 2.11, of ContextVar.get
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 def test_blocks_inside_of_compiled_code(mesh: DeviceMesh, block: Block) -> None:
     x, seen = sharded(mesh, torch.ones(4, 2)), []

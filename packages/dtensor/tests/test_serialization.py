@@ -51,7 +51,9 @@ def _loaded(saved: Any) -> Any:
 
 def test_a_tensor_comes_back_with_its_attributes() -> None:
     with fake_world(2):
-        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         x.note = "mine"  # type: ignore[attr-defined]  # set by a user
         loaded = _loaded({"x": x})["x"]
         assert loaded.spec == x.spec
@@ -73,7 +75,9 @@ def test_what_does_not_fit_is_not_built(
     local: torch.Tensor, attributes: dict[str, Any], error: type[Exception]
 ) -> None:
     with fake_world(2):
-        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        x = distribute_tensor(
+            torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
         with pytest.raises(error, match=r"DTensor (from|of) a file"):
             _loaded(Forged(DTensor, local, x.spec, False, attributes, (0,)))
 
@@ -101,8 +105,14 @@ STRIDED: dict[str, list[Placement]] = {
     "even": [StridedShard(0, split_factor=3, sizes=(2, 2)), Replicate()],
     "uneven": [Replicate(), StridedShard(0, split_factor=3, sizes=(3, 1))],
     "empty": [StridedShard(0, split_factor=3, sizes=(4, 0)), Shard(1)],
-    "nested": [StridedShard(0, split_factor=3, sizes=(3, 1)), StridedShard(0, split_factor=3, sizes=(2, 1, 1, 0))],
-    "two dims": [StridedShard(0, split_factor=3, sizes=(3, 1)), StridedShard(1, split_factor=2, sizes=(1, 2))],
+    "nested": [
+        StridedShard(0, split_factor=3, sizes=(3, 1)),
+        StridedShard(0, split_factor=3, sizes=(2, 1, 1, 0)),
+    ],
+    "two dims": [
+        StridedShard(0, split_factor=3, sizes=(3, 1)),
+        StridedShard(1, split_factor=2, sizes=(1, 2)),
+    ],
 }
 
 
@@ -130,7 +140,8 @@ def test_strided_shards_are_saved_by_runs(kind: str, tmp_path: Path) -> None:
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_checkpoint_has_every_shard_of_a_local_shards_wrapper(tmp_path: Path) -> None:
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper  # the only thing of torch's that is taken
+    # the only thing of torch's that is taken
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     mesh, row = init_device_mesh("cpu", (4,)), 2 * dist.get_rank()
     full = torch.arange(64.0).view(8, 8)
@@ -140,7 +151,9 @@ def test_a_checkpoint_has_every_shard_of_a_local_shards_wrapper(tmp_path: Path) 
     def held(value: torch.Tensor) -> DTensor:
         parts = [value[row : row + 2, :3].contiguous(), value[row : row + 2, 3:].contiguous()]
         wrapper = LocalShardsWrapper(parts, [(row, 0), (row, 3)])
-        return DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 8)), stride=(8, 1))
+        return DTensor.from_local(
+            wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 8)), stride=(8, 1)
+        )
 
     dcp.save({"x": held(full)}, checkpoint_id=paths[0])
     loaded = distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)])
@@ -175,5 +188,7 @@ def test_specs_of_earlier_files_are_read() -> None:
             (mesh, [Partial("max"), Replicate()]),
         ]
         *specs, along_a = pickle.loads(zlib.decompress(base64.b85decode(EARLIER)))
-        assert specs == [Spec(on, placements, (6,), dtype=torch.int64) for on, placements in layouts]
+        assert specs == [
+            Spec(on, placements, (6,), dtype=torch.int64) for on, placements in layouts
+        ]
         assert along_a == mesh["a"]

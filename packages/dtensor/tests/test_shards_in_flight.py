@@ -44,7 +44,9 @@ def test_they_arrive_as_each_alone(shape: tuple[int, ...]) -> None:
     sources = [placed(value + i, mesh, src) for i, (src, _) in enumerate(MOVES)]
     targets = [s.spec.with_(placements=dst) for s, (_, dst) in zip(sources, MOVES, strict=True)]
     shards = [local_shard(source) for source in sources]
-    in_flight = redistribute_shards(shards, [(s.spec, t) for s, t in zip(sources, targets, strict=True)])
+    in_flight = redistribute_shards(
+        shards, [(s.spec, t) for s, t in zip(sources, targets, strict=True)]
+    )
     arrived = in_flight.wait()
     for source, target, got in zip(sources, targets, arrived, strict=True):
         assert torch.equal(got, source.redistribute(placements=target.placements).to_local())
@@ -71,7 +73,9 @@ def test_results_are_written_where_they_are_wanted() -> None:
     moves = [(s.spec, t) for s, t in zip(sources, targets, strict=True)]
     expected = redistribute_shards([local_shard(source) for source in sources], moves).wait()
     memory = [torch.full_like(one, -1) for one in expected]
-    got = redistribute_shards([local_shard(source) for source in sources], moves).wait(lambda: memory)
+    got = redistribute_shards([local_shard(source) for source in sources], moves).wait(
+        lambda: memory
+    )
     assert all(one is other for one, other in zip(got, memory, strict=True))
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
@@ -103,11 +107,18 @@ def test_shards_that_are_moved_alike_travel_together() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         for name, (move, differs) in more.items():
-            specs = [(Spec(mesh, src, shape), Spec(mesh, dst, shape)) for shape, src, dst in (*even, *reduced, move)]
+            specs = [
+                (Spec(mesh, src, shape), Spec(mesh, dst, shape))
+                for shape, src, dst in (*even, *reduced, move)
+            ]
             with CommDebugMode() as counted:
-                arrived = redistribute_shards([torch.zeros(src.local_shape) for src, _ in specs], specs).wait()
+                arrived = redistribute_shards(
+                    [torch.zeros(src.local_shape) for src, _ in specs], specs
+                ).wait()
             assert Counter(record.op for record in counted.trace) == usual | differs, name
-            assert [tensor.shape for tensor in arrived] == [dst.local_shape for _, dst in specs], name
+            assert [tensor.shape for tensor in arrived] == [dst.local_shape for _, dst in specs], (
+                name
+            )
 
 
 @pytest.mark.parametrize("lanes", [True, False])
@@ -116,7 +127,10 @@ def test_even_shards_arrive_where_they_are_wanted(lanes: bool) -> None:
     mesh = init_device_mesh("cpu", (4,))
     dtype = torch.float32 if lanes else torch.complex64  # which only the backend sends
     shapes = [(8, 3), (4,), (16, 1)]
-    moves = [(Spec(mesh, [S0], shape, None, dtype), Spec(mesh, [R], shape, None, dtype)) for shape in shapes]
+    moves = [
+        (Spec(mesh, [S0], shape, None, dtype), Spec(mesh, [R], shape, None, dtype))
+        for shape in shapes
+    ]
     wholes = [torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) + 1 for shape in shapes]
     shards = [whole.chunk(4)[mesh.get_rank()] for whole in wholes]
     with CommDebugMode() as counted:
@@ -125,7 +139,8 @@ def test_even_shards_arrive_where_they_are_wanted(lanes: bool) -> None:
         arrived = in_flight.wait(lambda: places)
     assert counted.get_total_counts() == 1
     assert all(
-        got is place and torch.equal(got, whole) for got, place, whole in zip(arrived, places, wholes, strict=True)
+        got is place and torch.equal(got, whole)
+        for got, place, whole in zip(arrived, places, wholes, strict=True)
     )
     back = [(src.with_(placements=[P]), src) for src, _ in moves]
     for got, shard in zip(redistribute_shards(wholes, back).wait(), shards, strict=True):

@@ -17,7 +17,14 @@ from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
-from shoal_dtensor.redistribute.search.edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
+from shoal_dtensor.redistribute.search.edges import (
+    Edge,
+    all_reduce,
+    converted,
+    joined,
+    reduce_scatter,
+    reshard,
+)
 from shoal_dtensor.redistribute.search.links import axes_of, mask_of
 from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Bound, cheapest_plans
 from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State
@@ -35,10 +42,16 @@ def random_links(rng: Random, axes: int) -> Topology:
             links = [Link(1e-5, 1e11 / 10**axis) for axis in range(axes)]
             rng.shuffle(links)
             return Topology(tuple(links))
-    return Topology(tuple(Link(rng.choice((1e-6, 1e-5, 1e-4)), rng.choice((1e9, 1e10, 4e11))) for _ in range(axes)))
+    return Topology(
+        tuple(
+            Link(rng.choice((1e-6, 1e-5, 1e-4)), rng.choice((1e9, 1e10, 4e11))) for _ in range(axes)
+        )
+    )
 
 
-def random_pair(rng: Random, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Spec, Spec]:
+def random_pair(
+    rng: Random, mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Spec, Spec]:
     mesh = abstract_mesh(mesh_shape)
     options: list[Placement] = [Replicate(), Partial(), *map(Shard, range(len(shape)))]
     src, dst = (Spec(mesh, rng.choices(options, k=len(mesh_shape)), shape) for _ in range(2))
@@ -80,9 +93,13 @@ def optimum(space: Space) -> tuple[float, dict[State, float]]:
     """Seconds of the cheapest of all plans, and from every state to the goal: no bound used."""
     starts = [space.start]
     if space.start is not space.goal:
-        for axes in (mask_of(some) for n in range(1, 4) for some in combinations(axes_of(space.kept), n)):
+        for axes in (
+            mask_of(some) for n in range(1, 4) for some in combinations(axes_of(space.kept), n)
+        ):
             pending, becoming = space.start.pending | axes, space.start.becoming | axes
-            starts.append(space.state(space.start.dims, pending, becoming, space.start.scaled & ~axes))
+            starts.append(
+                space.state(space.start.dims, pending, becoming, space.start.scaled & ~axes)
+            )
     found: dict[State, list[tuple[State, float]]] = {}
     reached = dict.fromkeys(starts, 0.0)
     ticket = count()
@@ -91,7 +108,9 @@ def optimum(space: Space) -> tuple[float, dict[State, float]]:
         seconds, _, here = heappop(heap)
         if here not in found:
             reached[here] = seconds
-            found[here] = [(hop[-1].after, sum(e.seconds for e in hop)) for hop in hops(space, here) if hop]
+            found[here] = [
+                (hop[-1].after, sum(e.seconds for e in hop)) for hop in hops(space, here) if hop
+            ]
             for after, took in found[here]:
                 heappush(heap, (seconds + took, next(ticket), after))
     ahead = dict.fromkeys(found, float("inf")) | {space.goal: 0.0}
@@ -120,18 +139,25 @@ def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, .
 
 
 @settings(max_examples=40)
-@example(217250, ((2, 2, 2), (1024, 1024)))  # an axis that was reduced could become partial again
+# an axis that was reduced could become partial again
+@example(217250, ((2, 2, 2), (1024, 1024)))
 @given(st.integers(0, 2**32), st.sampled_from(CASES))
-def test_bounds_never_overestimate(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_bounds_never_overestimate(
+    seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
     rng = Random(seed)
     src, dst = random_pair(rng, *case)
     space = Space(src, dst, links_of(src.mesh, random_links(rng, len(case[0]))))
     bound = Bound(space)
     for state, seconds in optimum(space)[1].items():
-        assert bound.seconds(state) <= seconds * (1 + 1e-9), f"{src} {dst} {space.links} {state.dims} {state.pending}"
+        assert bound.seconds(state) <= seconds * (1 + 1e-9), (
+            f"{src} {dst} {space.links} {state.dims} {state.pending}"
+        )
 
 
-@pytest.mark.parametrize(("axes", "ndim", "expected"), [(1, 1, 2), (2, 2, 11), (3, 2, 49), (3, 3, 106), (2, 0, 1)])
+@pytest.mark.parametrize(
+    ("axes", "ndim", "expected"), [(1, 1, 2), (2, 2, 11), (3, 2, 49), (3, 3, 106), (2, 0, 1)]
+)
 def test_all_layouts_of_few_axes_are_looked_at(axes: int, ndim: int, expected: int) -> None:
     spec = Spec(abstract_mesh((2,) * axes), (Replicate(),) * axes, (8,) * ndim)
     space = Space(spec, spec, links_of(spec.mesh))
@@ -142,16 +168,20 @@ def test_all_layouts_of_few_axes_are_looked_at(axes: int, ndim: int, expected: i
     assert not ndim or set(found) == set(arrangements(space, space.whole, range(axes)))
 
 
-def test_a_layout_on_the_way_keeps_explicit_sizes_where_what_is_outside_of_them_is_the_same() -> None:
+def test_a_layout_on_the_way_keeps_explicit_sizes_where_what_is_outside_of_them_is_the_same() -> (
+    None
+):
     mesh = abstract_mesh((2, 2))
     src = Spec(mesh, (Shard(0, sizes=(5, 3)), Shard(1)), (8, 8))
     dst = Spec(mesh, (Shard(0, sizes=(1, 7)), Shard(0)), (8, 8))
     space = Space(src, dst, links_of(mesh))
     found = Candidates(space, space.start).inside(space.whole, 3)
-    by_axis_0 = [(4, 4), (5, 3), (1, 7)]  # like torch.chunk, as in the source, as in the destination
+    # like torch.chunk, as in the source, as in the destination
+    by_axis_0 = [(4, 4), (5, 3), (1, 7)]
     inside = [(2, 2, 2, 2), (3, 2, 2, 1), (1, 0, 4, 3)]
     assert {dims[0].sharding.sizes for dims in found} == {(8,), *by_axis_0, *inside}
-    assert len({dims[0] for dims in found}) == 9  # by axis 1 alone, and by 1 and 0, in equal sizes
+    # by axis 1 alone, and by 1 and 0, in equal sizes
+    assert len({dims[0] for dims in found}) == 9
 
 
 def stepwise_seconds(src: Spec, dst: Spec, topology: Topology, order: list[int]) -> float:
@@ -168,8 +198,13 @@ def stepwise_seconds(src: Spec, dst: Spec, topology: Topology, order: list[int])
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32), st.sampled_from([((2, 2, 2, 2), (64,) * 4), ((2, 4, 2), (512, 512, 512))]))
-def test_no_worse_than_one_axis_after_the_other(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([((2, 2, 2, 2), (64,) * 4), ((2, 4, 2), (512, 512, 512))]),
+)
+def test_no_worse_than_one_axis_after_the_other(
+    seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
     """However early the search stops."""
     rng = Random(seed)
     topology = random_links(rng, len(case[0]))
@@ -223,7 +258,9 @@ def test_two_redistributions_never_beat_one(
     assert_direct(Random(14).sample(ordered, min(pairs, len(ordered))), specs, links)
 
 
-def assert_direct(pairs: Iterable[tuple[Spec, Spec]], specs: Sequence[Spec], links: tuple[Link, ...] | None) -> None:
+def assert_direct(
+    pairs: Iterable[tuple[Spec, Spec]], specs: Sequence[Spec], links: tuple[Link, ...] | None
+) -> None:
     """One plan takes no longer than two through any of these specs."""
     topology = None if links is None else Topology(links)
 
@@ -243,7 +280,10 @@ def test_a_long_search_on_three_axes_ends_by_itself() -> None:
     """After 500 prices the best known way is slower than two redistributions."""
     specs, links = layouts((2, 2, 2), (8, 512, 1024)), (SLOW, Link(20e-6, 60e9), FAST)
     start, goal = (Shard(1), Shard(0), Shard(1)), (Shard(0), Partial(), Replicate())
-    src, dst = (next(spec for spec in specs if spec.placements == placements) for placements in (start, goal))
+    src, dst = (
+        next(spec for spec in specs if spec.placements == placements)
+        for placements in (start, goal)
+    )
     direct = plan(src, dst, topology=Topology(links))
     assert direct.floor >= direct.seconds * (1 - 1e-9)
     assert_direct([(src, dst)], specs, links)
@@ -279,7 +319,9 @@ def test_a_search_ends_after_so_many_prices(priced: list[str]) -> None:
     mesh = abstract_mesh((3, 5, 6, 2))
     src = Spec(mesh, (Shard(0), Partial("max"), Shard(1), Shard(0)), (8192, 8192))
     dst = Spec(mesh, (Partial("max"), Partial("max"), Replicate(), Shard(0)), (8192, 8192))
-    found = cheapest_plans(src, dst, links_of(mesh, Topology((Link(12e-6, 18e9), FAST, FAST, FAST))))[0]
+    found = cheapest_plans(
+        src, dst, links_of(mesh, Topology((Link(12e-6, 18e9), FAST, FAST, FAST)))
+    )[0]
     assert found.floor < found.seconds
     assert MOST_PRICED / 2 < len(priced) <= MOST_PRICED + 16
 
@@ -313,7 +355,9 @@ def steps(found: Plan) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_one_hop_is_taken_only_where_a_search_takes_it(seed: int) -> None:
     rng = Random(seed)
-    mesh_shape, shape = rng.choice([((4,), (8, 12)), ((3,), (5, 7)), ((2, 4), (16, 6)), ((2, 2), (4096, 1024))])
+    mesh_shape, shape = rng.choice(
+        [((4,), (8, 12)), ((3,), (5, 7)), ((2, 4), (16, 6)), ((2, 2), (4096, 1024))]
+    )
     src, dst = random_pair(rng, mesh_shape, shape)
     links = links_of(src.mesh, random_links(rng, len(mesh_shape)))
     one, several = cheapest_plans(src, dst, links)[0], cheapest_plans(src, dst, links, wanted=3)[0]
@@ -322,7 +366,10 @@ def test_one_hop_is_taken_only_where_a_search_takes_it(seed: int) -> None:
 
 def test_what_was_rejected_is_slower_and_different() -> None:
     mesh = abstract_mesh((2, 2))
-    src, dst = Spec(mesh, (Shard(0), Shard(0)), (64, 64)), Spec(mesh, (Replicate(), Shard(1)), (64, 64))
+    src, dst = (
+        Spec(mesh, (Shard(0), Shard(0)), (64, 64)),
+        Spec(mesh, (Replicate(), Shard(1)), (64, 64)),
+    )
     found = alternatives(src, dst, 3)
     assert len(found) == 3
     assert len({str(p) for p in found}) == 3
@@ -332,5 +379,8 @@ def test_what_was_rejected_is_slower_and_different() -> None:
 def test_a_slice_before_the_values_become_partial_saves_the_gather() -> None:
     """Replicated axes that become partial need only a part each, so nothing is gathered that they would zero."""
     mesh = abstract_mesh((4, 4))
-    src, dst = Spec(mesh, (Shard(1), Replicate()), (1024, 1024)), Spec(mesh, (Replicate(), Partial()), (1024, 1024))
+    src, dst = (
+        Spec(mesh, (Shard(1), Replicate()), (1024, 1024)),
+        Spec(mesh, (Replicate(), Partial()), (1024, 1024)),
+    )
     assert [step.name for step in plan(src, dst).steps] == ["Slice", "AllGather", "MakePartial"]

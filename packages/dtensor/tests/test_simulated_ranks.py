@@ -19,7 +19,9 @@ def test_ranks_of_several_axes_meet_along_each() -> None:
         return all_gather(rank, (mesh, "a"), 0).tolist(), all_gather(rank, (mesh, "b"), 0).tolist()
 
     results = simulate_ranks(abstract_mesh((2, 3), ("a", "b")), run)
-    assert results == [([b, 3 + b], [3 * a, 3 * a + 1, 3 * a + 2]) for a in range(2) for b in range(3)]
+    assert results == [
+        ([b, 3 + b], [3 * a, 3 * a + 1, 3 * a + 2]) for a in range(2) for b in range(3)
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), (8, (2, 4)), (8, (4, 2)), (6, (2, 3))])
@@ -55,7 +57,9 @@ def test_a_program_of_dtensors_runs_forward_and_backward(source: int | None) -> 
 
     def run(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
-            x: Any = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=source).requires_grad_()
+            x: Any = distribute_tensor(
+                whole, mesh, [Shard(0), Shard(1)], src_data_rank=source
+            ).requires_grad_()
             partial = distribute_tensor(whole, mesh, [Partial(), Shard(0)], src_data_rank=source)
             total: Any = ((x @ x.t()).sum() * 2 + (partial * x).sum()).full_tensor()
             total.backward()

@@ -20,7 +20,8 @@ from shoal_dtensor.rules.shape.slicing import SLICING
 from shoal_dtensor.testing import validate
 
 aten = torch.ops.aten
-# Those of views are in test_views.py, embeddings in test_collectives_of_rules_on_ranks.py and test_all_rules.py.
+# Those of views are in test_views.py, embeddings in test_collectives_of_rules_on_ranks.py and
+# test_all_rules.py.
 ELSEWHERE = ("diagonal", "diagonal_backward", "embedding", "embedding_dense_backward")
 TABLES = (
     *(DATA_DEPENDENT, GATHER_SCATTER, INDEXING, ORDERING, REARRANGEMENT),
@@ -177,10 +178,22 @@ CASES: list[tuple[Any, ...]] = (
         (aten.index_put.default, (X, [torch.tensor([0, 3, 1])], A(6, 5))),
         (aten.index_put.default, (X, [None, torch.tensor([0, -3, 1])], torch.tensor(2.0).double())),
         (aten.index_put.default, (X, [None, torch.tensor([0, -3, 1])], A(4, 3, 5))),
-        (aten.index_put_.default, (X, [torch.tensor([[0], [3]]), torch.tensor([0, 3, 1])], A(2, 3, 5))),
-        (aten.index_put_.default, (X, [torch.tensor([[0], [3]]), torch.tensor([0, 3, 1])], A(3, 1))),
-        (aten.index_put_.default, (X, [torch.tensor([0, 3, 1]), None, torch.tensor([0, 3, 1])], A(3, 6), True)),
-        (aten.index_put.default, (X, [torch.tensor([0, 3, 0]), torch.tensor([0, 3, 0])], A(3, 5), True)),
+        (
+            aten.index_put_.default,
+            (X, [torch.tensor([[0], [3]]), torch.tensor([0, 3, 1])], A(2, 3, 5)),
+        ),
+        (
+            aten.index_put_.default,
+            (X, [torch.tensor([[0], [3]]), torch.tensor([0, 3, 1])], A(3, 1)),
+        ),
+        (
+            aten.index_put_.default,
+            (X, [torch.tensor([0, 3, 1]), None, torch.tensor([0, 3, 1])], A(3, 6), True),
+        ),
+        (
+            aten.index_put.default,
+            (X, [torch.tensor([0, 3, 0]), torch.tensor([0, 3, 0])], A(3, 5), True),
+        ),
         (aten.index_put_.default, (X, [X > 0], torch.tensor(0.0).double())),
         (aten.index_put_.default, (X, [X > 0], A(int((X > 0).sum())))),
         (aten.index_put_.default, (X, [None, X[0] > 0], torch.tensor([1.0]).double())),
@@ -190,7 +203,14 @@ CASES: list[tuple[Any, ...]] = (
         (aten.take.default, (A(4), torch.tensor(2))),
         (
             aten._embedding_bag_per_sample_weights_backward.default,
-            (sample(2, 4), sample(6, 4), A(5).long() % 6, torch.tensor([0, 3]), torch.tensor([], dtype=torch.long), 0),
+            (
+                sample(2, 4),
+                sample(6, 4),
+                A(5).long() % 6,
+                torch.tensor([0, 3]),
+                torch.tensor([], dtype=torch.long),
+                0,
+            ),
         ),
         (aten.put.default, (A(4), torch.tensor(2), A(1))),
         (aten.put.default, (X, torch.tensor([[0, 100], [-1, 7]]), A(2, 2))),
@@ -236,7 +256,10 @@ for kind in ("reflection", "replication"):
         x, padding = sample(2, 3, *[4] * n), [1, 2] * n
         CASES += [
             (getattr(aten, f"{kind}_pad{n}d").default, (x, padding)),
-            (getattr(aten, f"{kind}_pad{n}d_backward").default, (sample(2, 3, *[7] * n), x, padding)),
+            (
+                getattr(aten, f"{kind}_pad{n}d_backward").default,
+                (sample(2, 3, *[7] * n), x, padding),
+            ),
         ]
 CASES += [
     (aten.masked_scatter_backward.default, (X, X > 0, [120])),
@@ -257,7 +280,14 @@ def test_every_row_gives_what_the_unsharded_tensor_gives(case: tuple[Any, ...]) 
 
 
 def test_every_operator_has_a_case() -> None:
-    known = {op for table in TABLES for op in table if not any(a.is_out for a in op._schema.arguments)}
-    known = {op for op in known if op.__name__.partition(".")[0] not in ELSEWHERE and "_embedding_bag" not in str(op)}
-    known = {op for op in known if "_sparse" not in str(op)}  # no rows, and no dense result: test_plain_tensors.py
+    known = {
+        op for table in TABLES for op in table if not any(a.is_out for a in op._schema.arguments)
+    }
+    known = {
+        op
+        for op in known
+        if op.__name__.partition(".")[0] not in ELSEWHERE and "_embedding_bag" not in str(op)
+    }
+    # no rows, and no dense result: test_plain_tensors.py
+    known = {op for op in known if "_sparse" not in str(op)}
     assert known - {case[0] for case in CASES} == set()

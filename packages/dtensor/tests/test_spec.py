@@ -42,11 +42,15 @@ def test_boxes_tile_the_tensor_once_per_replica(shape: list[int], data: st.DataO
 def test_equal_specs_are_one_object() -> None:
     a = Spec(MESH, (Shard(0), Replicate()), (4, 4))
     assert a is Spec(MESH, [Shard(-2), Replicate()], torch.Size((4, 4)), (4, 1), torch.float32)
-    assert a is Spec(abstract_mesh((2, 2), ("dp", "tp"), rank=3), (Shard(0, sizes=(2, 2)), Replicate()), (4, 4))
+    assert a is Spec(
+        abstract_mesh((2, 2), ("dp", "tp"), rank=3), (Shard(0, sizes=(2, 2)), Replicate()), (4, 4)
+    )
     assert a is copy.deepcopy(a) and a is pickle.loads(pickle.dumps(a))
     ordered = Spec(MESH, (Shard(0), Shard(0)), (4, 4), shard_order=((-2, (1, 0)),))
     assert ordered.shard_order == ((0, (1, 0)),) and pickle.loads(pickle.dumps(ordered)) is ordered
-    assert a is not a.with_(dtype=torch.float64) and a is a.with_(placements=(Shard(0), Replicate()))
+    assert a is not a.with_(dtype=torch.float64) and a is a.with_(
+        placements=(Shard(0), Replicate())
+    )
 
 
 def test_with_keeps_the_order_of_dims_that_the_same_axes_cut() -> None:
@@ -62,9 +66,15 @@ def test_layouts_are_compared_by_boxes_and_partial_values() -> None:
     spec = Spec(MESH, (Shard(0), Replicate()), (4, 4))
     assert spec.same_layout(spec.with_(dtype=torch.int64, stride=(1, 4)))
     assert spec.same_layout(spec.with_(placements=(Shard(0, multiple_of=2), Replicate())))
-    for other in ((Shard(0), Partial()), (Replicate(), Shard(0)), (Shard(0, sizes=(1, 3)), Replicate())):
+    for other in (
+        (Shard(0), Partial()),
+        (Replicate(), Shard(0)),
+        (Shard(0, sizes=(1, 3)), Replicate()),
+    ):
         assert not spec.same_layout(spec.with_(placements=other)), other
-    assert not spec.same_layout(Spec(abstract_mesh((2, 2), ("dp", "pp"), rank=3), spec.placements, (4, 4)))
+    assert not spec.same_layout(
+        Spec(abstract_mesh((2, 2), ("dp", "pp"), rank=3), spec.placements, (4, 4))
+    )
 
 
 def test_a_spec_cannot_be_changed() -> None:
@@ -92,7 +102,10 @@ def test_outside_the_mesh_there_is_nothing() -> None:
 
 def test_shapes_strides_and_offsets() -> None:
     assert contiguous_stride((2, 0, 3)) == (3, 3, 1)
-    assert compute_local_shape_and_global_offset((5, 4), MESH, [Shard(0), Shard(1)]) == ((2, 2), (3, 2))
+    assert compute_local_shape_and_global_offset((5, 4), MESH, [Shard(0), Shard(1)]) == (
+        (2, 2),
+        (3, 2),
+    )
 
 
 def test_misfits_are_named() -> None:
@@ -106,6 +119,12 @@ def test_the_picture_shows_who_holds_what() -> None:
     assert draw_sharding(Spec(MESH, (Shard(0), Shard(1)), (5, 3))).split() == (
         ["0:2", "2:3", "0:3", "0", "1", "3:5", "2", "3"]
     )
-    assert draw_sharding(Spec(MESH, (Replicate(), Shard(0)), (3,))).split() == ["0:2", "2:3", "0:1", "0,2", "1,3"]
+    assert draw_sharding(Spec(MESH, (Replicate(), Shard(0)), (3,))).split() == [
+        "0:2",
+        "2:3",
+        "0:1",
+        "0,2",
+        "1,3",
+    ]
     with pytest.raises(PlacementError, match="one or two dims"):
         draw_sharding(Spec(MESH, (Replicate(), Replicate()), (2, 2, 2)))

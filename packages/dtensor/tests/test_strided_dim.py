@@ -58,12 +58,16 @@ def filled(shape: Any) -> torch.Tensor:
 
 @settings(max_examples=150)
 @given(cut_tensors(), st.sampled_from([(0, 2), (1, 3), (0, 3)]))
-def test_flattening_and_unflattening_any_sharding_moves_nothing(spec: Spec, dims: tuple[int, int]) -> None:
+def test_flattening_and_unflattening_any_sharding_moves_nothing(
+    spec: Spec, dims: tuple[int, int]
+) -> None:
     start, stop = dims
     shape = (*spec.shape[:start], prod(spec.shape[start:stop]), *spec.shape[stop:])
     flat, full = viewed(spec, *shape), filled(spec.shape)
     pieces = local_shards(full, spec)
-    for c, before, after in zip(coordinates(spec), pieces, local_shards(full.view(shape), flat), strict=True):
+    for c, before, after in zip(
+        coordinates(spec), pieces, local_shards(full.view(shape), flat), strict=True
+    ):
         assert torch.equal(before.reshape(flat.local_shape_at(c)), after)
     assert viewed(flat, *spec.shape).same_layout(spec)
 
@@ -99,13 +103,18 @@ def test_gathering_a_folded_dim_takes_one_collective() -> None:
 
 def test_a_folded_spec_is_a_value() -> None:
     flat = viewed(Spec(MESH, (S0, S1), (4, 6, 8)), 24, 8)
-    assert flat.is_strided and flat.placements == (S0, StridedShard(0, split_factor=4, sizes=(3, 3)))
+    assert flat.is_strided and flat.placements == (
+        S0,
+        StridedShard(0, split_factor=4, sizes=(3, 3)),
+    )
     assert pickle.loads(pickle.dumps(flat)) is flat
     assert Spec(MESH, flat.placements, flat.shape) is flat
     assert flat.with_(dtype=torch.float64).with_(dtype=torch.float32) is flat
     assert "strided of [4, 6]" in repr(flat)
     assert flat.placements[1].is_shard(0) and not flat.placements[1].is_shard(1)
-    assert isinstance(flat.dim_shardings[0], StridedDimSharding) and flat.dim_shardings[0].indices((1, 0)) == [
+    assert isinstance(flat.dim_shardings[0], StridedDimSharding) and flat.dim_shardings[0].indices(
+        (1, 0)
+    ) == [
         12,
         13,
         14,
@@ -124,7 +133,10 @@ def test_a_folded_dim_has_no_interval() -> None:
 
 def test_runs_and_shards_must_fit() -> None:
     assert fold_levels({4: DimSharding((0,), (2,), (2, 1))}, 13) is None
-    assert fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12) is None
+    assert (
+        fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12)
+        is None
+    )
     with pytest.raises(PlacementError, match="do not fit together"):
         Spec(abstract_mesh((2,)), (StridedShard(0, split_factor=4, sizes=(2, 1)),), (13,))
     with pytest.raises(PlacementError, match="negative"):
@@ -142,12 +154,16 @@ def meshes() -> list[tuple[DeviceMesh, list[Placement]]]:
 
 
 def sample(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 7), (3, 2)], ids=str)
 @on_ranks(4)
-def test_a_linear_layer_and_its_loss_on_a_sharded_sequence_gather_nothing(shape: tuple[int, int]) -> None:
+def test_a_linear_layer_and_its_loss_on_a_sharded_sequence_gather_nothing(
+    shape: tuple[int, int],
+) -> None:
     x, weight, bias = (t.requires_grad_() for t in (sample(*shape, 6), sample(5, 6), sample(5)))
     labels = torch.arange(prod(shape)).view(shape) % 5
     loss: Any = F.cross_entropy(F.linear(x, weight, bias).view(-1, 5), labels.view(-1))
@@ -209,10 +225,16 @@ def test_folded_placements_go_through_from_local() -> None:
 @pytest.mark.parametrize("source", [None, 0, 1])
 @pytest.mark.parametrize("dims", [(0, 2), (1, 3), (0, 3)], ids=str)
 @on_ranks(4)
-def test_a_plain_tensor_is_distributed_onto_folded_dims(dims: tuple[int, int], source: int | None) -> None:
+def test_a_plain_tensor_is_distributed_onto_folded_dims(
+    dims: tuple[int, int], source: int | None
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(3 * 5 * 3.0).view(3, 5, 3)
-    for placements in ([Shard(1), Shard(2)], [Shard(2), Shard(1)], [Shard(1, sizes=(5, 0)), Replicate()]):
+    for placements in (
+        [Shard(1), Shard(2)],
+        [Shard(2), Shard(1)],
+        [Shard(1, sizes=(5, 0)), Replicate()],
+    ):
         one: Any = distribute_tensor(whole, mesh, placements).flatten(dims[0], dims[1] - 1)
         assert one._spec.is_strided or dims == (1, 3)
         mine = source is None or tuple(mesh.get_coordinate() or ()) == (source, source)

@@ -25,8 +25,13 @@ def test_reductions_over_different_axes_do_not_travel_together() -> None:
         ones = torch.ones(1)
         with coalesce():
             sums = [
-                DTensor.from_local(ones * value, mesh, placements).redistribute(placements=[Replicate()] * 2)
-                for value, placements in ((row, [Partial(), Replicate()]), (column * 10, [Replicate(), Partial()]))
+                DTensor.from_local(ones * value, mesh, placements).redistribute(
+                    placements=[Replicate()] * 2
+                )
+                for value, placements in (
+                    (row, [Partial(), Replicate()]),
+                    (column * 10, [Replicate(), Partial()]),
+                )
             ]
         return [each.item() for each in sums]
 
@@ -41,4 +46,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_fail_at_once() -> No
     meshes = thread_meshes((2, 2))
     with pytest.raises(threading.BrokenBarrierError, match=r"ranks \(.*, some do not come"):
         on_threads([partial(reduced, mesh) for mesh in meshes], meshes)
-    assert on_threads([partial(all_reduce, torch.ones(1), (mesh, 0)) for mesh in meshes], meshes) == [2.0] * 4
+    assert (
+        on_threads([partial(all_reduce, torch.ones(1), (mesh, 0)) for mesh in meshes], meshes)
+        == [2.0] * 4
+    )

@@ -19,7 +19,9 @@ from shoal_mesh.testing import fake_world
 def test_a_parameter_refuses_when_torch_asks_for_its_hook() -> None:
     with fake_world(2):
         weight = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(ArgumentTypeError, match=r"got Spec\(f32\[4@\(0\)\].*shoal_data_parallel\.fully_shard"):
+        with pytest.raises(
+            ArgumentTypeError, match=r"got Spec\(f32\[4@\(0\)\].*shoal_data_parallel\.fully_shard"
+        ):
             hasattr(weight, "fsdp_pre_all_gather")
 
 
@@ -41,5 +43,7 @@ MEMORY: dict[str, Callable[[Any], object]] = {
 def test_raw_memory_is_refused(how: str) -> None:
     with fake_world(2):
         x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(NoRuleError, match=r"no memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)"):
+        with pytest.raises(
+            NoRuleError, match=r"no memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)"
+        ):
             MEMORY[how](x)

@@ -32,7 +32,12 @@ META = TensorMeta((8, 6), (6, 1), torch.float32)
 def test_a_spec_by_torchs_name_is_a_spec() -> None:
     spec = DTensorSpec(MESH, (Shard(0), Shard(0)), tensor_meta=META)
     assert spec is Spec(MESH, (Shard(0), Shard(0)), (8, 6))
-    assert (spec.dim_map, spec.num_shards_map, spec.num_shards, spec.sums) == ([0, -1], [4, 1], 4, [])
+    assert (spec.dim_map, spec.num_shards_map, spec.num_shards, spec.sums) == (
+        [0, -1],
+        [4, 1],
+        4,
+        [],
+    )
     assert spec.is_sharded() and not Spec(MESH, (Replicate(), Partial()), (8, 6)).is_sharded()
     assert Spec.from_dim_map(MESH, [-1, 1], [0], META) is Spec(MESH, (Partial(), Shard(1)), (8, 6))
     assert ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)) == (0, (1, 0))
@@ -41,11 +46,16 @@ def test_a_spec_by_torchs_name_is_a_spec() -> None:
 
 
 def test_local_shapes_without_a_process_group() -> None:
-    assert compute_local_shape_and_global_offset((7, 4), MESH, [Shard(0), Replicate()], skip_offset=True) == (
+    assert compute_local_shape_and_global_offset(
+        (7, 4), MESH, [Shard(0), Replicate()], skip_offset=True
+    ) == (
         (3, 4),
         (),
     )
-    assert compute_local_tensor_info(torch.ones(4, 8).t(), MESH, [Shard(0), Replicate()]) == ([4, 4], [1, 4])
+    assert compute_local_tensor_info(torch.ones(4, 8).t(), MESH, [Shard(0), Replicate()]) == (
+        [4, 4],
+        [1, 4],
+    )
 
 
 @on_ranks(4)
@@ -62,7 +72,9 @@ def test_the_global_shape_of_uneven_and_empty_shards() -> None:
 
 @pytest.mark.parametrize("name", ["LocalShardsWrapper", "OpStrategy", "LocalTensorMode"])
 def test_a_name_that_is_not_here_says_what_is(name: str) -> None:
-    with pytest.raises(ImportError, match=f"no {name}: .*(ShardedTensor|register_rule|simulate_ranks)"):
+    with pytest.raises(
+        ImportError, match=f"no {name}: .*(ShardedTensor|register_rule|simulate_ranks)"
+    ):
         __import__(shoal_dtensor.__name__, fromlist=[name])  # as `from shoal_dtensor import name`
     assert not hasattr(shoal_dtensor, name)
     with pytest.raises(AttributeError, match="register_rule"):
@@ -74,14 +86,17 @@ def test_a_placement_that_would_move_data_is_refused_where_it_is_defined() -> No
         type("Scaled", (Partial,), {"_reduce_value": lambda *_: None})
     assert type("Named", (Shard,), {})(1).is_shard(1)
     for owner in (Shard, Shard(0)):
-        with pytest.raises(AttributeError, match=r"Shard has no _custom_chunk: placements are data"):
+        with pytest.raises(
+            AttributeError, match=r"Shard has no _custom_chunk: placements are data"
+        ):
             owner._custom_chunk  # type: ignore[union-attr]  # noqa: B018  # reading it is the test
 
 
 def test_a_spec_has_torchs_entries_and_copies_them() -> None:
     spec = Spec(abstract_mesh((2, 2)), (Shard(0), Shard(0)), (8,), shard_order=((0, (1, 0)),))
     (entry,) = spec.shard_order
-    assert (entry.tensor_dim, entry.mesh_dims) == (0, (1, 0)) == entry  # type: ignore[attr-defined]  # a ShardOrderEntry
+    # a ShardOrderEntry
+    assert (entry.tensor_dim, entry.mesh_dims) == (0, (1, 0)) == entry  # type: ignore[attr-defined]
     other = spec.shallow_copy_with_tensor_meta(TensorMeta((4, 2), (2, 1), torch.float64))
     assert (other.placements, other.shape, other.dtype) == (spec.placements, (4, 2), torch.float64)
     assert pickle.loads(pickle.dumps(spec)) is spec and b"ShardOrderEntry" not in pickle.dumps(spec)

@@ -26,8 +26,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         y = self.norm_1(x)
-        q, k, v = (f(y).view(b, t, HEADS, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, WIDTH)
+        q, k, v = (
+            f(y).view(b, t, HEADS, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        a = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(b, t, WIDTH)
+        )
         x = x + self.o(a)
         y = self.down(F.silu(self.up(self.norm_2(x))))
         return x + y  # type: ignore[no-any-return]  # modules return Any
@@ -49,7 +55,16 @@ class Model(nn.Module):
 
 COLUMN: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
 ROW: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
-LAYOUT = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "up": COLUMN, "o": ROW, "down": ROW, "embed": COLUMN, "head": COLUMN}
+LAYOUT = {
+    "q": COLUMN,
+    "k": COLUMN,
+    "v": COLUMN,
+    "up": COLUMN,
+    "o": ROW,
+    "down": ROW,
+    "embed": COLUMN,
+    "head": COLUMN,
+}
 
 
 def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -57,11 +72,16 @@ def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for key, placement in LAYOUT.get(name.rpartition(".")[2], {}).items():
         parameter = module._parameters.get(key)
         if parameter is not None:
-            module._parameters[key] = nn.Parameter(distribute_tensor(parameter, mesh, [*outer, placement]))
+            module._parameters[key] = nn.Parameter(
+                distribute_tensor(parameter, mesh, [*outer, placement])
+            )
 
 
-def train(model: nn.Module, ids: Tensor, target: Tensor, options: dict[str, bool]) -> list[tuple[float, float]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]  # flags only
+def train(
+    model: nn.Module, ids: Tensor, target: Tensor, options: dict[str, bool]
+) -> list[tuple[float, float]]:
+    # flags only
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
     seen = []
     for _ in range(3):
         loss = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
@@ -73,7 +93,9 @@ def train(model: nn.Module, ids: Tensor, target: Tensor, options: dict[str, bool
     return seen
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @on_ranks(4)
 def test_training_equals_one_device(shape: tuple[int, ...], options: dict[str, bool]) -> None:
@@ -87,7 +109,12 @@ def test_training_equals_one_device(shape: tuple[int, ...], options: dict[str, b
     mesh = init_device_mesh("cpu", shape)
     distribute_module(model, mesh, shard)
     data: list[Placement] = [*([Shard(0)] if len(shape) == 2 else []), Replicate()]
-    got = train(model, distribute_tensor(ids, mesh, data), distribute_tensor(ids.roll(1, 1), mesh, data), options)
+    got = train(
+        model,
+        distribute_tensor(ids, mesh, data),
+        distribute_tensor(ids.roll(1, 1), mesh, data),
+        options,
+    )
 
     # float64, three steps: what is left is the order of summation, a few units in the last place.
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-12, atol=1e-12)

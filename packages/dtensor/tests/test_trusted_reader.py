@@ -18,10 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from shoal_dtensor.checkpoint.trusted_reader import TrustedPlanner, TrustedReader
 from shoal_dtensor.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
-_TRACE = Path(tempfile.gettempdir(), f"shoal_hostile_{os.getpid()}")  # there once the code of a checkpoint has run
+# there once the code of a checkpoint has run
+_TRACE = Path(tempfile.gettempdir(), f"shoal_hostile_{os.getpid()}")
 
 
 class _Code:
@@ -50,19 +53,37 @@ def _place(metadata: Any) -> Any:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "code": (lambda m: setattr(m, "planner_data", _Code()), r"hold posix\.system"),
-    "path outside": (lambda m: setattr(_place(m), "relative_path", "../other"), "no such part of a file"),
-    "absolute path": (lambda m: setattr(_place(m), "relative_path", "/etc/passwd"), "no such part of a file"),
+    "path outside": (
+        lambda m: setattr(_place(m), "relative_path", "../other"),
+        "no such part of a file",
+    ),
+    "absolute path": (
+        lambda m: setattr(_place(m), "relative_path", "/etc/passwd"),
+        "no such part of a file",
+    ),
     "bytes beyond": (lambda m: setattr(_place(m), "length", 1 << 40), "no such part of a file"),
     "negative offset": (lambda m: setattr(_place(m), "offset", -1), "no such part of a file"),
-    "transform": (lambda m: setattr(_place(m), "transform_descriptors", ["zstd"]), "no such part of a file"),
+    "transform": (
+        lambda m: setattr(_place(m), "transform_descriptors", ["zstd"]),
+        "no such part of a file",
+    ),
     "larger shape": (lambda m: setattr(_tensor(m), "size", torch.Size([4, 2])), "do not cover it"),
     "part missing": (lambda m: _tensor(m).chunks.clear(), "do not cover it"),
     "part twice": (lambda m: _tensor(m).chunks.append(_tensor(m).chunks[0]), "do not cover it"),
-    "part outside": (lambda m: setattr(_tensor(m).chunks[0], "offsets", torch.Size([1, 0])), "is outside"),
+    "part outside": (
+        lambda m: setattr(_tensor(m).chunks[0], "offsets", torch.Size([1, 0])),
+        "is outside",
+    ),
     "other dims": (lambda m: setattr(_tensor(m).chunks[0], "sizes", torch.Size([6])), "is outside"),
-    "place missing": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "do not fit together"),
+    "place missing": (
+        lambda m: m.storage_data.pop(next(iter(m.storage_data))),
+        "do not fit together",
+    ),
     "value missing": (lambda m: m.state_dict_metadata.pop("n"), "do not fit together"),
-    "value of a class": (lambda m: m.state_dict_metadata.update(n="text"), "neither a tensor nor a value"),
+    "value of a class": (
+        lambda m: m.state_dict_metadata.update(n="text"),
+        "neither a tensor nor a value",
+    ),
     "no places": (lambda m: setattr(m, "storage_data", None), "of another class"),
 }
 
@@ -95,7 +116,9 @@ def test_overlapping_parts_are_refused(tmp_path: Path) -> None:
         TrustedReader(tmp_path, sizes).read_metadata()
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(3), pickle.dumps(_Code())])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80", b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(3), pickle.dumps(_Code())]
+)
 def test_broken_metadata_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match="metadata"):
@@ -104,7 +127,9 @@ def test_broken_metadata_are_refused(data: bytes, tmp_path: Path) -> None:
 
 def test_whole_ones_are_loaded(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": torch.zeros(3, 2), "n": 0}
-    dcp.load(state, storage_reader=TrustedReader(tmp_path, _saved(tmp_path)), planner=TrustedPlanner())
+    dcp.load(
+        state, storage_reader=TrustedReader(tmp_path, _saved(tmp_path)), planner=TrustedPlanner()
+    )
     assert state["w"].equal(torch.arange(6.0).view(3, 2))
     assert state["n"] == 3
 

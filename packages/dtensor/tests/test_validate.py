@@ -21,7 +21,9 @@ aten = torch.ops.aten
 
 
 def real(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def positive(*shape: int) -> Tensor:
@@ -36,7 +38,15 @@ def attention() -> tuple[Tensor, ...]:
     return tuple(real(2, 3, 5, 4) for _ in range(3))
 
 
-ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+ADAM = {
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.1,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
 LISTS = [real(3, 2), real(4, 1)]
 CASES: list[tuple[Any, ...]] = [
     (aten.relu.default, real(5, 2)),
@@ -82,7 +92,10 @@ CASES: list[tuple[Any, ...]] = [
     (aten.all.dim, real(5, 4) > -1, 0),
     (aten.linalg_vector_norm.default, real(5, 4), 3, [1]),
     (aten.linalg_vector_norm.default, real(5, 4), float("inf")),
-    *((aten.linalg_vector_norm.default, real(5, 4), p, [0], True) for p in (-1.5, -float("inf"), 0, 1)),
+    *(
+        (aten.linalg_vector_norm.default, real(5, 4), p, [0], True)
+        for p in (-1.5, -float("inf"), 0, 1)
+    ),
     (aten.linalg_vector_norm.default, real(5, 4), 2, [1], False, {"dtype": torch.float64}),
     (aten.norm.ScalarOpt_dim, real(5, 4), 3.5, [0]),
     (aten.stack.default, [real(3), real(3), positive(3)], 1),
@@ -96,13 +109,42 @@ CASES: list[tuple[Any, ...]] = [
     (aten.native_layer_norm.default, real(3, 4, 5), [4, 5], real(4, 5), real(4, 5), 1e-5),
     (aten._fused_rms_norm.default, real(4, 5), [5], real(5), 1e-5),
     (aten.native_group_norm.default, real(3, 6, 4), real(6), real(6), 3, 6, 4, 3, 1e-5),
-    (aten.native_batch_norm.default, real(5, 4, 3), real(4), real(4), real(4), positive(4), True, 0.1, 1e-5),
-    (aten.native_batch_norm.default, real(5, 4, 3), real(4), real(4), real(4), positive(4), False, 0.1, 1e-5),
+    (
+        aten.native_batch_norm.default,
+        real(5, 4, 3),
+        real(4),
+        real(4),
+        real(4),
+        positive(4),
+        True,
+        0.1,
+        1e-5,
+    ),
+    (
+        aten.native_batch_norm.default,
+        real(5, 4, 3),
+        real(4),
+        real(4),
+        real(4),
+        positive(4),
+        False,
+        0.1,
+        1e-5,
+    ),
     (aten.embedding.default, real(7, 4), index(7, 3, 2)),
     (aten.embedding_dense_backward.default, real(3, 2, 4), index(7, 3, 2), 7, 2, False),
     (aten._embedding_bag.default, real(7, 4), index(7, 6), torch.tensor([0, 2, 5]), False, 1),
     (aten.nll_loss_forward.default, real(4, 5), index(5, 4), positive(5), 1, 2),
-    (aten.nll_loss_backward.default, positive(), real(4, 5), index(5, 4), positive(5), 1, 2, positive()),
+    (
+        aten.nll_loss_backward.default,
+        positive(),
+        real(4, 5),
+        index(5, 4),
+        positive(5),
+        1,
+        2,
+        positive(),
+    ),
     (aten.nll_loss2d_forward.default, real(2, 5, 3, 2), index(5, 2, 3, 2), None, 1, -100),
     (aten.mse_loss.default, real(4, 5), real(4, 5), 1),
     (aten.mse_loss_backward.default, real(), real(4, 5), real(4, 5), 1),
@@ -113,8 +155,22 @@ CASES: list[tuple[Any, ...]] = [
     (aten.convolution.default, real(3, 4, 6), real(4, 3, 3), None, [2], [1], [1], True, [1], 2),
     (aten.add.Scalar, index(5, 4), 1.5),
     (aten.sub.Scalar, real(4), 1j),
-    (aten._cdist_backward.default, real(2, 1, 3, 4), real(1, 3, 2), real(2, 1, 4, 2), 1.5, positive(2, 1, 3, 4)),
-    (aten._cdist_backward.default, real(2, 3, 4), real(2, 3, 2), real(4, 2), 1.0, positive(2, 3, 4)),
+    (
+        aten._cdist_backward.default,
+        real(2, 1, 3, 4),
+        real(1, 3, 2),
+        real(2, 1, 4, 2),
+        1.5,
+        positive(2, 1, 3, 4),
+    ),
+    (
+        aten._cdist_backward.default,
+        real(2, 3, 4),
+        real(2, 3, 2),
+        real(4, 2),
+        1.0,
+        positive(2, 3, 4),
+    ),
     (aten._foreach_add.List, LISTS, LISTS),
     (aten._foreach_add.Scalar, LISTS, 1.5),
     (aten._foreach_add_.Scalar, LISTS, 1.5),
@@ -124,7 +180,16 @@ CASES: list[tuple[Any, ...]] = [
     (aten._foreach_norm.Scalar, LISTS, -2.0),
     (aten._foreach_norm.Scalar, LISTS, 3.5),
     (aten._foreach_addcdiv_.ScalarList, LISTS, LISTS, LISTS, [2.0, 3.0]),
-    (aten._fused_adamw_.default, LISTS, LISTS, LISTS, [t.abs() for t in LISTS], [], [torch.tensor(1.0)] * 2, ADAM),
+    (
+        aten._fused_adamw_.default,
+        LISTS,
+        LISTS,
+        LISTS,
+        [t.abs() for t in LISTS],
+        [],
+        [torch.tensor(1.0)] * 2,
+        ADAM,
+    ),
     (
         aten._amp_foreach_non_finite_check_and_unscale_.default,
         [torch.tensor([1.0, 2.0, float("inf")]), torch.ones(4)],
@@ -137,7 +202,8 @@ CASES: list[tuple[Any, ...]] = [
 IDS = [f"{i}-{str(case[0]).removeprefix('aten.')}" for i, case in enumerate(CASES)]
 
 
-@pytest.mark.filterwarnings(r"ignore:(var|std)\(\). degrees of freedom:UserWarning")  # torch 2.15, of empty shards
+# torch 2.15, of empty shards
+@pytest.mark.filterwarnings(r"ignore:(var|std)\(\). degrees of freedom:UserWarning")
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_every_row_is_right(case: tuple[Any, ...]) -> None:
     op, *args = case
@@ -148,8 +214,16 @@ def test_every_row_is_right(case: tuple[Any, ...]) -> None:
 
 
 WRONG = {
-    "a sum said to be replicated": (aten.sum.default, [real(4, 3)], Rule(lambda call: [Row((S(0),), (R,))])),
-    "a mean of means": (aten.mean.default, [real(5)], Rule(lambda call: [Row((S(0),), (P("avg"),))])),
+    "a sum said to be replicated": (
+        aten.sum.default,
+        [real(4, 3)],
+        Rule(lambda call: [Row((S(0),), (R,))]),
+    ),
+    "a mean of means": (
+        aten.mean.default,
+        [real(5)],
+        Rule(lambda call: [Row((S(0),), (P("avg"),))]),
+    ),
     "not linear": (aten.exp.default, [real(4)], pointwise(linear=(0,))),
     "not increasing": (aten.neg.default, [real(4)], pointwise(monotone=True)),
     "swapped dims": (aten.mm.default, [real(4, 4), real(4, 4)], product("m k, k n -> n m")),
@@ -181,7 +255,9 @@ def test_a_local_function_that_raises_is_a_finding() -> None:
 
         return run
 
-    report = validate(aten.relu.default, real(4), rule=Rule(lambda call: [Row((S(0),), (S(0),))], local))
+    report = validate(
+        aten.relu.default, real(4), rule=Rule(lambda call: [Row((S(0),), (S(0),))], local)
+    )
     assert report.wrong
     assert "ValueError: broken" in report.wrong[0]
 
@@ -196,7 +272,9 @@ def test_a_collective_that_no_row_declares_is_a_finding() -> None:
     rule = Rule(lambda call: [call.row(self=S(0), out=S(0))], reducing)
     report = validate(aten.relu.default, real(4), rule=rule, ways=(2,), pairs=False)
     assert "communicates over axes [0], whose rows declare no traffic" in report.wrong[0]
-    declared = Rule(lambda call: [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8 * ranks)], reducing)
+    declared = Rule(
+        lambda call: [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8 * ranks)], reducing
+    )
     report = validate(aten.relu.default, real(4), rule=declared, ways=(2, 4), pairs=False)
     assert (report.wrong, report.idle) == ([], [])
 
@@ -210,18 +288,26 @@ def test_cases_are_judged_by_themselves() -> None:
         return reducing(local_call) if local_call.inputs[0].placements[0].is_shard() else torch.relu
 
     def rows(call: OpCall) -> list[Row]:
-        return [call.row(self=at, out=at, traffic=lambda ranks: 8 * ranks) for at in (S(0), S(1), P("max"))]
+        return [
+            call.row(self=at, out=at, traffic=lambda ranks: 8 * ranks)
+            for at in (S(0), S(1), P("max"))
+        ]
 
     report = validate(aten.relu.default, real(4, 4), rule=Rule(rows, local), ways=(2,), pairs=False)
     assert len(report.wrong) == 1 and report.wrong[0].endswith("ValueError: broken"), report.wrong
-    assert [line.endswith("P(max): declares traffic, starts no collective") for line in report.idle] == [True]
+    assert [
+        line.endswith("P(max): declares traffic, starts no collective") for line in report.idle
+    ] == [True]
 
 
 def test_traffic_without_a_collective_is_a_finding() -> None:
     rule = Rule(lambda call: [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8)])
     report = validate(aten.relu.default, real(4), rule=rule, ways=(2,), pairs=False)
     assert report.wrong == []
-    assert [line.endswith("S(0) -> S(0): declares traffic, starts no collective") for line in report.idle] == [True]
+    assert [
+        line.endswith("S(0) -> S(0): declares traffic, starts no collective")
+        for line in report.idle
+    ] == [True]
 
 
 def test_missed_rows_are_listed() -> None:
@@ -238,7 +324,9 @@ def test_missed_rows_are_listed() -> None:
     for i in range(3):
         rule = Rule(partial(all_but, i))
         missed = missed_rows(aten.mm.default, real(4, 4), real(4, 4), rule=rule)
-        assert [row for row in missed if P("sum") not in row.inputs and P("avg") not in row.inputs] == [
+        assert [
+            row for row in missed if P("sum") not in row.inputs and P("avg") not in row.inputs
+        ] == [
             MATRIX_ROWS[i],
         ]
     assert missed_rows(aten.mm.default, real(4, 4), real(4, 4)) == []

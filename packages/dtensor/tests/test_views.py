@@ -18,7 +18,11 @@ from shoal_dtensor.testing import validate
 
 aten = torch.ops.aten
 FUNCTIONAL = ["slice_scatter", "select_scatter"]
-TABLE = {op: rule for op, rule in (VIEWS | SLICING).items() if op.__name__.partition(".")[0] not in FUNCTIONAL}
+TABLE = {
+    op: rule
+    for op, rule in (VIEWS | SLICING).items()
+    if op.__name__.partition(".")[0] not in FUNCTIONAL
+}
 TABLE |= {op: REARRANGEMENT[op] for op in (aten.diagonal.default, aten.diagonal_backward.default)}
 
 
@@ -91,7 +95,9 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "args"), CASES, ids=[f"{i}-{op}" for i, (op, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("op", "args"), CASES, ids=[f"{i}-{op}" for i, (op, _) in enumerate(CASES)]
+)
 def test_every_row_gives_what_the_unsharded_tensor_gives(op: Any, args: tuple[Any, ...]) -> None:
     report = validate(op, *args)
     assert report.wrong == []
@@ -114,26 +120,42 @@ def test_reshapes_of_random_shapes(shape: list[int], data: st.DataObject) -> Non
         target.append(size)
         rest //= size
     target += [rest] if rest != 1 else []
-    assert validate(aten.view.default, filled(*shape), tuple(target), ways=(3,), pairs=False).wrong == []
+    assert (
+        validate(aten.view.default, filled(*shape), tuple(target), ways=(3,), pairs=False).wrong
+        == []
+    )
     assert [i for dims, _ in groups(shape, target) for i in dims] == list(range(len(shape)))
 
 
 @pytest.mark.parametrize(
     ("source", "target", "kept"),
-    [((8, 6), (48,), {0}), ((48,), (8, 6), {0}), ((8, 4, 6), (32, 6), {0, 2}), ((2, 8, 6), (2, 2, 4, 6), {0, 1, 2})],
+    [
+        ((8, 6), (48,), {0}),
+        ((48,), (8, 6), {0}),
+        ((8, 4, 6), (32, 6), {0, 2}),
+        ((2, 8, 6), (2, 2, 4, 6), {0, 1, 2}),
+    ],
 )
 def test_which_dims_survive_a_reshape_as_plain_cuts(
     source: tuple[int, ...], target: tuple[int, ...], kept: set[int]
 ) -> None:
-    plain = [before for before, after in reshape_mappings(source, target) if before.runs == after.runs == 1]
+    plain = [
+        before
+        for before, after in reshape_mappings(source, target)
+        if before.runs == after.runs == 1
+    ]
     assert {entry.dim for entry in plain} == kept
 
 
-CUTS = st.lists(st.integers(0, 5), min_size=4, max_size=4).map(lambda sizes: DimSharding((0, 1), (2, 2), tuple(sizes)))
+CUTS = st.lists(st.integers(0, 5), min_size=4, max_size=4).map(
+    lambda sizes: DimSharding((0, 1), (2, 2), tuple(sizes))
+)
 
 
 @given(CUTS, st.integers(0, 12), st.integers(0, 12), st.integers(1, 3))
-def test_a_window_keeps_what_each_piece_has(cut: DimSharding, start: int, stop: int, step: int) -> None:
+def test_a_window_keeps_what_each_piece_has(
+    cut: DimSharding, start: int, stop: int, step: int
+) -> None:
     chosen = range(cut.length)[start : max(start, stop) : step]
     window = SliceMap(min(start, cut.length), min(max(start, stop), cut.length), step)
     for size, kept, offset in zip(cut.sizes, window(cut).sizes, cut.offsets, strict=True):
@@ -141,7 +163,9 @@ def test_a_window_keeps_what_each_piece_has(cut: DimSharding, start: int, stop: 
 
 
 @given(CUTS, st.integers(0, 3), st.integers(1, 3), st.integers(0, 4))
-def test_embedding_is_the_inverse_of_a_window(cut: DimSharding, start: int, step: int, behind: int) -> None:
+def test_embedding_is_the_inverse_of_a_window(
+    cut: DimSharding, start: int, step: int, behind: int
+) -> None:
     length = start + cut.length * step + behind
     embedded = SliceGradMap(length, start, step)(cut)
     assert embedded.length == length

@@ -12,7 +12,15 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, communication, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    communication,
+    distribute_tensor,
+)
 from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError, NoRuleError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks, rank_pool
@@ -42,7 +50,7 @@ def full(x: Any) -> Tensor:
     return whole
 
 
-# --- writes through views: right, or refused --------------------------------------------------------------------------
+# --- writes through views: right, or refused ------------------------------------------------------
 
 WRITES: dict[str, Callable[[Any], Any]] = {
     "slice": lambda w: w[:2].zero_(),
@@ -72,7 +80,16 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 # Layouts in which a view must be gathered to be taken, so that no write would reach the base.
 SHARDED = {"S(0)", "S(1)", "S(0,[1, 4, 0, 3])", "S(0,x4)"}
-SHARDED |= {"R S(0)", "R S(1)", "S(0) R", "S(0) S(0)", "S(0) S(1)", "S(1) R", "S(1) S(0)", "S(1) S(1)"}
+SHARDED |= {
+    "R S(0)",
+    "R S(1)",
+    "S(0) R",
+    "S(0) S(0)",
+    "S(0) S(1)",
+    "S(1) R",
+    "S(1) S(0)",
+    "S(1) S(1)",
+}
 REFUSED = {
     "merged": {"S(1)", "R S(1)", "S(0) S(1)", "S(1) R", "S(1) S(0)", "S(1) S(1)"},
     "split view": {"S(0)", "S(0,[1, 4, 0, 3])", "S(0) S(0)"},  # shards of no multiple of 4 rows
@@ -101,7 +118,9 @@ def test_a_write_through_a_view_reaches_the_base_or_is_refused(name: str) -> Non
     assert refused == REFUSED.get(name, set())
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITES) - {"chunk", "split", "unbind", "last row", "narrow"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(WRITES) - {"chunk", "split", "unbind", "last row", "narrow"})
+)
 @on_ranks(4)
 def test_gradients_flow_through_writes(name: str) -> None:
     for placements in (*ON_4, *ON_2_2):
@@ -139,7 +158,7 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
             assert torch.equal(full(x.grad), whole.grad)
 
 
-# --- assignment with every kind of index ------------------------------------------------------------------------------
+# --- assignment with every kind of index ----------------------------------------------------------
 
 Index = Callable[[Callable[[Tensor], Any]], tuple[Any, Any]]
 ASSIGNMENTS: dict[str, Index] = {
@@ -155,15 +174,24 @@ ASSIGNMENTS: dict[str, Index] = {
     "everything": lambda p: (..., p(sample(8, 6))),
     "tensor": lambda p: (p(torch.tensor([7, 0, 3])), p(sample(3, 6))),
     "tensor of columns": lambda p: ((slice(None), p(torch.tensor([5, 0]))), p(sample(8, 2))),
-    "two tensors": lambda p: ((p(torch.tensor([7, 0, 3])), p(torch.tensor([1, -1, 2]))), p(sample(3))),
-    "tensor grid": lambda p: ((p(torch.tensor([[7], [0]])), p(torch.tensor([1, 2]))), p(sample(2, 2))),
+    "two tensors": lambda p: (
+        (p(torch.tensor([7, 0, 3])), p(torch.tensor([1, -1, 2]))),
+        p(sample(3)),
+    ),
+    "tensor grid": lambda p: (
+        (p(torch.tensor([[7], [0]])), p(torch.tensor([1, 2]))),
+        p(sample(2, 2)),
+    ),
     "number and tensor": lambda p: ((2, p(torch.tensor([1, -1, 2]))), 4.0),
     "slice and tensor": lambda p: ((slice(1, 7), p(torch.tensor([1, 5]))), 4.0),
     "list": lambda p: ([0, 2], 5.0),
     "mask": lambda p: (p(sample(8, 6) > 0), 1.0),
     "mask of rows": lambda p: (p(sample(8) > 0), p(sample(6))),
     "mask with values": lambda p: (p(sample(8, 6) > 0), p(sample(int((sample(8, 6) > 0).sum())))),
-    "mask of rows with values": lambda p: (p(sample(8) > 0), p(sample(int((sample(8) > 0).sum()), 6))),
+    "mask of rows with values": lambda p: (
+        p(sample(8) > 0),
+        p(sample(int((sample(8) > 0).sum()), 6)),
+    ),
 }
 
 
@@ -200,7 +228,7 @@ def test_reading_with_every_kind_of_index(name: str) -> None:
         torch.testing.assert_close(grads[1], grads[0])
 
 
-# --- what moves -------------------------------------------------------------------------------------------------------
+# --- what moves -----------------------------------------------------------------------------------
 
 SILENT: dict[str, tuple[list[Placement], Callable[[Any, Any, Any], Any]]] = {
     "slices": ([S0], lambda w, row, index: w[2:7]),
@@ -265,7 +293,7 @@ def test_a_sharded_algorithm_and_no_gather_of_the_tensor(name: str) -> None:
         torch.testing.assert_close(full(result), run(whole))
 
 
-# --- random programs --------------------------------------------------------------------------------------------------
+# --- random programs ------------------------------------------------------------------------------
 
 Step = tuple[str, tuple[Any, ...]]
 
@@ -320,7 +348,11 @@ def apply(step: Step, x: Any) -> Any:
         dim, start, stop, by = args
         return x[(slice(None),) * dim + (slice(start, stop, by),)]
     if name in ("chunk", "unbind"):
-        return getattr(x, name)(*args[:-1], args[-1])[-1] if name == "chunk" else x.unbind(args[0])[args[1]]
+        return (
+            getattr(x, name)(*args[:-1], args[-1])[-1]
+            if name == "chunk"
+            else x.unbind(args[0])[args[1]]
+        )
     if name == "cat_self":
         return torch.cat([x, -x], args[0])
     if name == "stack_self":
@@ -329,7 +361,9 @@ def apply(step: Step, x: Any) -> Any:
         return torch.nn.functional.pad(x, args)
     if name == "index_select":
         index = torch.tensor(args[1])
-        return x.index_select(args[0], put(index, [R] * len(x.placements)) if isinstance(x, DTensor) else index)
+        return x.index_select(
+            args[0], put(index, [R] * len(x.placements)) if isinstance(x, DTensor) else index
+        )
     if name == "mul":
         return x * x
     return getattr(x, name)(*args)
@@ -340,7 +374,9 @@ def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[St
     """A shape, a placement for each mesh axis (sharded, ragged, replicated or partial), and steps that fit."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
     axes = draw(st.sampled_from([1, 2]))
-    cuts = [(draw(st.sampled_from("SSGRP")), draw(st.integers(0, len(shape) - 1))) for _ in range(axes)]
+    cuts = [
+        (draw(st.sampled_from("SSGRP")), draw(st.integers(0, len(shape) - 1))) for _ in range(axes)
+    ]
     x = torch.zeros(shape)
     program: list[Step] = []
     for _ in range(draw(st.integers(1, 6))):
@@ -354,7 +390,9 @@ def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[St
 
 def placed(whole: Tensor, cuts: list[tuple[str, int]]) -> DTensor:
     """`whole`, placed as a program says: ragged shards are the first axis's alone, partial ones get unequal shares."""
-    placements: list[Placement] = [Shard(dim) if kind in "SG" else Replicate() for kind, dim in cuts]
+    placements: list[Placement] = [
+        Shard(dim) if kind in "SG" else Replicate() for kind, dim in cuts
+    ]
     kind, dim = cuts[0]
     if kind == "G":
         n, ways = whole.shape[dim], 4 if len(cuts) == 1 else 2
@@ -395,14 +433,19 @@ def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Ste
 # No shrinking: a failing program takes the pool down, and programs are short as they are.
 @settings(max_examples=100, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(programs())
-def test_random_programs_equal_one_device(program: tuple[list[int], list[tuple[str, int]], list[Step]]) -> None:
+def test_random_programs_equal_one_device(
+    program: tuple[list[int], list[tuple[str, int]], list[Step]],
+) -> None:
     rank_pool(4).run(run_program, *program, timeout=30)
 
 
 @on_ranks(4)
 def test_conjugates_are_never_lost() -> None:
     """Torch marks tensors as conjugated and conjugates later; below a tensor subclass it would forget to."""
-    whole, other = torch.view_as_complex(sample(8, 6, 2)), torch.view_as_complex(sample(8, 6, 2, seed=2))
+    whole, other = (
+        torch.view_as_complex(sample(8, 6, 2)),
+        torch.view_as_complex(sample(8, 6, 2, seed=2)),
+    )
     number = torch.tensor(2.0 - 3.0j, dtype=torch.complex128).conj()
     for placements in (*ON_4, *ON_2_2):
         mesh = mesh_of(len(placements))
@@ -424,7 +467,7 @@ def test_conjugates_are_never_lost() -> None:
         torch.testing.assert_close(full(a.grad), b.grad)
 
 
-# --- what a transformer does ------------------------------------------------------------------------------------------
+# --- what a transformer does ----------------------------------------------------------------------
 
 
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
@@ -453,7 +496,11 @@ def attention(x: Any, w: Any, cos: Any, sin: Any, angles: Any, mask: Any) -> Any
 @on_ranks(4)
 def test_attention_by_batch_and_heads_needs_no_communication() -> None:
     x, w = sample(2, 6, 8), sample(48, 8)
-    cos, sin, angles = sample(6, 4), sample(6, 4), torch.polar(torch.ones(6, 2, dtype=torch.float64), sample(6, 2))
+    cos, sin, angles = (
+        sample(6, 4),
+        sample(6, 4),
+        torch.polar(torch.ones(6, 2, dtype=torch.float64), sample(6, 2)),
+    )
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     expected = attention(leaves[0], leaves[1], cos, sin, angles, mask)
@@ -478,7 +525,9 @@ def test_heads_stay_sharded_from_projection_to_projection() -> None:
     out, cos, sin = sample(8, 16, seed=4), sample(6, 4), sample(6, 4, seed=2)
 
     def block(x: Any, weights: Any, out: Any, cos: Any, sin: Any) -> Any:
-        q, k, v = (torch.nn.functional.linear(x, w).view(2, 6, 4, 4).transpose(1, 2) for w in weights)
+        q, k, v = (
+            torch.nn.functional.linear(x, w).view(2, 6, 4, 4).transpose(1, 2) for w in weights
+        )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.nn.functional.linear(made.transpose(1, 2).flatten(2), out)
@@ -520,14 +569,20 @@ def test_strides_in_views_of_parts_are_refused_where_no_rank_has_the_base(mode: 
         "scattered": lambda x: x.as_strided_scatter(x.flatten()[:2], (2,), (1,), 4),
         "of an operator": lambda x: x.fill_diagonal_(2.0),
     }
-    views: tuple[Callable[[Any], Any], ...] = (lambda x: x[1:], lambda x: x[:, 1:], lambda x: x.expand(2, 4, 6)[:, 0])
+    views: tuple[Callable[[Any], Any], ...] = (
+        lambda x: x[1:],
+        lambda x: x[:, 1:],
+        lambda x: x.expand(2, 4, 6)[:, 0],
+    )
     for placements, view, name in product(([S0], [S1], [R]), views, calls):
         with mode():
             x = put(whole, placements)
             if placements == [R] and name == "absolute":
                 assert torch.equal(full(calls[name](view(x))), calls[name](view(whole)))
             elif placements != [R]:
-                with pytest.raises(NoRuleError, match=r"of a view of a part, .* of which a rank has only some"):
+                with pytest.raises(
+                    NoRuleError, match=r"of a view of a part, .* of which a rank has only some"
+                ):
                     calls[name](view(x))
     turned = put(whole, [S0]).t()
     assert torch.equal(full(turned.as_strided((3,), (2,), 1)), whole.t().as_strided((3,), (2,), 1))

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_mesh.accelerator import accelerator, default_backend, device_count, module_of, own_device, set_own_device
+from shoal_mesh.accelerator import (
+    accelerator,
+    default_backend,
+    device_count,
+    module_of,
+    own_device,
+    set_own_device,
+)
 
 
 def pretend(patch: pytest.MonkeyPatch, kind: str | None, count: int = 4) -> None:
@@ -17,7 +24,8 @@ def pretend(patch: pytest.MonkeyPatch, kind: str | None, count: int = 4) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo"), (None, "gloo")]
+    ("kind", "backend"),
+    [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo"), (None, "gloo")],
 )
 def test_ranks_get_the_backend_of_their_accelerator(
     kind: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -29,7 +37,9 @@ def test_ranks_get_the_backend_of_their_accelerator(
     assert accelerator() == (kind if own else None) and device_count() == (4 if own else 0)
 
 
-def test_a_rank_gets_a_device_where_its_group_has_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_a_device_where_its_group_has_the_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[int] = []
     module: Any = torch.xpu
     monkeypatch.setattr(module, "set_device", chosen.append)

@@ -59,7 +59,9 @@ def on_hosts(hosts: tuple[int, ...], timeout: float | None = None) -> Comm:
 COLLECTIVES: dict[str, Callable[[Tensor, Comm], Tensor]] = {
     "all_reduce": lambda x, comm: all_reduce(x, comm),
     "all_reduce max": lambda x, comm: all_reduce(x, comm, "max"),
-    "all_reduce avg": lambda x, comm: all_reduce(x.t(), comm, "avg" if x.is_floating_point() else "sum"),
+    "all_reduce avg": lambda x, comm: all_reduce(
+        x.t(), comm, "avg" if x.is_floating_point() else "sum"
+    ),
     "all_gather": lambda x, comm: all_gather(x, comm, 1),
     "reduce_scatter": lambda x, comm: reduce_scatter(x, comm),
     "reduce_scatter product": lambda x, comm: reduce_scatter(x, comm, 0, "product"),
@@ -83,7 +85,9 @@ def _compare(dtype: torch.dtype) -> None:
             for name, run in COLLECTIVES.items():
                 plain = run(x, comm)
                 with patch.object(c10d_transport, "LEAST_BYTES", 0):
-                    torch.testing.assert_close(run(x, comm), plain, rtol=0, atol=0, msg=f"{name} {shape} {comm}")
+                    torch.testing.assert_close(
+                        run(x, comm), plain, rtol=0, atol=0, msg=f"{name} {shape} {comm}"
+                    )
 
 
 def test_large_messages_in_the_foreground_take_it() -> None:
@@ -95,7 +99,10 @@ def _choose() -> None:
     large, transport = torch.ones(1 << 16), comm.transport
     assert type(transport) is AcrossHosts
     carrier = transport.carrier
-    assert carrier(large, "sum", False, False) is transport and carrier(large, "", False, False) is transport
+    assert (
+        carrier(large, "sum", False, False) is transport
+        and carrier(large, "", False, False) is transport
+    )
     plain: tuple[tuple[Any, ...], ...] = (
         (large[1:], "sum", False, False),
         (large, "sum", True, False),
@@ -126,7 +133,8 @@ def _lose_rank_3(seen: str) -> None:
     with pytest.raises(PeerError) as caught:
         all_reduce(torch.ones(1 << 18), comm)
     Path(f"{seen}.{dist.get_rank()}").write_text(f"{caught.value.ranks} {caught.value}")
-    time.sleep(6)  # the others learn of it though no process of this host ends
+    # the others learn of it though no process of this host ends
+    time.sleep(6)
 
 
 def test_a_killed_rank_is_named_on_both_hosts(tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ def raise_on(errors: dict[int, Exception]) -> None:
 
 FAILURES: dict[str, tuple[dict[int, Exception], type[Exception], str]] = {
     "one": ({1: OSError("disk full")}, OSError, "rank 1: disk full"),
-    "two classes": ({1: OSError("full"), 2: KeyError("name")}, OSError, "rank 1: full; rank 2: KeyError: 'name'"),
+    "two classes": (
+        {1: OSError("full"), 2: KeyError("name")},
+        OSError,
+        "rank 1: full; rank 2: KeyError: 'name'",
+    ),
     "all alike": ({0: OSError("full"), 1: OSError("full"), 2: OSError("full")}, OSError, "full"),
     "no pickle": ({2: TwoArguments("a", "b")}, RuntimeError, "rank 2: TwoArguments: a b"),
 }
@@ -54,7 +58,12 @@ def test_an_error_of_another_class_becomes_the_one_that_is_asked_for() -> None:
     with pytest.raises(LookupError, match=r"^rank 1: OSError: full; rank 2: KeyError: 'name'$"):
         agree(lambda: raise_on({1: OSError("full"), 2: KeyError("name")}), error_type=LookupError)
     with pytest.raises(LookupError, match=r"^nothing is saved: OSError: full$"):
-        agree(lambda: raise_on(dict.fromkeys(range(3), OSError("full"))), None, LookupError, "nothing is saved")
+        agree(
+            lambda: raise_on(dict.fromkeys(range(3), OSError("full"))),
+            None,
+            LookupError,
+            "nothing is saved",
+        )
 
 
 @on_ranks(3)

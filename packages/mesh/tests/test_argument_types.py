@@ -26,7 +26,11 @@ def test_errors_say_what_is_taken_and_what_was_passed() -> None:
         require("3", int, "a rank is an int")
     with pytest.raises(CollectiveTypeError, match="got None"):
         require(None, int, "a dim is an int", CollectiveTypeError)
-    for values, text in (("12", "got str '12'"), (5, "got int 5"), ([1, "2"], "got list with str '2'")):
+    for values, text in (
+        ("12", "got str '12'"),
+        (5, "got int 5"),
+        ([1, "2"], "got list with str '2'"),
+    ):
         with pytest.raises(MeshTypeError, match=text):
             require_each(values, int, "ranks are ints")
 
@@ -52,7 +56,9 @@ def _names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", _names())
-def test_wrong_arguments_of_public_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_of_public_functions(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is refused by an error of this package, which says what it got; or it happens to be a right one."""
     monkeypatch.chdir(tmp_path)  # some of the values are names of files
     unexpected = []
@@ -68,7 +74,8 @@ def test_wrong_arguments_of_public_functions(name: str, tmp_path: Path, monkeypa
                     refused = not isinstance(error, TypeError) or "got" in str(error)
                 except OSError:  # a file that cannot be written
                     refused = True
-                except Exception as error:  # torch's own, which says nothing of the call
+                except Exception as error:
+                    # torch's own, which says nothing of the call
                     unexpected.append((parameter, kind, repr(error)))
                     continue
                 else:

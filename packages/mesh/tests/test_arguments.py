@@ -21,25 +21,52 @@ from shoal_mesh.testing import fake_world
         (lambda: init_device_mesh("horse", (2,)), MeshError, "no device type"),
         (lambda: init_device_mesh("cpu", (2, 0)), MeshError, "one positive size"),
         (lambda: init_device_mesh("cpu", (8,)), MeshError, "needs 8 ranks; the world has 4"),
-        (lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")), AxisError, "needs 1 names"),
+        (
+            lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")),
+            AxisError,
+            "needs 1 names",
+        ),
         (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "a")), AxisError, "distinct"),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={"x": "gloo"}), AxisError, "names axis 'x'"),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={2: "gloo"}), AxisError, "names axis 2"),
+        (
+            lambda: init_device_mesh("cpu", (4,), backend_override={"x": "gloo"}),
+            AxisError,
+            "names axis 'x'",
+        ),
+        (
+            lambda: init_device_mesh("cpu", (4,), backend_override={2: "gloo"}),
+            AxisError,
+            "names axis 2",
+        ),
         (
             lambda: init_device_mesh(
-                "cpu", (4,), mesh_dim_names=("a",), backend_override=dict[Any, str]([("a", "fake"), (0, "fake")])
+                "cpu",
+                (4,),
+                mesh_dim_names=("a",),
+                backend_override=dict[Any, str]([("a", "fake"), (0, "fake")]),
             ),
             AxisError,
             "twice",
         ),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={0: ()}), BackendError, "both as a pair, got tuple"),
-        (lambda: init_device_mesh("cpu", (2, 2), backend_override={0: "pigeon"}), BackendError, "pigeon"),
+        (
+            lambda: init_device_mesh("cpu", (4,), backend_override={0: ()}),
+            BackendError,
+            "both as a pair, got tuple",
+        ),
+        (
+            lambda: init_device_mesh("cpu", (2, 2), backend_override={0: "pigeon"}),
+            BackendError,
+            "pigeon",
+        ),
         (lambda: DeviceMesh("cpu", [0, 0]), MeshError, r"\[0\] are there more often"),
         (lambda: DeviceMesh("cpu", [0, 7]), MeshError, r"ranks \[7\] are not in the world of 4"),
         (lambda: DeviceMesh("cpu", [-1, 0]), MeshError, r"ranks \[-1\]"),
         (lambda: DeviceMesh("cpu", [0.5]), MeshError, "integers"),
         (lambda: DeviceMesh("cpu", []), MeshError, "at least one|integers"),
-        (lambda: DeviceMesh("cpu", torch.empty(0, dtype=torch.int)), MeshError, "at least one rank"),
+        (
+            lambda: DeviceMesh("cpu", torch.empty(0, dtype=torch.int)),
+            MeshError,
+            "at least one rank",
+        ),
         (lambda: abstract_mesh((2,), rank=-1), MeshError, "rank -1"),
     ],
 )
@@ -71,10 +98,16 @@ def test_meshes_of_given_ranks() -> None:
 def test_backend_choices_are_part_of_the_value() -> None:
     with fake_world(4):
         plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        chosen = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "fake"})
+        chosen = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "fake"}
+        )
         assert plain != chosen
         assert chosen["b"]._choices == (BackendChoice("fake"),)
         assert plain["a"] == chosen["a"]
         assert chosen.flatten("f")._choices == (BackendChoice(),)
-        assert chosen.unflatten("b", (2, 1), ("c", "d"))._choices[1:] == (BackendChoice("fake"),) * 2
-        assert chosen["b"].flatten("g", backend_override="fake")._choices == (BackendChoice("fake"),)
+        assert (
+            chosen.unflatten("b", (2, 1), ("c", "d"))._choices[1:] == (BackendChoice("fake"),) * 2
+        )
+        assert chosen["b"].flatten("g", backend_override="fake")._choices == (
+            BackendChoice("fake"),
+        )

@@ -40,7 +40,9 @@ def fail(how: str, seen: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerError) as caught:
         all_reduce(torch.ones(4), comm)
-    Path(f"{seen}.{dist.get_rank()}").write_text(f"{time.monotonic() - start} {caught.value.ranks} {caught.value}")
+    Path(f"{seen}.{dist.get_rank()}").write_text(
+        f"{time.monotonic() - start} {caught.value.ranks} {caught.value}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,13 @@ def test_ranks_that_have_not_reported_are_named_together() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_work, "lost_ranks", lambda *_: {})
         patch.setattr(backend_work, "_DEATH_SECONDS", 0.0)
-        for started, text in (({0, 1}, "ranks 2, 3 have not reported it: they are"), ({0, 1, 2}, "rank 3 has not")):
-            patch.setattr(backend_work, "_roll_call", lambda *_, started=started: dict.fromkeys(started, 1))
+        for started, text in (
+            ({0, 1}, "ranks 2, 3 have not reported it: they are"),
+            ({0, 1, 2}, "rank 3 has not"),
+        ):
+            patch.setattr(
+                backend_work, "_roll_call", lambda *_, started=started: dict.fromkeys(started, 1)
+            )
             assert backend_work._who(group, [0, 1, 2, 3], 0)[0].startswith(text)
 
 
@@ -78,7 +85,11 @@ def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
     assert group is not None
     returned, stopped = "(process 7) has returned", "(process 8) is stopped (SIGSTOP)"
     with pytest.MonkeyPatch.context() as patch:
-        for lost, ranks in (({0: returned, 1: stopped}, (1,)), ({0: returned}, (0,)), ({0: stopped}, (0,))):
+        for lost, ranks in (
+            ({0: returned, 1: stopped}, (1,)),
+            ({0: returned}, (0,)),
+            ({0: stopped}, (0,)),
+        ):
             patch.setattr(backend_work, "lost_ranks", lambda *_, lost=lost: lost)
             text, at_fault = backend_work._who(group, [0, 1], 0)
             assert at_fault == ranks and all(state in text for state in lost.values())
@@ -87,7 +98,9 @@ def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
 def start(different: int, seen: str) -> None:
     comm, rank = through_gloo(), dist.get_rank()
     with pytest.raises(PeerError) as caught:
-        all_gather(torch.ones(4), comm) if rank == different else all_reduce(torch.ones(4), comm, "max")
+        all_gather(torch.ones(4), comm) if rank == different else all_reduce(
+            torch.ones(4), comm, "max"
+        )
     Path(f"{seen}.{rank}").write_text(f"{caught.value.ranks} {caught.value}")
 
 
@@ -104,11 +117,15 @@ def test_a_rank_that_starts_another_collective_is_named(tmp_path: Path) -> None:
 def test_large_messages_that_differ_are_not_sent(large: int) -> None:
     restart_world(timeout=3)
     comm, rank = comm_over((0, 1, 2)), dist.get_rank()
-    # One is beyond what goes through shared memory in one turn; gloo aborts the process that gets another length.
+    # One is beyond what goes through shared memory in one turn; gloo aborts the process that gets
+    # another length.
     lengths = {1: 1 << 20, 0: 1 << 10} if large else {1: 1 << 20, 0: (1 << 20) + 4}
     start = time.monotonic()
-    with pytest.raises(PeerError, match=r"different collectives|started another collective") as caught:
-        all_reduce(torch.ones(1), comm)  # a rank that is late may hear of it here
+    with pytest.raises(
+        PeerError, match=r"different collectives|started another collective"
+    ) as caught:
+        # a rank that is late may hear of it here
+        all_reduce(torch.ones(1), comm)
         all_gather(torch.ones(lengths[int(rank == 1)]), comm, async_op=True).wait()
     assert time.monotonic() - start < 10
     assert "rank" in str(caught.value)

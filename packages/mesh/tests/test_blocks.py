@@ -9,11 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_mesh import CollectiveError, Comm, CommDebugMode, all_to_all_blocks, comm_over, init_device_mesh, lockstep
+from shoal_mesh import (
+    CollectiveError,
+    Comm,
+    CommDebugMode,
+    all_to_all_blocks,
+    comm_over,
+    init_device_mesh,
+    lockstep,
+)
 from shoal_mesh.internal import pack_blocks, unpack_blocks
 from shoal_mesh.testing import fake_world, on_ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool, torch.float8_e5m2]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int16,
+    torch.complex64,
+    torch.bool,
+    torch.float8_e5m2,
+]
 
 
 def _global(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -26,7 +41,8 @@ def _global(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @on_ranks(4)
 def test_rows_become_columns(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
     comm = comm_over(ranks)
-    rows, columns = [3, 0, 2, 2], [1, 4, 0, 3]  # rank 1 holds no row, rank 2 gets no column
+    # rank 1 holds no row, rank 2 gets no column
+    rows, columns = [3, 0, 2, 2], [1, 4, 0, 3]
     whole = _global((7, 8), dtype)
     mine = torch.split(whole, rows)[comm.rank].clone()
     out = whole.new_empty((7, columns[comm.rank]))
@@ -35,14 +51,17 @@ def test_rows_become_columns(ranks: tuple[int, ...], dtype: torch.dtype) -> None
         result = all_to_all_blocks(blocks, comm, [[place] for place in torch.split(out, rows)])
     assert debug.get_total_counts() == 1
     assert [len(places) for places in result] == [1] * 4
-    torch.testing.assert_close(out.float(), torch.split(whole, columns, 1)[comm.rank].float(), atol=0, rtol=0)
+    torch.testing.assert_close(
+        out.float(), torch.split(whole, columns, 1)[comm.rank].float(), atol=0, rtol=0
+    )
 
 
 @on_ranks(4)
 def test_several_blocks_for_a_rank_and_none() -> None:
     comm = init_device_mesh("cpu", (4,)).comm(0)
     nobody: list[list[Tensor]] = [[] for _ in range(4)]
-    # Rank 0 sends the even and then the odd elements of 0..7 to rank 2, in reverse; ranks 1 and 3 have no block at all.
+    # Rank 0 sends the even and then the odd elements of 0..7 to rank 2, in reverse; ranks 1 and 3
+    # have no block at all.
     blocks, out = list(nobody), list(nobody)
     x, y = torch.arange(8.0), torch.zeros(2, 4)
     if comm.rank == 0:
@@ -59,7 +78,8 @@ def spied(comm: Comm, seen: list[tuple[int, int]]) -> Comm:
     class Group:
         def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
             seen.append((output.data_ptr(), source.data_ptr()))
-            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
+            # passed on
+            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]
 
     group = cast("torch.distributed.ProcessGroup", Group())
     return replace(comm, _group=group, backend="a spy", on_gloo=False)
@@ -91,7 +111,11 @@ def test_blocks_around_the_own_one_are_not_copied() -> None:
         out = matrix.new_empty(rows[comm.rank], 9)
         blocks = torch.split(mine, rows)
         with CommDebugMode() as debug:
-            all_to_all_blocks([[each] for each in blocks], spy, [[each] for each in torch.split(out, [3, 1, 3, 2], 1)])
+            all_to_all_blocks(
+                [[each] for each in blocks],
+                spy,
+                [[each] for each in torch.split(out, [3, 1, 3, 2], 1)],
+            )
         assert out.equal(torch.split(matrix, rows)[comm.rank])
         kept = blocks[comm.rank].nbytes
         assert debug.get_bytes() == {comm.axes: mine.nbytes - kept}
@@ -123,8 +147,16 @@ def test_packing() -> None:
     ("blocks", "out", "text"),
     [
         ([[]], [[], []], "one list of blocks and one of outputs per rank, got 1 and 2"),
-        ([[], [torch.ones(1)]], [[], [torch.ones(1).int()]], "one dtype, got torch.float32, torch.int32"),
-        ([[torch.ones(2)], []], [[torch.ones(3)], []], r"keeps blocks of shapes \[\(2,\)\], .* have \[\(3,\)\]"),
+        (
+            [[], [torch.ones(1)]],
+            [[], [torch.ones(1).int()]],
+            "one dtype, got torch.float32, torch.int32",
+        ),
+        (
+            [[torch.ones(2)], []],
+            [[torch.ones(3)], []],
+            r"keeps blocks of shapes \[\(2,\)\], .* have \[\(3,\)\]",
+        ),
         ([[], [torch.ones(1, requires_grad=True)]], [[], []], "no gradient"),
     ],
 )

@@ -35,7 +35,9 @@ def test_a_fake_rank_that_sends_nothing_receives_zeros() -> None:
 @pytest.mark.parametrize("shape", [(8,), (4, 3), (0, 2)])
 def test_values_are_moved_and_reduced_on_arrival(op: str, shape: tuple[int, ...]) -> None:
     comm = all_ranks().comm(0)
-    x = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape) * (3 + dist.get_rank())
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape) * (
+        3 + dist.get_rank()
+    )
     got, part = x.clone(), x.new_empty((shape[0] // 4, *shape[1:]))
     with mock.patch.object(C10dTransport, "_moves_only", return_value=True):
         transport = C10dTransport(comm, None)

@@ -40,7 +40,10 @@ from shoal_mesh.testing import fake_world, on_ranks
         (lambda c: broadcast(torch.ones(1), c, 2), "src 2 is no rank along 0: indices are 0 to 1"),
         (lambda c: scatter(None, c, out=torch.ones(1)), "needs 2 tensors there, got None"),
         (lambda c: scatter([torch.ones(1)], c, out=torch.ones(1)), "got 1"),
-        (lambda c: scatter([torch.ones(1)] * 2, c, out=torch.ones(1, dtype=torch.int)), "of tensors of"),
+        (
+            lambda c: scatter([torch.ones(1)] * 2, c, out=torch.ones(1, dtype=torch.int)),
+            "of tensors of",
+        ),
         (lambda c: permute(torch.ones(1), c, [0, 0]), "once"),
         (lambda c: all_reduce(torch.ones(1, requires_grad=True), c), "no gradient"),
         (lambda c: all_reduce_coalesced([torch.ones(1, requires_grad=True)], c), "no gradient"),

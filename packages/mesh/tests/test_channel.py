@@ -55,7 +55,9 @@ def test_different_collectives_raise_on_every_rank() -> None:
     group = dist.new_group([0, 1, 2])
     comm, rank = Comm.over(group, ("ranks",), (0, 1, 2)), dist.get_rank()
     all_reduce(torch.ones(1), comm)
-    with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"):
+    with pytest.raises(
+        CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"
+    ):
         if rank == 1:
             reduce_scatter(torch.ones(3), comm)
         else:
@@ -69,10 +71,13 @@ def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout() -> None:
     group = dist.new_group([0, 1])
     comm = Comm.over(group, ("ranks",), (0, 1))
     all_reduce(torch.ones(1), comm)
-    dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=1), group)  # as trainers do after their first steps
+    # as trainers do after their first steps
+    dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=1), group)
     if dist.get_rank() == 0:
         start = time.monotonic()
-        with pytest.raises(CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"):
+        with pytest.raises(
+            CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"
+        ):
             all_reduce(torch.ones(1), comm)
         assert 0.9 < time.monotonic() - start < 10
     dist.barrier()
@@ -117,7 +122,9 @@ def test_a_rank_that_ends_is_named_within_a_second(how: str, tmp_path: Path) -> 
     for rank in (0, 2):
         seconds, _, text = (tmp_path / f"seen.{rank}").read_text().partition(" ")
         assert float(seconds) < 5
-        assert re.match(r"rank 1 \(process \d+\) has ended while|rank [02] .* has given up", text), text
+        assert re.match(
+            r"rank 1 \(process \d+\) has ended while|rank [02] .* has given up", text
+        ), text
 
 
 @on_ranks(2)
@@ -129,7 +136,8 @@ def test_inference_tensors_and_tensors_saved_for_backward() -> None:
     factor = torch.tensor([2.0, 3.0, 4.0])
     x = torch.ones(3, requires_grad=True)
     y = x * factor
-    all_reduce_(factor, comm, "max")  # the same values: as with a backend, autograd does not count the write
+    # the same values: as with a backend, autograd does not count the write
+    all_reduce_(factor, comm, "max")
     y.sum().backward()  # type: ignore[no-untyped-call]  # torch does not type it
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 3.0, 4.0]

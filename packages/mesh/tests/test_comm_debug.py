@@ -65,9 +65,17 @@ def test_counts_are_found_by_every_name_of_a_collective(mesh: DeviceMesh) -> Non
     with CommDebugMode() as comm:
         all_reduce(torch.ones(4), (mesh, "tp"))
     counts, legacy, c10d = comm.get_comm_counts(), torch.ops.c10d_functional, torch.ops.c10d
-    assert counts[legacy.all_reduce] == counts[c10d.allreduce_] == counts.get(legacy.all_reduce) == 1
-    assert legacy.all_reduce in counts and legacy.broadcast not in counts and counts[c10d.broadcast_] == 0
-    assert counts == {OPS.all_reduce: 1} == counts == {legacy.all_reduce: 1} and counts != {legacy.all_reduce: 2}
+    assert (
+        counts[legacy.all_reduce] == counts[c10d.allreduce_] == counts.get(legacy.all_reduce) == 1
+    )
+    assert (
+        legacy.all_reduce in counts
+        and legacy.broadcast not in counts
+        and counts[c10d.broadcast_] == 0
+    )
+    assert counts == {OPS.all_reduce: 1} == counts == {legacy.all_reduce: 1} and counts != {
+        legacy.all_reduce: 2
+    }
     assert repr(comm) == "CommDebugMode(get_total_counts()=1)"
 
 
@@ -78,7 +86,9 @@ def test_counts_of_a_module_are_those_of_the_modules_inside_too(mesh: DeviceMesh
 
     with CommDebugMode() as comm:
         torch.nn.Sequential(torch.nn.ReLU(), Reduce())(torch.ones(2))
-    counted = {path: passes["forward"][OPS.all_reduce] for path, passes in comm.comm_module_counts.items()}
+    counted = {
+        path: passes["forward"][OPS.all_reduce] for path, passes in comm.comm_module_counts.items()
+    }
     assert counted == {"Global": 1, "Sequential": 1, "Sequential.1": 1}
 
 

@@ -12,13 +12,17 @@ from shoal_mesh.commands import main
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["topology", "--mesh", "2x"]])
-def test_what_is_not_understood_ends_in_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_understood_ends_in_a_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "python -m shoal_mesh" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_says_what_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert main(["env"]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from shoal_mesh import Comm, DeviceMesh, MeshError, abstract_mesh, all_gather, all_reduce, comm_over, init_device_mesh
+from shoal_mesh import (
+    Comm,
+    DeviceMesh,
+    MeshError,
+    abstract_mesh,
+    all_gather,
+    all_reduce,
+    comm_over,
+    init_device_mesh,
+)
 from shoal_mesh.errors import NoGroupError
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -57,7 +66,9 @@ def test_irregular_and_transposed_ranks_count_in_their_order() -> None:
     mine = torch.tensor([mesh.get_rank()])
     assert all_gather(mine, (mesh, ("a", "b"))).tolist() == [3, 0, 1, 2]
     assert all_gather(mine, (mesh, ("b", "a"))).tolist() == [3, 1, 0, 2]
-    assert all_gather(mine, (mesh, "b")).tolist() == ([3, 0] if mesh.get_rank() in (0, 3) else [1, 2])
+    assert all_gather(mine, (mesh, "b")).tolist() == (
+        [3, 0] if mesh.get_rank() in (0, 3) else [1, 2]
+    )
     comm = mesh.comm(("a", "b"))
     assert comm.ranks[comm.rank] == mesh.get_rank()
     assert repr(comm).startswith("Comm(axb: rank ")
@@ -108,7 +119,9 @@ def test_from_group() -> None:
     one = DeviceMesh.from_group(rows, "cpu", mesh_dim_names=("tp",))
     assert one.get_group() is rows
     assert one.ranks == ((0, 1) if rank < 2 else (2, 3))
-    two = DeviceMesh.from_group([columns, rows], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    two = DeviceMesh.from_group(
+        [columns, rows], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")
+    )
     assert two.get_all_groups() == [columns, rows]
     assert two["tp"].get_group() is rows
     for wrong, text in (
@@ -116,7 +129,8 @@ def test_from_group() -> None:
         (lambda: DeviceMesh.from_group([columns, rows], "cpu"), "needs mesh="),
         (lambda: DeviceMesh.from_group([rows], "cpu", [[0, 1], [2, 3]]), "one per axis"),
         (lambda: DeviceMesh.from_group([rows, columns], "cpu", [[0, 1], [2, 3]]), "has the ranks"),
-        (lambda: DeviceMesh.from_group(world, "cpu", [0, 1]), "its group has"),  # on ranks 2 and 3 too
+        # on ranks 2 and 3 too
+        (lambda: DeviceMesh.from_group(world, "cpu", [0, 1]), "its group has"),
     ):
         with pytest.raises(MeshError, match=text):
             wrong()  # type: ignore[no-untyped-call]  # a lambda
@@ -138,7 +152,8 @@ def test_the_communicator_of_the_world_lists_no_ranks_until_asked() -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 @on_ranks(4, timeout=200)  # Dynamo is imported on each
 def test_compiled_code_asks_a_mesh_for_its_groups() -> None:
@@ -171,5 +186,7 @@ def test_meshes_of_one_root_share_communicators() -> None:
     assert split.comm("a") is not mesh.comm("dp")  # its axis has another name
     rows = [dist.new_group(ranks, timeout=timedelta(seconds=77)) for ranks in ([0, 1], [2, 3])]
     group = rows[dist.get_rank() // 2]
-    own = DeviceMesh.from_group([mesh.get_group("dp"), group], "cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+    own = DeviceMesh.from_group(
+        [mesh.get_group("dp"), group], "cpu", mesh.mesh, mesh_dim_names=("dp", "tp")
+    )
     assert own["tp"].get_group() is group is not mesh.get_group("tp")

@@ -13,7 +13,10 @@ from shoal_mesh.testing import fake_world
 
 def test_several_factorisations_of_the_same_ranks() -> None:
     flat = abstract_mesh((8,), ("world",), rank=5)
-    dense, expert = flat.unflatten(0, (4, 2), ("dp", "tp")), flat.unflatten(0, (2, 4), ("edp", "ep"))
+    dense, expert = (
+        flat.unflatten(0, (4, 2), ("dp", "tp")),
+        flat.unflatten(0, (2, 4), ("edp", "ep")),
+    )
     assert dense.get_coordinate() == (2, 1)
     assert expert.get_coordinate() == (1, 1)
     assert dense["tp"].ranks == (4, 5)

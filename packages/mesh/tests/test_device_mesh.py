@@ -98,7 +98,8 @@ def test_concatenate(cube: DeviceMesh) -> None:
 
 
 def test_concatenate_slices_elsewhere(cube: DeviceMesh) -> None:
-    rows, columns = cube.get_all_submeshes("tp"), cube.get_all_submeshes("pp")  # this rank is 17, at (1, 1, 1)
+    # this rank is 17, at (1, 1, 1)
+    rows, columns = cube.get_all_submeshes("tp"), cube.get_all_submeshes("pp")
     assert DeviceMesh.concatenate([rows[0]]).ranks == (0, 1, 2, 3)
     assert DeviceMesh.concatenate([rows[0], columns[2]]).ranks == (0, 12, 1, 13, 2, 14, 3, 15)
     with pytest.raises(MeshError, match="none in common"):
@@ -106,7 +107,10 @@ def test_concatenate_slices_elsewhere(cube: DeviceMesh) -> None:
 
 
 def test_a_slice_of_another_mesh_that_equals_one_of_this_is_one_of_this() -> None:
-    ours, theirs = abstract_mesh((2, 3), ("data", "tensor")), abstract_mesh((2, 3), ("batch", "tensor"))
+    ours, theirs = (
+        abstract_mesh((2, 3), ("data", "tensor")),
+        abstract_mesh((2, 3), ("batch", "tensor")),
+    )
     assert ours["tensor"] == theirs["tensor"]
     assert DeviceMesh.concatenate([ours["data"], theirs["tensor"]]) == ours
     other = abstract_mesh((3, 2), ("tensor", "data"))["tensor"]
@@ -163,7 +167,8 @@ def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataOb
         _agree(ours, theirs)
         try:
             sliced = theirs[kept]
-        except NotImplementedError:  # torch 2.11 refuses some slices of axes of size 1: nothing to compare with
+        except NotImplementedError:
+            # torch 2.11 refuses some slices of axes of size 1: nothing to compare with
             assume(False)
         _agree(ours[kept], sliced)
         if len(kept) > 1:
@@ -171,8 +176,13 @@ def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataOb
             _agree(ours["flat"], theirs["flat"])
         axis = data.draw(st.sampled_from(names))
         split = (1, ours.size(axis))
-        _agree(ours._unflatten(axis, split, ("x", "y")), theirs._unflatten(names.index(axis), split, ("x", "y")))
-        for a, b in zip(ours._get_all_submeshes(axis), theirs._get_all_submeshes(axis), strict=True):
+        _agree(
+            ours._unflatten(axis, split, ("x", "y")),
+            theirs._unflatten(names.index(axis), split, ("x", "y")),
+        )
+        for a, b in zip(
+            ours._get_all_submeshes(axis), theirs._get_all_submeshes(axis), strict=True
+        ):
             assert torch.equal(a.mesh, b.mesh)
         joined = [ours[name] for name in names], [theirs[name] for name in names]
         _agree(shoal_mesh.DeviceMesh._concatenate(joined[0]), Theirs._concatenate(joined[1]))
@@ -187,7 +197,9 @@ def _agree(ours: Any, theirs: Any) -> None:
     assert ours.get_coordinate() == tuple(theirs.get_coordinate())
     for axis in range(ours.ndim):
         assert ours.get_local_rank(axis) == theirs.get_local_rank(axis)
-        mine, other = (torch.distributed.get_process_group_ranks(m.get_group(axis)) for m in (ours, theirs))
+        mine, other = (
+            torch.distributed.get_process_group_ranks(m.get_group(axis)) for m in (ours, theirs)
+        )
         assert mine == other
 
 

@@ -31,7 +31,10 @@ MAPS: dict[str, tuple[Callable[[int], tuple[int, ...]], Callable[[Tensor, Comm],
     "reduce_scatter": (lambda i: (2, 4), lambda x, c: d.reduce_scatter(x, c, 1)),
     "reduce_scatter avg": (lambda i: (4, 2), lambda x, c: d.reduce_scatter(x, c, 0, "avg")),
     "reduce_scatter_v": (lambda i: (6, 2), lambda x, c: d.reduce_scatter_v(x, c, SIZES)),
-    "reduce_scatter_v avg": (lambda i: (6, 2), lambda x, c: d.reduce_scatter_v(x, c, SIZES, 0, "avg")),
+    "reduce_scatter_v avg": (
+        lambda i: (6, 2),
+        lambda x, c: d.reduce_scatter_v(x, c, SIZES, 0, "avg"),
+    ),
     "all_to_all": (lambda i: (4, 3), lambda x, c: d.all_to_all(x, c, 0, 1)),
     "all_to_all_v": (
         lambda i: (sum(COUNTS[i]),),
@@ -48,7 +51,10 @@ MAPS: dict[str, tuple[Callable[[int], tuple[int, ...]], Callable[[Tensor, Comm],
 @on_ranks(4)
 def test_the_gradient_is_the_adjoint(name: str) -> None:
     shape_at, run = MAPS[name]
-    for comm in (init_device_mesh("cpu", (4,)).comm(0), DeviceMesh("cpu", [[3, 1], [0, 2]]).comm((1, 0))):
+    for comm in (
+        init_device_mesh("cpu", (4,)).comm(0),
+        DeviceMesh("cpu", [[3, 1], [0, 2]]).comm((1, 0)),
+    ):
         torch.manual_seed(comm.rank)
         x = torch.randn(shape_at(comm.rank), dtype=torch.float64, requires_grad=True)
         v = torch.randn(shape_at(comm.rank), dtype=torch.float64)
@@ -58,7 +64,8 @@ def test_the_gradient_is_the_adjoint(name: str) -> None:
         sides = torch.stack([(g * run(v, comm)).sum(), (back * v).sum()])
         left, right = all_reduce(sides.detach(), comm).tolist()
         assert left == pytest.approx(right, abs=1e-12)
-        (again,) = torch.autograd.grad(back, g, v)  # the gradient is linear too: its gradient is the map
+        # the gradient is linear too: its gradient is the map
+        (again,) = torch.autograd.grad(back, g, v)
         torch.testing.assert_close(again, run(v, comm))
 
 
@@ -72,7 +79,8 @@ def test_the_replicated_pair() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
     y = torch.ones(2, requires_grad=True)
-    (d.sum_gradients(y, comm) * comm.rank).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    # torch has no types here
+    (d.sum_gradients(y, comm) * comm.rank).sum().backward()  # type: ignore[no-untyped-call]
     assert y.grad is not None
     assert y.grad.tolist() == [6, 6]
 
@@ -96,6 +104,7 @@ def test_gradients_trace() -> None:
         return (differentiable.all_gather(x * x, comm) * (comm.rank + 1)).sum()
 
     x = torch.ones(4, requires_grad=True)
-    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    # torch has no types here
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert x.grad.tolist() == [6.0] * 4

@@ -52,7 +52,11 @@ def _results(folder: Path, count: int, function: Callable[..., Any], *args: Any)
 
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(run, range(count)))
-    return {int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()}
+    return {
+        int(path.name): json.loads(path.read_text())
+        for path in folder.iterdir()
+        if path.name.isdigit()
+    }
 
 
 def _kill(rank: int) -> None:
@@ -83,7 +87,8 @@ def _train(process: _Process, kills: dict[int, int], gloo: bool) -> None:
 
 @pytest.mark.parametrize("gloo", [False, True])
 def test_survivors_go_on_in_the_same_processes(tmp_path: Path, gloo: bool) -> None:
-    results = _results(tmp_path, 4, _train, {1: 0, 3: 1}, gloo)  # of the first world, then of the one of three
+    # of the first world, then of the one of three
+    results = _results(tmp_path, 4, _train, {1: 0, 3: 1}, gloo)
     assert results.keys() < {0, 1, 2, 3} and len(results) == 2
     assert all(result == [6, [5, 2.0], 2, True] for result in results.values())
 
@@ -139,7 +144,8 @@ def _stays_away(process: _Process) -> None:
     def step() -> int:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if world.round == 0 and process.number == 1:
-            while not all((process.folder / name).exists() for name in "02"):  # until the others have come to the end
+            # until the others have come to the end
+            while not all((process.folder / name).exists() for name in "02"):
                 time.sleep(0.01)
         if world.round == 0 and process.number == 2:
             raise ValueError("lost its data")

@@ -26,7 +26,9 @@ BUILTINS: dict[str, set[type[Exception]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, value in vars(errors).items() if isinstance(value, type)])
+@pytest.mark.parametrize(
+    "name", [name for name, value in vars(errors).items() if isinstance(value, type)]
+)
 def test_builtin_types(name: str) -> None:
     error = getattr(errors, name)
     builtins = (TypeError, ValueError, RuntimeError, KeyError, IndexError)

@@ -97,7 +97,10 @@ def test_one_rank_sends_nothing_and_gives_fresh_tensors() -> None:
 def test_an_in_place_reduction_may_run_beside_other_work() -> None:
     comm = init_device_mesh("cpu", (4,)).comm(0)
     for dtype in (torch.float32, torch.bfloat16):
-        for own in (torch.full((2, 3), 1.0 + comm.rank, dtype=dtype), torch.ones(3, 2, dtype=dtype).t()):
+        for own in (
+            torch.full((2, 3), 1.0 + comm.rank, dtype=dtype),
+            torch.ones(3, 2, dtype=dtype).t(),
+        ):
             expected = all_reduce(own, comm)
             pending = all_reduce_(own, comm, async_op=True)
             assert pending.wait() is own

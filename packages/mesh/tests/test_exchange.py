@@ -85,12 +85,17 @@ def test_uneven_blocks_and_large_messages() -> None:
         x = torch.randn(sizes[shared.rank], 2)
         assert torch.equal(all_gather_v(x, shared, sizes), all_gather_v(x, gloo, sizes))
         whole = torch.randn(2, sum(sizes)).round(decimals=1).mul(10).round()
-        got, want = reduce_scatter_v(whole, shared, sizes, 1), reduce_scatter_v(whole, gloo, sizes, 1)
+        got, want = (
+            reduce_scatter_v(whole, shared, sizes, 1),
+            reduce_scatter_v(whole, gloo, sizes, 1),
+        )
         assert torch.equal(got, want)
         send = [sizes[(shared.rank + j) % 3] for j in range(3)]
         receive = [sizes[(i + shared.rank) % 3] for i in range(3)]
         flat = torch.randn(sum(send))
-        assert torch.equal(all_to_all_v(flat, shared, send, receive), all_to_all_v(flat, gloo, send, receive))
+        assert torch.equal(
+            all_to_all_v(flat, shared, send, receive), all_to_all_v(flat, gloo, send, receive)
+        )
         pending = all_to_all_v(flat, shared, send, receive, async_op=True)
         assert torch.equal(pending.wait(), all_to_all_v(flat, gloo, send, receive))
 
@@ -105,11 +110,14 @@ def test_sums_have_the_same_bits_on_all_ranks_and_are_counted_once() -> None:
             reduced = all_reduce(mine, comm)
         assert debug.get_total_counts() == 1
         later = all_reduce(mine, comm, async_op=True).wait()
-        assert torch.equal(later, reduced) or later.nbytes > channel.SLOT_BYTES  # those are gloo's, in another order
+        # those are gloo's, in another order
+        assert torch.equal(later, reduced) or later.nbytes > channel.SLOT_BYTES
         everywhere = all_gather(reduced, comm).view(4, -1)
         assert all(torch.equal(everywhere[0], row) for row in everywhere)
         exact = all_gather(mine, comm).view(4, -1).double().sum(0)
-        torch.testing.assert_close(reduced.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+        torch.testing.assert_close(
+            reduced.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2
+        )
 
 
 @on_ranks(4)
@@ -133,8 +141,13 @@ def test_large_messages_in_the_background_need_nothing_more_of_a_rank_that_does_
 def test_counts_that_do_not_fit_are_refused() -> None:
     shared, _ = both(2, 1 << 16)
     rank = shared.rank
-    with pytest.raises(CollectiveError, match=r"rank 1 of the group sends 4 bytes to rank 0, which expects 8|given up"):
-        all_to_all_v(torch.ones(1), shared, [0, 1] if rank == 0 else [1, 0], [0, 2] if rank == 0 else [1, 0])
+    with pytest.raises(
+        CollectiveError,
+        match=r"rank 1 of the group sends 4 bytes to rank 0, which expects 8|given up",
+    ):
+        all_to_all_v(
+            torch.ones(1), shared, [0, 1] if rank == 0 else [1, 0], [0, 2] if rank == 0 else [1, 0]
+        )
         all_reduce(torch.ones(1), shared)
 
 

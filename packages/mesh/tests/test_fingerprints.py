@@ -29,7 +29,9 @@ def _event(rank: int, change: str) -> Event:
 def test_descriptions_of_two_ranks(change: str) -> None:
     (own, text), (other, _) = [statement(_event(rank, change), call_sites=True) for rank in (0, 1)]
     assert agree([own, other]) == (change == "")
-    assert text.startswith("sends [0, 3], receives [0, 3]: all_reduce float32 shape (2,), for a (test_fin")
+    assert text.startswith(
+        "sends [0, 3], receives [0, 3]: all_reduce float32 shape (2,), for a (test_fin"
+    )
 
 
 def test_a_rank_without_blocks_does_not_know_the_dtype() -> None:

@@ -26,7 +26,9 @@ time.sleep(60)
 
 def test_ranks_end_with_their_parent() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=env) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=env
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
@@ -51,7 +53,9 @@ def _imported() -> bool:
 def test_a_module_that_the_program_has_made_itself_keeps_no_rank_from_starting() -> None:
     code = f"from {worker.__name__} import serve_forks; serve_forks(['transformers.models.of_the_program'])"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    server = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, env=env, check=False)
+    server = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, env=env, check=False
+    )
     assert server.returncode == 0, "it ends when there is nothing more to fork"
 
 

@@ -17,13 +17,15 @@ from shoal_mesh.internal import bound
 from shoal_mesh.testing import fake_world
 
 TRACED = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 
 
 def collectives(program: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """How many there are in the compiled program."""
-    from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
+    # not while this file is collected: it takes seconds
+    from torch._dynamo.backends.common import aot_autograd
 
     found: list[torch.fx.Node] = []
 
@@ -47,10 +49,17 @@ def test_a_bound_result_keeps_the_collective() -> None:
         comm = init_device_mesh("cpu", (2,)).comm(0)
         for shape in ((), (3,), (0, 2)):
             x = torch.ones(shape, requires_grad=True)
-            assert collectives(lambda x: bound(x * 2, all_gather(x.detach().reshape(1, -1), comm)), x) == 1
+            assert (
+                collectives(lambda x: bound(x * 2, all_gather(x.detach().reshape(1, -1), comm)), x)
+                == 1
+            )
         x = torch.ones(3, requires_grad=True)
-        assert collectives(lambda x: bound(x * 2, all_gather((x.detach() * 1j).conj(), comm)), x) == 1
-        assert collectives(lambda x: (all_gather(x.detach().reshape(1, -1), comm), x * 2)[1], x) == 0, "it is dropped"
+        assert (
+            collectives(lambda x: bound(x * 2, all_gather((x.detach() * 1j).conj(), comm)), x) == 1
+        )
+        assert (
+            collectives(lambda x: (all_gather(x.detach().reshape(1, -1), comm), x * 2)[1], x) == 0
+        ), "it is dropped"
 
 
 @TRACED
@@ -66,7 +75,9 @@ def test_a_rank_that_gets_no_block_takes_part() -> None:
         assert collectives(program, torch.ones(3, requires_grad=True)) == 1
 
 
-@pytest.mark.parametrize(("traced", "place"), [("is_backward", "must_be_in_backward"), ("is_forward", "is_forward")])
+@pytest.mark.parametrize(
+    ("traced", "place"), [("is_backward", "must_be_in_backward"), ("is_forward", "is_forward")]
+)
 def test_a_collective_of_a_traced_backward_stays_there(traced: str, place: str) -> None:
     with preserve_node_meta():
         meta = get_current_meta()

@@ -37,12 +37,17 @@ PROGRAMS: dict[str, Callable[[Tensor, Comm], Any]] = {
     "a scalar": lambda x, comm: all_reduce(x.sum(), comm),
     "an operand with other strides": lambda x, comm: all_gather(x.t(), comm, 1),
     "all_gather": lambda x, comm: all_gather(x, comm, 1),
-    "all_gather_v": lambda x, comm: all_gather_v(x[: comm.rank + 1], comm, [*range(1, comm.size + 1)]),
+    "all_gather_v": lambda x, comm: all_gather_v(
+        x[: comm.rank + 1], comm, [*range(1, comm.size + 1)]
+    ),
     "reduce_scatter": lambda x, comm: reduce_scatter(x, comm, 0, "min"),
     "reduce_scatter_v": lambda x, comm: reduce_scatter_v(x, comm, [4, *(0,) * (comm.size - 1)]),
     "all_to_all": lambda x, comm: all_to_all(x, comm, 0, 1),
     "all_to_all_v": lambda x, comm: all_to_all_v(
-        x.flatten()[: comm.size * (comm.rank + 1)], comm, [comm.rank + 1] * comm.size, [*range(1, comm.size + 1)]
+        x.flatten()[: comm.size * (comm.rank + 1)],
+        comm,
+        [comm.rank + 1] * comm.size,
+        [*range(1, comm.size + 1)],
     ),
     "all_to_all_v of a rank that sends nothing": lambda x, comm: all_to_all_v(
         x.flatten()[: comm.size * comm.rank], comm, [comm.rank] * comm.size, [*range(comm.size)]
@@ -53,13 +58,15 @@ PROGRAMS: dict[str, Callable[[Tensor, Comm], Any]] = {
 
 
 TRACED = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 
 
 def compiled(program: Callable[..., Any], graphs: list[Any]) -> Any:
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
+        # not while this file is collected: it takes seconds
+        from torch._dynamo.backends.debugging import aot_eager
 
         graphs.append(graph)
         return aot_eager(graph, inputs)
@@ -70,17 +77,22 @@ def compiled(program: Callable[..., Any], graphs: list[Any]) -> Any:
 
 def operators(graph: Any) -> list[str]:
     names = [str(node.target) for node in graph.graph.nodes]
-    return [name for name in names if ("c10d" in name and "wait_tensor" not in name) or "shoal" in name]
+    return [
+        name for name in names if ("c10d" in name and "wait_tensor" not in name) or "shoal" in name
+    ]
 
 
-def all_of(programs: dict[str, Callable[[Tensor, Comm], Any]], comm: Comm) -> Callable[[Tensor], list[Any]]:
+def all_of(
+    programs: dict[str, Callable[[Tensor, Comm], Any]], comm: Comm
+) -> Callable[[Tensor], list[Any]]:
     """One function of several programs: it compiles into one graph."""
     return lambda x: [program(x, comm) for program in programs.values()]
 
 
 def assert_same_bits(programs: dict[str, Any], found: list[Any], expected: list[Any]) -> None:
     for name, one, other in zip(programs, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda s, n=name: f"{n}: {s}")  # type: ignore[misc]  # called at once
+        # called at once
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda s, n=name: f"{n}: {s}")  # type: ignore[misc]
 
 
 @TRACED
@@ -128,7 +140,9 @@ def replaced(x: Tensor, comm: Comm) -> Tensor:
 def test_a_rank_without_use_for_a_result_takes_part(backend: str) -> None:
     comm = comm_over((0, 1))
     torch._dynamo.reset()
-    fast = torch.compile(all_of({"dropped": dropped, "replaced": replaced}, comm), backend=backend, fullgraph=True)
+    fast = torch.compile(
+        all_of({"dropped": dropped, "replaced": replaced}, comm), backend=backend, fullgraph=True
+    )
     for result in fast(torch.ones(4)):
         assert torch.equal(result, torch.full((4,), 2.0))
 
@@ -173,10 +187,12 @@ def test_an_exported_program_has_functional_collectives() -> None:
 @TRACED
 @on_ranks(2, timeout=200)
 def test_code_of_inductor_calls_collectives_directly_with_the_bits_of_eager_ones() -> None:
-    from torch._inductor.utils import run_and_get_code  # not while this file is collected: it takes seconds
+    # not while this file is collected: it takes seconds
+    from torch._inductor.utils import run_and_get_code
 
     comm = comm_over((0, 1))
-    named = {name: program for name, program in PROGRAMS.items() if "complex" not in name}  # inductor warns of these
+    # inductor warns of these
+    named = {name: program for name, program in PROGRAMS.items() if "complex" not in name}
     eager = all_of(named, comm)
     torch._dynamo.reset()
     fast = torch.compile(eager, backend="inductor", fullgraph=True)
@@ -186,7 +202,9 @@ def test_code_of_inductor_calls_collectives_directly_with_the_bits_of_eager_ones
     assert_same_bits(named, found, eager(x))
     assert torch.equal(x, before), "an operand was written to"
     statements = [line.strip().rpartition("= ")[2] for line in code.splitlines()]
-    calls = [statement for statement in statements if statement.startswith(f"torch.ops.{NAMESPACE}.")]
+    calls = [
+        statement for statement in statements if statement.startswith(f"torch.ops.{NAMESPACE}.")
+    ]
     assert calls and all(".run(" in call for call in calls), calls
 
     heard = Heard()

@@ -25,7 +25,13 @@ OLD = {
     "_reduce_scatter_base": "_reduce_scatter_base",
     "alltoall_base": "alltoall_base",
 }
-NEW = dict(zip(("all_gather_single", "reduce_scatter_single", "all_to_all_single"), OLD.values(), strict=True))
+NEW = dict(
+    zip(
+        ("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+        OLD.values(),
+        strict=True,
+    )
+)
 LISTS = {  # torchft's
     "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
@@ -41,7 +47,8 @@ class GlooInPython(dist.ProcessGroup):
     label: ClassVar[str]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows the form with a store only
+        # the stub knows the form with a store only
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.called = Counter()
         self._size, self._name = size, ""
@@ -77,7 +84,10 @@ def written(kind: str, names: dict[str, str]) -> type[GlooInPython]:
     return type(kind, (GlooInPython,), body | {"label": kind})
 
 
-KINDS = {kind: written(kind, names) for kind, names in (("gloo_old", OLD), ("gloo_new", NEW), ("gloo_lists", LISTS))}
+KINDS = {
+    kind: written(kind, names)
+    for kind, names in (("gloo_old", OLD), ("gloo_new", NEW), ("gloo_lists", LISTS))
+}
 
 
 @contextmanager
@@ -98,7 +108,9 @@ def default_group(kind: str) -> Iterator[GlooInPython]:
 def _begin(backend: str, store: Store) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,29 +119,45 @@ def test_collectives_run_on_groups_written_in_python(kind: str) -> None:
     with default_group(kind) as world:
         _try_collectives()
         assert world.called["allreduce"] >= 3 and world.called["broadcast"] == 1
-        assert all(world.called[name] for name in {"gloo_old": OLD, "gloo_new": NEW, "gloo_lists": LISTS}[kind])
+        assert all(
+            world.called[name]
+            for name in {"gloo_old": OLD, "gloo_new": NEW, "gloo_lists": LISTS}[kind]
+        )
 
 
 def _try_collectives() -> None:
     mesh = sm.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank = dist.get_rank()
     own = torch.arange(4.0, dtype=torch.float64) + 10 * rank
-    for along, peers in (((mesh, "tp"), [rank - rank % 2, rank - rank % 2 + 1]), ((mesh, ("dp", "tp")), [0, 1, 2, 3])):
-        everyone = torch.stack([torch.arange(4.0, dtype=torch.float64) + 10 * peer for peer in peers])
+    for along, peers in (
+        ((mesh, "tp"), [rank - rank % 2, rank - rank % 2 + 1]),
+        ((mesh, ("dp", "tp")), [0, 1, 2, 3]),
+    ):
+        everyone = torch.stack(
+            [torch.arange(4.0, dtype=torch.float64) + 10 * peer for peer in peers]
+        )
         place, count = peers.index(rank), len(peers)
         check(sm.all_reduce(own, along), everyone.sum(0))
         check(sm.all_gather(own, along), everyone.flatten())
         check(sm.reduce_scatter(own, along), everyone.sum(0).chunk(count)[place])
-        check(sm.all_to_all(own, along, 0, 0), torch.cat([row.chunk(count)[place] for row in everyone]))
+        check(
+            sm.all_to_all(own, along, 0, 0),
+            torch.cat([row.chunk(count)[place] for row in everyone]),
+        )
         check(sm.broadcast(own, along, 1), everyone[1])
         pending = sm.all_reduce(own, along, async_op=True)
         check(pending.wait(), everyone.sum(0))
         uneven = torch.full((rank + 1,), float(rank), dtype=torch.float64)
-        gathered = torch.cat([torch.full((peer + 1,), float(peer), dtype=torch.float64) for peer in peers])
+        gathered = torch.cat(
+            [torch.full((peer + 1,), float(peer), dtype=torch.float64) for peer in peers]
+        )
         check(sm.all_gather_v(uneven, along, [peer + 1 for peer in peers]), gathered)
         [summed] = sm.all_reduce_coalesced([own], along)
         check(summed, everyone.sum(0))
-        check(sm.permute(own, along, [(place + 1) % count for place in range(count)]), everyone[place - 1])
+        check(
+            sm.permute(own, along, [(place + 1) % count for place in range(count)]),
+            everyone[place - 1],
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +198,8 @@ def _program(x: Tensor, comm: Comm, tp: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
 )
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4, timeout=120)
@@ -181,7 +210,9 @@ def test_compiled_code_runs_on_groups_written_in_python(kind: str) -> None:
         # A graph reads its group each time that it runs, so the group is asked for inside.
         expected = _program(x, mesh.comm("tp"), mesh.get_group("tp"))
         compiled = torch.compile(
-            lambda x: _program(x, mesh.comm("tp"), mesh.get_group("tp")), backend="eager", fullgraph=True
+            lambda x: _program(x, mesh.comm("tp"), mesh.get_group("tp")),
+            backend="eager",
+            fullgraph=True,
         )
         found = compiled(x)
         assert found.keys() == expected.keys()
@@ -207,7 +238,9 @@ def test_a_call_that_a_group_has_not_is_named() -> None:
             sm.all_to_all(x, comm, 0, 0)
         if torch.__version__ >= "2.12":
             with pytest.raises(BackendError, match="gloo_few has no all_to_all"):
-                torch.compile(lambda x: sm.all_to_all(x, comm, 0, 0), backend="eager", fullgraph=True)(x)
+                torch.compile(
+                    lambda x: sm.all_to_all(x, comm, 0, 0), backend="eager", fullgraph=True
+                )(x)
 
 
 @on_ranks(2)
@@ -223,9 +256,13 @@ def test_a_group_whose_members_come_and_go_is_no_axis() -> None:
             return group
 
         dist.Backend.register_backend("gloo_resizable", made, devices=["cpu"])
-        group = dist.new_group([dist.get_rank()], backend="gloo_resizable", use_local_synchronization=True)
+        group = dist.new_group(
+            [dist.get_rank()], backend="gloo_resizable", use_local_synchronization=True
+        )
         assert isinstance(group, GlooInPython)
-        with pytest.raises(sm.MeshError, match=r"Resizable counts 2 members and torch knows .* call it itself"):
+        with pytest.raises(
+            sm.MeshError, match=r"Resizable counts 2 members and torch knows .* call it itself"
+        ):
             sm.all_reduce(torch.ones(2), (sm.DeviceMesh.from_group(group, "cpu"), 0))
         total = torch.ones(2)
         dist.all_reduce(total, group=group)

@@ -26,10 +26,14 @@ def huge_bytes(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.skipif(
-    not SETTING.exists() or "[madvise]" not in SETTING.read_text(), reason="the system gives huge pages to all, or none"
+    not SETTING.exists() or "[madvise]" not in SETTING.read_text(),
+    reason="the system gives huge pages to all, or none",
 )
 def test_large_results_are_in_huge_pages() -> None:
-    plain, asked = torch.empty(LARGE_BYTES // 4).fill_(1), in_huge_pages(torch.empty(LARGE_BYTES // 4)).fill_(1)
+    plain, asked = (
+        torch.empty(LARGE_BYTES // 4).fill_(1),
+        in_huge_pages(torch.empty(LARGE_BYTES // 4)).fill_(1),
+    )
     assert huge_bytes(plain) < LARGE_BYTES // 2 <= huge_bytes(asked)
 
 

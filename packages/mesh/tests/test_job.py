@@ -8,7 +8,17 @@ from shoal_mesh.local_ranks.worker import Failure, Job
 
 
 def test_jobs_and_failures_are_values_that_travel() -> None:
-    job = Job(b"function", b"payload", {"x": 1}, ["/path"], ["script"], "/", (1234, "prefix"), "gloo", False)
+    job = Job(
+        b"function",
+        b"payload",
+        {"x": 1},
+        ["/path"],
+        ["script"],
+        "/",
+        (1234, "prefix"),
+        "gloo",
+        False,
+    )
     failure = Failure("ValueError", "no", "Traceback", skip=False, error=None)
     assert pickle.loads(pickle.dumps(job)) == job
     assert pickle.loads(pickle.dumps(failure)) == failure

@@ -51,7 +51,9 @@ def _sends_and_returns() -> float:
 @pytest.mark.parametrize("how", ["gloo", "shared memory", "a mesh"])
 def test_a_rank_that_waits_for_one_that_has_returned_is_named(how: str) -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="_waits_for_the_others failed on rank 0 of 2; rank 1 had returned"):
+    with pytest.raises(
+        RankError, match="_waits_for_the_others failed on rank 0 of 2; rank 1 had returned"
+    ):
         launch(_waits_for_the_others, 2, how)
     assert time.monotonic() - start < 40  # starting ranks included
 
@@ -93,7 +95,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
         "torchrun": (SCRIPT, *TORCHRUN),
     }
     folder = tmp_path_factory.mktemp("scripts")
-    return two_at_a_time(run_script, {name: (folder / name, *args) for name, args in started.items()})
+    return two_at_a_time(
+        run_script, {name: (folder / name, *args) for name, args in started.items()}
+    )
 
 
 def test_ranks_have_the_arguments_of_the_script(scripts: dict[str, Future[str]]) -> None:
@@ -101,7 +105,9 @@ def test_ranks_have_the_arguments_of_the_script(scripts: dict[str, Future[str]])
 
 
 def test_a_script_that_launches_when_it_is_imported(scripts: dict[str, Future[str]]) -> None:
-    with pytest.raises(AssertionError, match="put what starts them under `if __name__ == '__main__':`"):
+    with pytest.raises(
+        AssertionError, match="put what starts them under `if __name__ == '__main__':`"
+    ):
         scripts["at import"].result()
 
 

@@ -81,11 +81,21 @@ def test_different_collectives_are_named_on_every_rank() -> None:
     collective = all_gather if comm.rank == 2 else all_reduce
     with lockstep(timeout=20):
         all_reduce(torch.ones(2), comm)
-        with purpose("layer 3"), purpose("mm of weight"), pytest.raises(LockstepError, match="step 1 along") as caught:
+        with (
+            purpose("layer 3"),
+            purpose("mm of weight"),
+            pytest.raises(LockstepError, match="step 1 along") as caught,
+        ):
             collective(torch.ones(2), comm)
     text = str(caught.value)
-    assert "  rank 2: all_gather_into_tensor float32 shape (2,), dim 0, for mm of weight; layer 3 (test_lockst" in text
-    assert "  ranks 0, 1, 3: all_reduce sum float32 shape (2,), for mm of weight; layer 3 (test_lockstep.py:" in text
+    assert (
+        "  rank 2: all_gather_into_tensor float32 shape (2,), dim 0, for mm of weight; layer 3 "
+        "(test_lockst" in text
+    )
+    assert (
+        "  ranks 0, 1, 3: all_reduce sum float32 shape (2,), for mm of weight; layer 3 "
+        "(test_lockstep.py:" in text
+    )
 
 
 def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
@@ -96,17 +106,35 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
     own = torch.ones(sizes[comm.rank])
     return {
         "shape of all_reduce": (lambda: all_reduce(torch.ones(2 + one), comm), "shape (3,)"),
-        "all_gather of 6 against 4": (lambda: all_gather(torch.ones(6 if one else 4), comm), "shape (6,), dim 0"),
+        "all_gather of 6 against 4": (
+            lambda: all_gather(torch.ones(6 if one else 4), comm),
+            "shape (6,), dim 0",
+        ),
         "dim of all_gather": (lambda: all_gather(x, comm, int(one)), "shape (4, 4), dim 1"),
         "dim of reduce_scatter": (lambda: reduce_scatter(x, comm, int(one)), "dim 1"),
-        "op of reduce_scatter": (lambda: reduce_scatter(x, comm, 0, "max" if one else "sum"), "scatter_tensor max"),
+        "op of reduce_scatter": (
+            lambda: reduce_scatter(x, comm, 0, "max" if one else "sum"),
+            "scatter_tensor max",
+        ),
         "dtype": (lambda: all_reduce(x.double() if one else x, comm), "all_reduce sum float64"),
-        "dims of all_to_all": (lambda: all_to_all(x, comm, int(one), 0), "split_dim 1, concat_dim 0"),
+        "dims of all_to_all": (
+            lambda: all_to_all(x, comm, int(one), 0),
+            "split_dim 1, concat_dim 0",
+        ),
         "root of broadcast": (lambda: broadcast(x, comm, int(one)), "src 1"),
-        "root of scatter": (lambda: scatter([x] * 4 if comm.rank < 2 else None, comm, int(one), out=x), "src 1"),
+        "root of scatter": (
+            lambda: scatter([x] * 4 if comm.rank < 2 else None, comm, int(one), out=x),
+            "src 1",
+        ),
         "root of gather": (lambda: gather(x, comm, int(one)), "dst 1"),
-        "targets": (lambda: permute(x, comm, [1, 0, 3, 2] if one else [0, 1, 2, 3]), "targets (1, 0, 3, 2)"),
-        "sizes of all_gather_v": (lambda: all_gather_v(own, comm, [1, 2, 3, 3 + (not one)]), "sizes (1, 2, 3, 3)"),
+        "targets": (
+            lambda: permute(x, comm, [1, 0, 3, 2] if one else [0, 1, 2, 3]),
+            "targets (1, 0, 3, 2)",
+        ),
+        "sizes of all_gather_v": (
+            lambda: all_gather_v(own, comm, [1, 2, 3, 3 + (not one)]),
+            "sizes (1, 2, 3, 3)",
+        ),
         "sizes of reduce_scatter_v": (
             lambda: reduce_scatter_v(torch.ones(10), comm, [2, 1, 3, 4] if one else sizes),
             "sizes (2, 1, 3, 4)",
@@ -116,11 +144,19 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
             "sends [1, 1, 1, 2], receives [1, 1, 1, 1]",
         ),
         "counts of all_to_all_blocks": (
-            lambda: all_to_all_blocks([[x[:1]]] * 4, comm, [[x[1 : 2 + (one and i == 3)]] for i in range(size)]),
+            lambda: all_to_all_blocks(
+                [[x[:1]]] * 4, comm, [[x[1 : 2 + (one and i == 3)]] for i in range(size)]
+            ),
             "receives [4, 0, 4, 8]",
         ),
-        "lists": (lambda: all_reduce_coalesced([x, x[0]] if one else [x[0], x], comm), "shapes ((4, 4), (4,))"),
-        "coalesced or not": (lambda: all_reduce_coalesced([x], comm) if one else [all_reduce(x, comm)], "_coalesced"),
+        "lists": (
+            lambda: all_reduce_coalesced([x, x[0]] if one else [x[0], x], comm),
+            "shapes ((4, 4), (4,))",
+        ),
+        "coalesced or not": (
+            lambda: all_reduce_coalesced([x], comm) if one else [all_reduce(x, comm)],
+            "_coalesced",
+        ),
     }
 
 
@@ -145,10 +181,14 @@ def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
             all_gather(torch.ones(2, 2), comm)
         with purpose(lambda: f"redistribute {layout} -> R"), pytest.raises(LockstepError) as caught:
             all_gather(torch.ones(2, 2), comm)
-    assert "ranks 0-2: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(0) -> R" in str(
-        caught.value
+    assert (
+        "ranks 0-2: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(0) -> R"
+        in str(caught.value)
     )
-    assert "rank 3: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(1) -> R" in str(caught.value)
+    assert (
+        "rank 3: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(1) -> R"
+        in str(caught.value)
+    )
 
 
 @on_ranks(4)
@@ -183,7 +223,10 @@ def test_equal_collectives_of_different_lines_are_swapped_or_allowed() -> None:
             all_reduce(torch.ones(2), comm)
         all_reduce(torch.zeros(2), comm)
     assert caught.value.ranks == (3,)
-    assert len({line.split("(test_lockstep.py:")[1] for line in str(caught.value).split("\n")[1:]}) == 2
+    assert (
+        len({line.split("(test_lockstep.py:")[1] for line in str(caught.value).split("\n")[1:]})
+        == 2
+    )
     comm = _new_comm()
     with lockstep(timeout=20, call_sites=False):
         total = all_reduce(torch.ones(2), comm) if comm.rank else all_reduce(torch.zeros(2), comm)
@@ -197,15 +240,23 @@ def test_every_third_collective_is_compared() -> None:
         for step in range(6):
             with purpose("swapped" if step == 4 and comm.rank == 1 else f"step {step}"):
                 all_reduce(torch.ones(2), comm)
-        with purpose(f"{comm.rank == 1}"), pytest.raises(LockstepError, match="at step 6 along tp") as caught:
+        with (
+            purpose(f"{comm.rank == 1}"),
+            pytest.raises(LockstepError, match="at step 6 along tp") as caught,
+        ):
             all_reduce(torch.ones(2), comm)
     assert caught.value.ranks == (1,)
 
 
-@pytest.mark.parametrize("fault", ["leaves", "raises", "ends", "ends with the store", "is elsewhere"])
+@pytest.mark.parametrize(
+    "fault", ["leaves", "raises", "ends", "ends with the store", "is elsewhere"]
+)
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 def test_a_rank_that_does_not_come_is_named(fault: str, transport: str) -> None:
-    culprit, dies = 0 if fault == "ends with the store" else 3, fault not in ("leaves", "is elsewhere")
+    culprit, dies = (
+        0 if fault == "ends with the store" else 3,
+        fault not in ("leaves", "is elsewhere"),
+    )
     with tempfile.TemporaryDirectory() as folder, RankPool(4) as pool:
         with suppress(RankError):  # of the rank at fault
             pool.run(_without_one, fault, transport, culprit, folder, timeout=30)
@@ -218,9 +269,10 @@ def test_a_rank_that_does_not_come_is_named(fault: str, transport: str) -> None:
         assert f"rank {culprit}" in said, text
         if fault in ("leaves", "raises"):
             assert ("ValueError: wrong data" in said) == (fault == "raises"), text
-            assert "ValueError" in said or "waits: all_reduce sum float32 shape (2,), for losses (test_lock" in said, (
-                text
-            )
+            assert (
+                "ValueError" in said
+                or "waits: all_reduce sum float32 shape (2,), for losses (test_lock" in said
+            ), text
 
 
 def _without_one(fault: str, transport: str, culprit: int, folder: str) -> None:
@@ -232,13 +284,17 @@ def _without_one(fault: str, transport: str, culprit: int, folder: str) -> None:
     try:
         with lockstep(timeout=1.5), purpose("losses"):
             if comm.rank == culprit:
-                _fail(fault, [Path(folder, str(rank)) for rank in range(comm.size) if rank != culprit])
+                _fail(
+                    fault, [Path(folder, str(rank)) for rank in range(comm.size) if rank != culprit]
+                )
                 return
             all_reduce(torch.ones(2), comm)
     except PeerError as error:
         seen = f"{type(error).__name__}|{list(error.ranks)}|{time.monotonic() - start}|{error}"
         Path(folder, str(comm.rank)).write_text(seen)
-    except ValueError:  # the block is left by it, the process is not: a pool gives ranks beside a failed one seconds
+    except ValueError:
+        # the block is left by it, the process is not: a pool gives ranks beside a failed one
+        # seconds
         assert comm.rank == culprit
 
 
@@ -248,7 +304,8 @@ def _fail(fault: str, answers: list[Path]) -> None:
     if fault.startswith("ends"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "is elsewhere":
-        while not all(path.exists() for path in answers):  # until the others have given up on this rank
+        # until the others have given up on this rank
+        while not all(path.exists() for path in answers):
             time.sleep(0.01)
 
 

@@ -28,7 +28,11 @@ with fake_world(2):
 def stderr_of(log: str) -> str:
     environment = {**os.environ, "SHOAL_LOG": log, "RANK": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stderr
 
 
@@ -49,7 +53,9 @@ def test_nothing_is_logged_unasked(logged: dict[str, Future[str]]) -> None:
 
 
 def test_an_unknown_topic_is_refused() -> None:
-    with pytest.raises(MeshError, match="no topic 'plan' to log: collectives, plans, decisions, or all"):
+    with pytest.raises(
+        MeshError, match="no topic 'plan' to log: collectives, plans, decisions, or all"
+    ):
         log_from_environment({"SHOAL_LOG": "plan"})
 
 
@@ -57,7 +63,9 @@ def test_profiles_show_axes_and_bytes() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+            ) as profile,
             annotate_collectives(),
         ):
             all_reduce(torch.ones(8), (mesh, "tp"))

@@ -65,6 +65,9 @@ def test_results_take_windows_of_any_length(one_round_bytes: int) -> None:
 
 def test_a_result_gets_memory_when_it_begins() -> None:
     stream: Any = Alone(3)
-    steps: Any = exchange._all_reduce(stream, [torch.ones(4, dtype=torch.int32)] * 2, "sum", lambda _: None)
+    steps: Any = exchange._all_reduce(
+        stream, [torch.ones(4, dtype=torch.int32)] * 2, "sum", lambda _: None
+    )
     begun = [sum(map(len, steps.gi_frame.f_locals["totals"])) for _ in steps]
-    assert begun == [0, 4, 4, 8, 8]  # a round, then a slot that is free, and so on
+    # a round, then a slot that is free, and so on
+    assert begun == [0, 4, 4, 8, 8]

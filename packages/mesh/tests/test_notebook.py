@@ -31,10 +31,19 @@ def test_cells_share_ranks_and_variables() -> None:
         return 2 * x
 
     notebook = {"scale": 10, "doubled": doubled, "file": open}
-    first = "import os\nimport torch.distributed as dist\nrank, here = dist.get_rank(), os.getpid()\n"
+    first = (
+        "import os\nimport torch.distributed as dist\nrank, here = dist.get_rank(), os.getpid()\n"
+    )
     second = "print('both')\nrank * scale"
-    assert shown(first + second, notebook) == [("text", "both\n", [0, 1]), ("text", "0\n", [0]), ("text", "10\n", [1])]
-    assert shown("assert here == os.getpid()\ndoubled(rank)", notebook) == [("text", "0\n", [0]), ("text", "2\n", [1])]
+    assert shown(first + second, notebook) == [
+        ("text", "both\n", [0, 1]),
+        ("text", "0\n", [0]),
+        ("text", "10\n", [1]),
+    ]
+    assert shown("assert here == os.getpid()\ndoubled(rank)", notebook) == [
+        ("text", "0\n", [0]),
+        ("text", "2\n", [1]),
+    ]
     assert shown("scale", {"scale": 11}) == [("text", "11\n", [0, 1])]  # the notebook's new value
     assert shown("scale = 5", {"scale": 12}) == []
     assert shown("scale", {"scale": 13}) == [("text", "5\n", [0, 1])]  # a cell of ranks has set it
@@ -48,13 +57,20 @@ def test_ranks_know_the_classes_of_the_notebook() -> None:
 
 
 def test_html_is_shown_as_html() -> None:
-    (one,) = shown(f"from {NAME} import init_device_mesh\ninit_device_mesh('cpu', (2,), mesh_dim_names=('tp',))", {})
+    (one,) = shown(
+        f"from {NAME} import init_device_mesh\ninit_device_mesh('cpu', (2,), "
+        "mesh_dim_names=('tp',))",
+        {},
+    )
     assert one[0] == "html" and "<td>1</td>" in one[1] and one[2] == [0, 1]
 
 
 def test_what_cannot_be_sent_is_said_where_it_is_missed() -> None:
     lock = (letter for letter in "ab")
-    with pytest.raises(RankError, match=r"name 'lock' is not defined[\s\S]*The notebook has 'lock', but cannot send"):
+    with pytest.raises(
+        RankError,
+        match=r"name 'lock' is not defined[\s\S]*The notebook has 'lock', but cannot send",
+    ):
         shown("lock", {"lock": lock})
 
 
@@ -66,5 +82,6 @@ def test_a_line_without_a_number_is_refused() -> None:
 def test_the_extension_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", NAME)
-    shell.run_cell_magic("ranks", "2", "print('hello')")  # type: ignore[no-untyped-call]  # IPython has no types here
+    # IPython has no types here
+    shell.run_cell_magic("ranks", "2", "print('hello')")  # type: ignore[no-untyped-call]
     assert "[ranks 0, 1] hello" in capsys.readouterr().out

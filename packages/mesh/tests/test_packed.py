@@ -52,7 +52,9 @@ def test_what_is_of_one_size_is_packed_where_it_arrives() -> None:
 def test_a_reduction_of_any_size_uses_8_mib_of_each_rank(kind: str) -> None:
     comm, n = comm_over((0, 1)), 3 << 20  # 12 MiB
     ones = torch.ones(2, n // 2) if kind == "reduce_scatter" else torch.ones(n)
-    (total, *_) = got(start_packed(kind, [ones], comm, [n // 2] * 2 if kind == "reduce_scatter" else ()))
+    (total, *_) = got(
+        start_packed(kind, [ones], comm, [n // 2] * 2 if kind == "reduce_scatter" else ())
+    )
     assert torch.equal(total, torch.full_like(total, 2.0))
     channel = channel_of(comm.group)
     assert channel is not None
@@ -66,7 +68,11 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
     for comm in shared_and_gloo(4, slot_bytes):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             sizes = [sum(LENGTHS[rank]) for rank in range(4)]
-            rows = got(start_packed("all_gather", values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes))
+            rows = got(
+                start_packed(
+                    "all_gather", values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes
+                )
+            )
             for rank, row in enumerate(rows):
                 assert torch.equal(row, torch.cat(values(LENGTHS[rank], rank, dtype)))
         for dtype, op in (
@@ -78,9 +84,15 @@ def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
             for lengths in ((100, 0, 7, 13), (0, 0, 0, 0), (1, 2, 3, 300)):
                 whole = [torch.cat(values(lengths, rank, dtype)) for rank in range(4)]
                 want = all_reduce(whole[comm.rank], comm, op)
-                (block,) = got(start_packed("reduce_scatter", values(lengths, comm.rank, dtype), comm, lengths, op))
+                (block,) = got(
+                    start_packed(
+                        "reduce_scatter", values(lengths, comm.rank, dtype), comm, lengths, op
+                    )
+                )
                 assert torch.equal(block, torch.split(want, list(lengths))[comm.rank])
-                reduced = got(start_packed("all_reduce", values(lengths, comm.rank, dtype), comm, op=op))
+                reduced = got(
+                    start_packed("all_reduce", values(lengths, comm.rank, dtype), comm, op=op)
+                )
                 assert [len(tensor) for tensor in reduced] == list(lengths)
                 assert torch.equal(torch.cat(reduced), want)
 
@@ -92,8 +104,12 @@ def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
         matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
         (block,) = got(start_packed("reduce_scatter", [*matrices], comm, [33] * 4))
         assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
-        assert got(start_packed("reduce_scatter", [torch.ones(4, 0)], comm, [0] * 4))[0].shape == (0,)
-        rows = got(start_packed("all_gather", [torch.full((33,), float(comm.rank))], comm, [33] * 4))
+        assert got(start_packed("reduce_scatter", [torch.ones(4, 0)], comm, [0] * 4))[0].shape == (
+            0,
+        )
+        rows = got(
+            start_packed("all_gather", [torch.full((33,), float(comm.rank))], comm, [33] * 4)
+        )
         assert [row.tolist() for row in rows] == [[float(rank)] * 33 for rank in range(4)]
         with pytest.raises(CollectiveError, match="flat tensors"):
             start_packed("reduce_scatter", [torch.ones(2, 2)], comm, [1] * 4)
@@ -104,9 +120,13 @@ def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
 def test_in_the_order_of_the_communicator(order: str) -> None:
     comm = comm_of(order)
     sizes = [index + 1 for index in range(comm.size)]
-    rows = got(start_packed("all_gather", [torch.full((comm.rank + 1,), float(comm.rank))], comm, sizes))
+    rows = got(
+        start_packed("all_gather", [torch.full((comm.rank + 1,), float(comm.rank))], comm, sizes)
+    )
     assert [row.tolist() for row in rows] == [[float(i)] * (i + 1) for i in range(comm.size)]
-    (block,) = got(start_packed("reduce_scatter", [torch.full((n,), float(n)) for n in sizes], comm, sizes))
+    (block,) = got(
+        start_packed("reduce_scatter", [torch.full((n,), float(n)) for n in sizes], comm, sizes)
+    )
     assert block.tolist() == [float(sizes[comm.rank] * comm.size)] * sizes[comm.rank]
 
 
@@ -128,7 +148,8 @@ def test_gathers_and_reductions_are_under_way_together_and_counted_once() -> Non
     comm, _ = shared_and_gloo(4, 1 << 10)
     with CommDebugMode() as counted:
         gathers = [
-            start_packed("all_gather", [torch.full((9,), float(comm.rank + i))], comm, [9] * 4) for i in range(3)
+            start_packed("all_gather", [torch.full((9,), float(comm.rank + i))], comm, [9] * 4)
+            for i in range(3)
         ]
         reduced = start_packed("all_reduce", [torch.ones(1000)], comm)  # of four rounds
         while not gathers[2].is_completed():
@@ -136,7 +157,8 @@ def test_gathers_and_reductions_are_under_way_together_and_counted_once() -> Non
         assert all_gather(torch.ones(1), comm).sum() == 4
         sums = got(reduced)
     assert sums[0].tolist() == [4.0] * 1000
-    for i in (1, 2, 0):  # completed before anybody waited for them: what they brought was kept
+    # completed before anybody waited for them: what they brought was kept
+    for i in (1, 2, 0):
         assert [row[8].item() for row in got(gathers[i])] == [float(rank + i) for rank in range(4)]
     assert {str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()} == {
         "all_gather_into_tensor": 4,
@@ -167,14 +189,18 @@ def test_lists_travel_together() -> None:
         comm = comm_of(order)
         shapes = [(4, 4), (8,), (4, 0), (4, 1, 2)]
         dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
-        table = [[values_of(r, s, d) for s, d in zip(shapes, dtypes, strict=True)] for r in comm.ranks]
+        table = [
+            [values_of(r, s, d) for s, d in zip(shapes, dtypes, strict=True)] for r in comm.ranks
+        ]
         own = table[comm.rank]
         columns = list(zip(*table, strict=True))
         for got, column in zip(all_reduce_coalesced(own, comm), columns, strict=True):
             assert_near(got, torch.stack(column).sum(0).to(got.dtype))
         for got, column in zip(all_gather_coalesced(own, comm), columns, strict=True):
             assert_same(got, torch.cat(column))
-        for got, column in zip(all_gather_coalesced(own[:1] + own[3:], comm, 1), (columns[0], columns[3]), strict=True):
+        for got, column in zip(
+            all_gather_coalesced(own[:1] + own[3:], comm, 1), (columns[0], columns[3]), strict=True
+        ):
             assert_same(got, torch.cat(column, 1))
         for got, column in zip(reduce_scatter_coalesced(own, comm), columns, strict=True):
             assert_near(got, torch.stack(column).sum(0).to(got.dtype).chunk(comm.size)[comm.rank])

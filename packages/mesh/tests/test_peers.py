@@ -26,18 +26,23 @@ def test_who_gives_up_says_so_in_all_of_its_words() -> None:
     asked = [request("all_gather", torch.float32, 3), request("broadcast", torch.int64, 2, "", 1)]
     peers = peers_of(group)
     differing = str(peers.differ(peers.lines[0], asked))
-    assert differing.endswith("rank 0: all_gather of 3 x float32, rank 1: broadcast from 1 of 2 x int64")
+    assert differing.endswith(
+        "rank 0: all_gather of 3 x float32, rank 1: broadcast from 1 of 2 x int64"
+    )
     peers = peers_of(group)
     words, other = peers.words, peers.lines[0][1 - rank]
     peers.check()
     words[other] = 7
     peers.wait(other, 7, 1 - rank)
     words[other] = BROKEN
-    with pytest.raises(CollectiveError, match=rf"rank {1 - rank} \(process {os.getpid()}\) has given up"):
+    with pytest.raises(
+        CollectiveError, match=rf"rank {1 - rank} \(process {os.getpid()}\) has given up"
+    ):
         peers.wait(other, 8, 1 - rank)
     own = [lines[rank] + word for lines in peers.lines for word in (0, 1)]
     assert {i for i, word in enumerate(words) if word == BROKEN} == {other, *own}
-    with pytest.raises(CollectiveError, match="given up"):  # the first failure stays the one that is reported
+    # the first failure stays the one that is reported
+    with pytest.raises(CollectiveError, match="given up"):
         raise peers.fail("another")
     with pytest.raises(CollectiveError, match="given up"):
         peers.check()

@@ -77,7 +77,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
     """What each script prints; a notebook's cells come from stdin."""
     folder = tmp_path_factory.mktemp("scripts")
     started = {"function": (SCRIPT, "-"), "classes": (CLASSES, "-"), "definitions": (DEFINITIONS,)}
-    return two_at_a_time(run_script, {name: (folder / name, *args) for name, args in started.items()})
+    return two_at_a_time(
+        run_script, {name: (folder / name, *args) for name, args in started.items()}
+    )
 
 
 def test_from_a_notebook_the_function_travels_as_code(scripts: dict[str, Future[str]]) -> None:
@@ -128,7 +130,9 @@ def test_an_inner_function_may_call_itself() -> None:
 
 def test_what_is_no_function_or_holds_what_cannot_travel_is_refused() -> None:
     letters = (letter for letter in "ab")
-    with pytest.raises(MeshTypeError, match=r"cannot send function .* cannot pickle 'generator' object"):
+    with pytest.raises(
+        MeshTypeError, match=r"cannot send function .* cannot pickle 'generator' object"
+    ):
         rank_pool(2).run(lambda: next(letters))
     with pytest.raises(MeshTypeError, match="is a bound method: pass a function"):
         rank_pool(2).run(Path("a").joinpath, "b")

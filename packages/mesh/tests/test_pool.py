@@ -101,11 +101,14 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
 def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
-        f"from {rank_pool.__module__} import rank_pool\n\ndef job():\n    return 1\n\nprint(rank_pool(2).run(job))\n"
+        f"from {rank_pool.__module__} import rank_pool\n\ndef job():\n    return "
+        "1\n\nprint(rank_pool(2).run(job))\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
     assert ended.returncode == 1
     assert "__name__ == '__main__'" in ended.stderr
 
@@ -113,8 +116,12 @@ def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> 
 def _usage() -> tuple[int, int, int, int, int]:
     """MiB, descriptors and threads of this process, and what is in the folders for files that are not kept."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    folders = [len(os.listdir(folder)) for folder in ("/proc/self/fd", "/proc/self/task", gettempdir(), "/dev/shm")]
-    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]  # four of them
+    folders = [
+        len(os.listdir(folder))
+        for folder in ("/proc/self/fd", "/proc/self/task", gettempdir(), "/dev/shm")
+    ]
+    # four of them
+    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]
 
 
 def _one() -> int:

@@ -30,7 +30,8 @@ def _lose_one(kept: str, transport: str, fault: str) -> None:
     if comm.rank == 1 and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1 and fault == "away":
-        while len([*Path(kept).glob("rank*.json")]) < 2:  # until the others have given up on this rank
+        # until the others have given up on this rank
+        while len([*Path(kept).glob("rank*.json")]) < 2:
             time.sleep(0.01)
         return
     with purpose(lambda: "the last sum"), pytest.raises(PeerError, match="postmortem") as caught:
@@ -42,7 +43,9 @@ def _lose_one(kept: str, transport: str, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "away"])
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
-def test_the_report_names_the_rank_that_is_lost(transport: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_the_rank_that_is_lost(
+    transport: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with tempfile.TemporaryDirectory() as kept:
         with RankPool(3) as pool, suppress(RankError):
             pool.run(_lose_one, kept, transport, fault, timeout=25)
@@ -51,10 +54,16 @@ def test_the_report_names_the_rank_that_is_lost(transport: str, fault: str, caps
         Path(kept, "rank2.json").write_text("{")
         assert main(["postmortem", kept]) == 0
     lines = capsys.readouterr().out.split("\n")
-    assert lines[:2] == ["2 of 3 ranks have written", "rank 1 is named by 2; it has written nothing"]
+    assert lines[:2] == [
+        "2 of 3 ranks have written",
+        "rank 1 is named by 2; it has written nothing",
+    ]
     assert lines[2].startswith("rank 1 has written nothing; last seen: ")
-    assert ("round 300 of group 0: all_reduce sum of 8 x float32" in lines[2]) == (transport == "shared memory")
-    op = "all_reduce sum of" if transport == "shared memory" else "all_to_all of"  # how gloo takes small sums
+    assert ("round 300 of group 0: all_reduce sum of 8 x float32" in lines[2]) == (
+        transport == "shared memory"
+    )
+    # how gloo takes small sums
+    op = "all_reduce sum of" if transport == "shared memory" else "all_to_all of"
     assert sum(f": {op} " in line and "x float32, for the last sum" in line for line in lines) == 3
     assert sum(f": {op} " in line and "x float32, for step 299" in line for line in lines) == 3
     assert any(line.startswith("  at ") and "test_postmortem.py:" in line for line in lines)
@@ -67,13 +76,35 @@ def test_a_folder_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_ranks_that_nobody_has_seen() -> None:
-    dump = {"world": 3, "culprits": [], "seen": {}, "process": 1, "host": "h", "error": "e", "stack": []}
+    dump = {
+        "world": 3,
+        "culprits": [],
+        "seen": {},
+        "process": 1,
+        "host": "h",
+        "error": "e",
+        "stack": [],
+    }
     lines = report({0: {**dump, "collectives": [[0.5, "g", "all_gather of 1 x float32", ""]]}})
     assert "rank 2 has written nothing; last seen: by nobody" in lines
-    assert lines[-2:] == ["     0.500 s before, group g: all_gather of 1 x float32", "  at no line of the program"]
+    assert lines[-2:] == [
+        "     0.500 s before, group g: all_gather of 1 x float32",
+        "  at no line of the program",
+    ]
 
 
 def test_a_program_in_a_folder_whose_name_begins_as_ours() -> None:
-    stack = ["/home/me/shoal_mesh-0.1.0/train.py:3 main", "/lib/shoal_dtensor/tensor/dtensor.py:9 redistribute"]
-    dump = {"world": 1, "culprits": [], "seen": {}, "process": 1, "host": "h", "error": "e", "stack": stack}
+    stack = [
+        "/home/me/shoal_mesh-0.1.0/train.py:3 main",
+        "/lib/shoal_dtensor/tensor/dtensor.py:9 redistribute",
+    ]
+    dump = {
+        "world": 1,
+        "culprits": [],
+        "seen": {},
+        "process": 1,
+        "host": "h",
+        "error": "e",
+        "stack": stack,
+    }
     assert report({0: {**dump, "collectives": []}})[-1] == f"  at {stack[0]}"

@@ -46,7 +46,9 @@ def _start(name: str) -> None:
     store = dist.FileStore(  # type: ignore[attr-defined]  # not in the stubs
         f"/tmp/shoal_test_{dist_key()}_{name}", 4
     )
-    dist.init_process_group("gloo", store=store, rank=_rank(), world_size=4, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=_rank(), world_size=4, timeout=timedelta(seconds=60)
+    )
 
 
 def _rank() -> int:
@@ -64,7 +66,9 @@ def dist_key() -> int:
 
 def _own_groups_are_used() -> tuple[bool, bool]:
     mine = dist.new_group([0, 1] if dist.get_rank() < 2 else [2, 3], use_local_synchronization=True)
-    slow = [dist.new_group(r, timeout=timedelta(seconds=77)) for r in ([0, 2], [1, 3])][dist.get_rank() % 2]
+    slow = [dist.new_group(r, timeout=timedelta(seconds=77)) for r in ([0, 2], [1, 3])][
+        dist.get_rank() % 2
+    ]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     total = all_reduce(torch.ones(1), (mesh, "dp"))
     assert total.item() == 2
@@ -82,7 +86,9 @@ def _uneven_memberships() -> int:
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     mesh = DeviceMesh("cpu", [0, 3])
-    return int(all_reduce(torch.ones(1), (mesh, 0)).item()) if mesh.get_coordinate() is not None else 0
+    return (
+        int(all_reduce(torch.ones(1), (mesh, 0)).item()) if mesh.get_coordinate() is not None else 0
+    )
 
 
 def test_members_agree_on_names_whatever_else_they_are_in() -> None:
@@ -115,12 +121,15 @@ def test_backends_and_options_per_axis() -> None:
     with fake_world(4):
         plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         before = _count()
-        gloo = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "cpu:fake"})
+        gloo = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "cpu:fake"}
+        )
         assert gloo.get_group("a") is plain.get_group("a")
         assert gloo.get_group("b") is not plain.get_group("b")
         assert gloo.comm("b").backend == "cpu:fake"
         assert _count() == before + 1
-        options = torch._C._distributed_c10d.FakeProcessGroup.Options()  # type: ignore[call-arg]  # the stub asks for more
+        # the stub asks for more
+        options = torch._C._distributed_c10d.FakeProcessGroup.Options()  # type: ignore[call-arg]
         chosen = {1: ("fake", options)}
         one = init_device_mesh("cpu", (2, 2), backend_override=chosen)
         two = init_device_mesh("cpu", (2, 2), backend_override={1: options})

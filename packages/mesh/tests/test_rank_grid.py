@@ -85,12 +85,21 @@ def test_as_a_value(cube: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        (abstract_mesh((2, 4), ("dp", "tp")), "DeviceMesh((dp=2, tp=4), 'cpu', ranks 0-7, abstract)"),
-        (abstract_mesh((2, 4), ("dp", "tp"), rank=5)["dp"], "DeviceMesh((dp=2), 'cpu', ranks 1, 5, abstract)"),
+        (
+            abstract_mesh((2, 4), ("dp", "tp")),
+            "DeviceMesh((dp=2, tp=4), 'cpu', ranks 0-7, abstract)",
+        ),
+        (
+            abstract_mesh((2, 4), ("dp", "tp"), rank=5)["dp"],
+            "DeviceMesh((dp=2), 'cpu', ranks 1, 5, abstract)",
+        ),
         (abstract_mesh((1,)), "DeviceMesh((1,), 'cpu', rank 0, abstract)"),
         (abstract_mesh((10, 10))[1, 0][0], "DeviceMesh((10,), 'cpu', ranks 0-9, abstract)"),
         (abstract_mesh((40, 10)), "DeviceMesh((40, 10), 'cpu', ranks 0-399, abstract)"),
-        (abstract_mesh((3, 4))[1, 0], "DeviceMesh((4, 3), 'cpu', ranks 0, 4, 8, 1, 5, 9, 2, 6, ..., abstract)"),
+        (
+            abstract_mesh((3, 4))[1, 0],
+            "DeviceMesh((4, 3), 'cpu', ranks 0, 4, 8, 1, 5, 9, 2, 6, ..., abstract)",
+        ),
     ],
 )
 def test_repr(mesh: DeviceMesh, text: str) -> None:

@@ -23,7 +23,9 @@ def permuted(draw: st.DrawFn) -> Layout:
     layout = layout.select(draw(st.permutations(range(layout.ndim))), (0,) * layout.ndim)
     start = draw(st.integers(0, layout.ndim - 1))
     stop = draw(st.integers(start + 1, layout.ndim))
-    return Layout((*layout.shape[:start], prod(layout.shape[start:stop]), *layout.shape[stop:]), layout.ranks)
+    return Layout(
+        (*layout.shape[:start], prod(layout.shape[start:stop]), *layout.shape[stop:]), layout.ranks
+    )
 
 
 def brute(layout: Layout) -> dict[tuple[int, ...], int]:
@@ -91,8 +93,10 @@ def test_parts_of_part_of_an_axis() -> None:
     assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((1,), (0, 0))]) == Layout(
         (2, 4), (0, 1, 2, 3, 6, 7, 8, 9)
     )
-    assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((0,), (0, 0))]) is None  # 8 + 6 is no rank
-    assert grid.crossed([by_six.select((1,), (0, 0)), by_six.select((1,), (1, 0))]) is None  # none in common
+    # 8 + 6 is no rank
+    assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((0,), (0, 0))]) is None
+    # none in common
+    assert grid.crossed([by_six.select((1,), (0, 0)), by_six.select((1,), (1, 0))]) is None
 
 
 def test_unflatten_that_no_steps_say() -> None:
@@ -136,7 +140,9 @@ def test_ranks_with_one_step_are_a_range() -> None:
         ((((3, 2), (2, 1)), ()), 0, (5, 3, 1, 0, 2, 4), (6, 1), [5, 3, 1, 0, 2, 4]),
     ],
 )
-def test_files_that_hold_strides_are_read(axes: Any, offset: int, listed: Any, shape: Any, ranks: list[int]) -> None:
+def test_files_that_hold_strides_are_read(
+    axes: Any, offset: int, listed: Any, shape: Any, ranks: list[int]
+) -> None:
     layout = Layout.__new__(Layout)
     layout.__setstate__({"axes": axes, "offset": offset, "listed": listed})
     assert layout == Layout.of(shape, ranks) and layout.coordinate(ranks[0]) == (0,) * len(shape)

@@ -52,7 +52,8 @@ def test_hosts_of_one_switch_are_joined_before_others() -> None:
 
 
 def test_an_exchange_mends_what_the_nearest_first_spoils() -> None:
-    costs = _costs([0, 0, 0, 1, 1, 1])  # three on each of two hosts, in pairs: one pair crosses, whatever is done
+    # three on each of two hosts, in pairs: one pair crosses, whatever is done
+    costs = _costs([0, 0, 0, 1, 1, 1])
     order = order_by_costs((3, 2), costs)
     lines = [order.ranks[i : i + 2] for i in range(0, 6, 2)]
     assert sum(costs[a][b] == FAR for a, b in lines) == 1
@@ -61,7 +62,10 @@ def test_an_exchange_mends_what_the_nearest_first_spoils() -> None:
 def test_ranks_stay_in_order_where_nothing_is_gained() -> None:
     equal = _costs([0] * 6)
     assert order_by_costs((2, 3), equal).ranks == tuple(range(6))
-    noisy = [[cost * (1 + 0.01 * (a * b % 5)) for b, cost in enumerate(row)] for a, row in enumerate(equal)]
+    noisy = [
+        [cost * (1 + 0.01 * (a * b % 5)) for b, cost in enumerate(row)]
+        for a, row in enumerate(equal)
+    ]
     assert order_by_costs((2, 3), noisy).ranks == tuple(range(6))
     order = order_by_costs((2, 4), _costs([0] * 4 + [1] * 4))
     assert order.ranks == tuple(range(8)) and order.before == order.after
@@ -82,7 +86,8 @@ def test_everyone_meets_everyone_once() -> None:
         costs = rank_order.measured_costs(require_world(), torch.device("cpu"))
     assert sorted(met) == [other for other in range(3) if other != require_world().rank()]
     assert costs == [[float(a != b) for b in range(3)] for a in range(3)]
-    assert len(measured_order((3,)).ranks) == 3  # they meet in one order, or wait forever
+    # they meet in one order, or wait forever
+    assert len(measured_order((3,)).ranks) == 3
 
 
 def test_what_differs_inside_of_a_host_is_kept() -> None:
@@ -108,7 +113,8 @@ def test_slow_links_decide_the_order() -> None:
             return world.recv(message, other, tag)
 
     real = rank_order._seconds
-    patch.setattr(rank_order, "_seconds", lambda _, message, other: real(Slow(), message, other))  # type: ignore[arg-type]  # stands in for a group
+    # stands in for a group
+    patch.setattr(rank_order, "_seconds", lambda _, message, other: real(Slow(), message, other))  # type: ignore[arg-type]
     with patch.context():
         order = measured_order((2, 2))
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), order="topology")
@@ -117,7 +123,9 @@ def test_slow_links_decide_the_order() -> None:
     assert order.before[1] > 0.1 > order.after[1]
     assert mesh.mesh.tolist() == [[0, 3], [1, 2]]
     rank = torch.tensor([mesh.get_rank()])
-    assert all_gather(rank, (mesh, "tp")).tolist() == ([0, 3] if mesh.get_rank() in (0, 3) else [1, 2])
+    assert all_gather(rank, (mesh, "tp")).tolist() == (
+        [0, 3] if mesh.get_rank() in (0, 3) else [1, 2]
+    )
     assert sorted(all_gather(rank, (mesh, ("dp", "tp"))).tolist()) == [0, 1, 2, 3]
 
 

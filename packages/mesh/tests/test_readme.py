@@ -15,10 +15,17 @@ def test_the_blocks_of_the_readme_run_as_a_script(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 4
     script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks) + '\nif __name__ == "__main__":\n    test_sum()\n    print("done")\n')
+    script.write_text(
+        "\n".join(blocks) + '\nif __name__ == "__main__":\n    test_sum()\n    print("done")\n'
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout

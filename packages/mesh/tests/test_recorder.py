@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal_mesh.shared_memory.recorder import DTYPES, ENTRIES, OPS, describe, dump, folder, note, record, request
+from shoal_mesh.shared_memory.recorder import (
+    DTYPES,
+    ENTRIES,
+    OPS,
+    describe,
+    dump,
+    folder,
+    note,
+    record,
+    request,
+)
 
 
 def test_requests_differ_and_say_what_they_are() -> None:
@@ -24,13 +34,21 @@ def test_requests_differ_and_say_what_they_are() -> None:
     }
     assert len(every) == 2 * len(DTYPES) * 3 * len(OPS) * 2
     assert max(every) < 1 << 64
-    assert describe(request("all_reduce", torch.bfloat16, 12, "max")) == "all_reduce max of 12 x bfloat16"
+    assert (
+        describe(request("all_reduce", torch.bfloat16, 12, "max"))
+        == "all_reduce max of 12 x bfloat16"
+    )
     assert describe(request("all_reduce", torch.int16, 0, "bxor")) == "all_reduce bxor of 0 x int16"
     assert describe(request("broadcast", torch.uint8, 3, root=2)) == "broadcast from 2 of 3 x uint8"
-    assert describe(request("all_to_all_v", torch.qint8, 0)) == "all_to_all_v of any number x another dtype"
+    assert (
+        describe(request("all_to_all_v", torch.qint8, 0))
+        == "all_to_all_v of any number x another dtype"
+    )
 
 
-def test_an_entry_is_cheap_and_the_folder_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_cheap_and_the_folder_is_that_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept = [*ENTRIES]
     best = 1.0
     for _ in range(20):
@@ -49,7 +67,9 @@ def test_an_entry_is_cheap_and_the_folder_is_that_of_the_launcher(monkeypatch: p
     assert folder() == ""
 
 
-def test_a_note_is_said_of_as_many_collectives_as_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_said_of_as_many_collectives_as_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHOAL_POSTMORTEM", str(tmp_path))
     kept = [*ENTRIES]
     ENTRIES.clear()

@@ -53,7 +53,9 @@ def test_reductions_of_every_dtype(order: str) -> None:
                 with pytest.raises(CollectiveError, match=r"reduction '|the average of"):
                     reduce_scatter(every[comm.rank], comm, 0, op)
                 continue
-            wide = torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else dtype
+            wide = (
+                torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else dtype
+            )
             wide = torch.int32 if dtype is torch.uint16 else wide
             want = want_of(torch.stack([x.to(wide) for x in every])).to(dtype)
             if dtype is torch.bool and op in {"sum", "product"}:
@@ -61,8 +63,14 @@ def test_reductions_of_every_dtype(order: str) -> None:
             assert_near(all_reduce(every[comm.rank], comm, op), want)
             assert_near(all_reduce(every[comm.rank].t(), comm, op), want.t())
             for dim in (0, 1):
-                assert_near(reduce_scatter(every[comm.rank], comm, dim, op), want.chunk(comm.size, dim)[comm.rank])
-            for view in (every[comm.rank].clone(), every[comm.rank].repeat(1, 2)[:, ::2].clone().t()):
+                assert_near(
+                    reduce_scatter(every[comm.rank], comm, dim, op),
+                    want.chunk(comm.size, dim)[comm.rank],
+                )
+            for view in (
+                every[comm.rank].clone(),
+                every[comm.rank].repeat(1, 2)[:, ::2].clone().t(),
+            ):
                 expected = want if view.stride() == (4, 1) else None
                 got = all_reduce_(view, comm, op)
                 assert got is view

@@ -30,7 +30,9 @@ def test_replicas_by_name() -> None:
     comm = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)).comm("dp")
     state = {"weight": torch.ones(3), "bias": torch.ones(2) * (1 + (dist.get_rank() == 2))}
     check_replicas({}, comm)
-    with pytest.raises(LockstepError, match=r"of the model.bias \(2,\) differ along dp: ranks \[2\]") as caught:
+    with pytest.raises(
+        LockstepError, match=r"of the model.bias \(2,\) differ along dp: ranks \[2\]"
+    ) as caught:
         check_replicas(state, comm, "the model")
     assert caught.value.ranks == (2,)
     with pytest.raises(LockstepError, match=r"compare \[2, 2, 2, 1\] tensors of tensor"):

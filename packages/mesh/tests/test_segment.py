@@ -32,7 +32,9 @@ def test_all_ranks_map_the_same_memory_and_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("why", ["opted out", "another host", "another machine", "no memfd", "no access"])
+@pytest.mark.parametrize(
+    "why", ["opted out", "another host", "another machine", "no memfd", "no access"]
+)
 @on_ranks(2)
 def test_one_rank_without_it_is_none_with_it(why: str, culprit: int) -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -48,7 +50,8 @@ def test_one_rank_without_it_is_none_with_it(why: str, culprit: int) -> None:
         if rank == culprit:
             stack.enter_context(patches[why])
         shared = map_segment(group, 1 << 16)
-    assert (shared is None) == (why != "no memfd" or culprit == 0)  # only the first rank makes the file
+    # only the first rank makes the file
+    assert (shared is None) == (why != "no memfd" or culprit == 0)
 
 
 @on_ranks(2)

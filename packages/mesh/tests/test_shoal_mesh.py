@@ -32,15 +32,21 @@ def _name(module: ModuleType) -> str:
 
 @pytest.mark.parametrize("module", MODULES, ids=_name)
 def test_examples_in_docstrings_run(module: ModuleType) -> None:
-    # What examples take for granted: `import torch, torch.distributed as dist` and `from shoal_mesh import *`.
-    assumed = {name: getattr(shoal_mesh, name) for name in shoal_mesh.__all__} | {"torch": torch, "dist": dist}
+    # What examples take for granted: `import torch, torch.distributed as dist` and `from shoal_mesh
+    # import *`.
+    assumed = {name: getattr(shoal_mesh, name) for name in shoal_mesh.__all__} | {
+        "torch": torch,
+        "dist": dist,
+    }
     names: dict[str, Any] = {**assumed, **vars(module)}
     results = doctest.testmod(module, globs=names, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
     assert results.failed == 0
 
 
 def test_every_public_function_and_class_has_a_docstring_and_collectives_their_type() -> None:
-    documented = {name: value for name, value in vars(shoal_mesh).items() if name in shoal_mesh.__all__}
+    documented = {
+        name: value for name, value in vars(shoal_mesh).items() if name in shoal_mesh.__all__
+    }
     missing = [
         name
         for name, value in documented.items()
@@ -50,11 +56,21 @@ def test_every_public_function_and_class_has_a_docstring_and_collectives_their_t
     assert missing == []
     for module in MODULES:
         if re.search(r"collectives\.(even|uneven|packed)$|\.differentiable$", module.__name__):
-            own = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+            own = (
+                name
+                for name, value in vars(module).items()
+                if getattr(value, "__module__", "") == module.__name__
+            )
             for name in own:
-                if name.startswith("_") or inspect.isclass(getattr(module, name)) or name == "check_targets":
+                if (
+                    name.startswith("_")
+                    or inspect.isclass(getattr(module, name))
+                    or name == "check_targets"
+                ):
                     continue
-                assert re.match(r"`[^`]+ -> [^`]+`[:,]", inspect.getdoc(getattr(module, name)) or ""), name
+                assert re.match(
+                    r"`[^`]+ -> [^`]+`[:,]", inspect.getdoc(getattr(module, name)) or ""
+                ), name
 
 
 def test_the_facade_lists_its_names() -> None:
@@ -64,9 +80,16 @@ def test_the_facade_lists_its_names() -> None:
 
 def test_every_module_has_a_test_file() -> None:
     tests = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
-    modules = {f"test_{_name(m).rpartition('.')[2].strip('_')}" for m in MODULES if not hasattr(m, "__path__")}
+    modules = {
+        f"test_{_name(m).rpartition('.')[2].strip('_')}"
+        for m in MODULES
+        if not hasattr(m, "__path__")
+    }
     assert modules - tests == {"test_about", "test_internal"}
-    for topic in tests - modules - {"test_shoal_mesh", "test_readme"}:  # a second file of a module says which
-        covers = re.match(r'"""Covers: _?(\w+)\.py', (Path(__file__).parent / f"{topic}.py").read_text())
+    # a second file of a module says which
+    for topic in tests - modules - {"test_shoal_mesh", "test_readme"}:
+        covers = re.match(
+            r'"""Covers: _?(\w+)\.py', (Path(__file__).parent / f"{topic}.py").read_text()
+        )
         assert covers is not None
         assert f"test_{covers[1]}" in modules, topic

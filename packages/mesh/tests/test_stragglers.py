@@ -35,7 +35,9 @@ def test_the_rank_that_computes_longer_is_the_straggler() -> None:
     assert [times.nbytes for times in table.ranks] == [2 * ROUNDS * 16] * 4
     call = table.held_up[0]
     assert call.rank == 2
-    assert call.what.startswith("all_reduce sum float32 (4,) along tp, for the step (test_stragglers.py:")
+    assert call.what.startswith(
+        "all_reduce sum float32 (4,) along tp, for the step (test_stragglers.py:"
+    )
     assert "straggler: rank 2" in str(table) and call.what in str(table)
 
 
@@ -78,7 +80,9 @@ def test_an_error_inside_is_not_hidden_by_the_merge() -> None:
 def test_it_needs_ranks() -> None:
     with pytest.raises(NoGroupError, match="default process group"), stragglers():
         pass
-    assert "no rank held the others up" in str(StragglerTable()) and StragglerTable().straggler is None
+    assert (
+        "no rank held the others up" in str(StragglerTable()) and StragglerTable().straggler is None
+    )
 
 
 def _call(rank: int, group: str, started: float, end: float, *waits: tuple[float, float]) -> Call:
@@ -89,7 +93,8 @@ def test_a_rank_that_was_held_up_itself_holds_nobody_up() -> None:
     table = StragglerTable()
     first = [_call(0, "dp", 9, 10), _call(0, "tp", 11, 12)]
     second = [_call(1, "dp", 1, 10), _call(1, "tp", 11, 12)]  # waits for 0 along dp
-    table.fill([first, second, [_call(2, "tp", 1, 12)]], [12, 12, 12])  # the third waits for both along tp
+    # the third waits for both along tp
+    table.fill([first, second, [_call(2, "tp", 1, 12)]], [12, 12, 12])
     assert table.straggler == 0
     assert [times.held_up for times in table.ranks] == [8, 0, 0]
     assert [times.waited for times in table.ranks] == [0, 8, 10]

@@ -32,8 +32,12 @@ def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_noth
     for turn in range(40):
         if comm.rank == turn % 4:
             time.sleep(0.003 * (turn % 3))
-        gather = start_packed("all_gather", [torch.full((90,), 10.0 * turn + comm.rank)], comm, [90] * 4)
-        sums = start_packed("reduce_scatter", [torch.full((2000,), float(turn + comm.rank))], comm, [500] * 4)
+        gather = start_packed(
+            "all_gather", [torch.full((90,), 10.0 * turn + comm.rank)], comm, [90] * 4
+        )
+        sums = start_packed(
+            "reduce_scatter", [torch.full((2000,), float(turn + comm.rank))], comm, [500] * 4
+        )
         late += not sums.is_completed()
         assert [row[89].item() for row in got(gather)] == [10.0 * turn + rank for rank in range(4)]
         assert got(sums)[0].tolist() == [4.0 * turn + 6] * 500
@@ -52,7 +56,9 @@ def test_what_is_sent_may_be_released_at_once() -> None:
 @on_ranks(3)
 def test_different_collectives_raise_on_every_rank_and_from_then_on() -> None:
     comm = small_slots(3, 1 << 10)
-    with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"):
+    with pytest.raises(
+        CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"
+    ):
         if comm.rank == 1:
             got(start_packed("reduce_scatter", [torch.ones(3)], comm, [1] * 3))
         else:
@@ -67,12 +73,15 @@ def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout() -> None:
     comm = Comm.over(dist.new_group([0, 1], timeout=dt.timedelta(seconds=1)), ("ranks",), (0, 1))
     got(start_packed("all_reduce", [torch.ones(1)], comm))
     if comm.rank == 0:
-        with pytest.raises(CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"):
+        with pytest.raises(
+            CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"
+        ):
             got(start_packed("all_reduce", [torch.ones(1)], comm))
     dist.barrier()
     if comm.rank == 1:
         with pytest.raises(CollectiveError, match=r"rank 0 .* has given up"):
-            got(start_packed("all_gather", [torch.ones(1)], comm, [1, 1]))  # another stream of the same memory
+            # another stream of the same memory
+            got(start_packed("all_gather", [torch.ones(1)], comm, [1, 1]))
 
 
 @on_ranks(2)
@@ -83,7 +92,8 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
         raise MemoryError("no room")
 
     pending = start_packed("all_gather", [torch.ones(600)], comm, [600, 600])  # of three rounds
-    # Rank 1 may have read the last round by then, or not; the barrier is before the next collective of both.
+    # Rank 1 may have read the last round by then, or not; the barrier is before the next collective
+    # of both.
     expected = pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext()
     with expected:
         try:
@@ -105,7 +115,8 @@ def die(how: str, seen: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
     try:
-        got(pending)  # rank 1 has shown the first of four rounds
+        # rank 1 has shown the first of four rounds
+        got(pending)
     except CollectiveError as error:
         Path(f"{seen}.{comm.rank}").write_text(str(error))
         raise
@@ -117,5 +128,7 @@ def test_a_rank_that_ends_within_a_collective_is_named(how: str, tmp_path: Path)
         launch(die, 3, how, str(tmp_path / "seen"))
     for rank in (0, 2):
         text = (tmp_path / f"seen.{rank}").read_text()
-        assert re.match(r"rank 1 \(process \d+\) has ended while|rank [02] .* has given up", text), text
+        assert re.match(
+            r"rank 1 \(process \d+\) has ended while|rank [02] .* has given up", text
+        ), text
     assert not [path for path in Path("/dev/shm").iterdir() if "shoal" in path.name]

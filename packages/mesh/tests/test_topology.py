@@ -7,7 +7,15 @@ import gc
 import pytest
 import torch
 
-from shoal_mesh import Link, MeshError, abstract_mesh, init_device_mesh, measure_topology, set_topology, topology_of
+from shoal_mesh import (
+    Link,
+    MeshError,
+    abstract_mesh,
+    init_device_mesh,
+    measure_topology,
+    set_topology,
+    topology_of,
+)
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.internal import Topology, topology_version
 from shoal_mesh.testing import on_ranks

@@ -35,4 +35,6 @@ def test_a_constant_is_guarded_by_equality() -> None:
     x = torch.arange(3.0)
     for by in (3.0, 3.0, 5.0):
         torch.testing.assert_close(compiled(x, Scale(by)), 2 * by * x)
-    assert [len(calls) for calls in traced] == [1, 1], "an equal constant has the graph of the first"
+    assert [len(calls) for calls in traced] == [1, 1], (
+        "an equal constant has the graph of the first"
+    )

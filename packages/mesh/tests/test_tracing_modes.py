@@ -40,12 +40,15 @@ AXIS = (0, 1)
 
 
 def received(pending: Any) -> list[Tensor]:
-    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()  # type: ignore[no-any-return]  # of any
+    # of any
+    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()  # type: ignore[no-any-return]
 
 
 def blocks(x: Tensor) -> Tensor:
     out = torch.empty(4)
-    all_to_all_blocks([[x[:1, :2]], [x[1:, :2]]], comm_over(AXIS), [[out[:2].view(1, 2)], [out[2:].view(1, 2)]])
+    all_to_all_blocks(
+        [[x[:1, :2]], [x[1:, :2]]], comm_over(AXIS), [[out[:2].view(1, 2)], [out[2:].view(1, 2)]]
+    )
     return out
 
 
@@ -59,16 +62,24 @@ def in_place(x: Tensor) -> Tensor:
 # Of a tensor (2, 4), which is another one on each rank.
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: all_reduce(x, comm_over(AXIS), "avg"),
-    "all_reduce complex": lambda x: all_reduce(torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS)),
+    "all_reduce complex": lambda x: all_reduce(
+        torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS)
+    ),
     "all_reduce_": in_place,
     "all_reduce_coalesced": lambda x: all_reduce_coalesced([x, x.double()], comm_over(AXIS)),
-    "packed all_reduce": lambda x: received(start_packed("all_reduce", [x.view(-1)], comm_over(AXIS))),
+    "packed all_reduce": lambda x: received(
+        start_packed("all_reduce", [x.view(-1)], comm_over(AXIS))
+    ),
     "all_gather": lambda x: all_gather(x, comm_over(AXIS), 1, async_op=True).wait(),
     "all_gather_v": lambda x: all_gather_v(x[: dist.get_rank() + 1], comm_over(AXIS), (1, 2)),
-    "packed all_gather": lambda x: received(start_packed("all_gather", [x.view(-1)], comm_over(AXIS), (8, 8))),
+    "packed all_gather": lambda x: received(
+        start_packed("all_gather", [x.view(-1)], comm_over(AXIS), (8, 8))
+    ),
     "reduce_scatter": lambda x: reduce_scatter(x, comm_over(AXIS)),
     "reduce_scatter_v": lambda x: reduce_scatter_v(x, comm_over(AXIS), (3, 1), 1),
-    "packed reduce_scatter": lambda x: received(start_packed("reduce_scatter", [x.view(-1)], comm_over(AXIS), (3, 5))),
+    "packed reduce_scatter": lambda x: received(
+        start_packed("reduce_scatter", [x.view(-1)], comm_over(AXIS), (3, 5))
+    ),
     "all_to_all": lambda x: all_to_all(x, comm_over(AXIS), 0, 1),
     "all_to_all_blocks": blocks,
     "broadcast": lambda x: broadcast(x, comm_over(AXIS), 1),
@@ -126,7 +137,8 @@ def test_a_recorded_collective_loses_no_tangent() -> None:
 
 def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock() -> None:
     """Python's dispatcher keeps it in all that it calls, and a thread of gloo may need it to let the next one start."""
-    library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]  # of torch
+    # of torch
+    library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]
     library.define("held(Tensor x) -> Tensor")
     library.impl("held", torch.clone, "CPU")
     x, operator = torch.ones(2), torch.ops.shoal_test_lock.held.default
@@ -156,7 +168,9 @@ class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen += [each.untyped_storage().nbytes() for each in tree_leaves(out) if isinstance(each, Tensor)]
+        self.seen += [
+            each.untyped_storage().nbytes() for each in tree_leaves(out) if isinstance(each, Tensor)
+        ]
         return out
 
 

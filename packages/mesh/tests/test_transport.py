@@ -55,7 +55,9 @@ LARGEST = torch.empty(BACKGROUND["reductions"][1] + 1, dtype=torch.uint8)
     ],
 )
 @on_ranks(2)
-def test_what_shared_memory_carries(tensor: Tensor, op: str, background: bool, carried: bool) -> None:
+def test_what_shared_memory_carries(
+    tensor: Tensor, op: str, background: bool, carried: bool
+) -> None:
     kind = SharedMemoryTransport if carried else C10dTransport
     assert type(carrier_of(comm_over((0, 1)), tensor, op, background)) is kind
 

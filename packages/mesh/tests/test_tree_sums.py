@@ -25,7 +25,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.f
 def terms_of_all(dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
     """(count, ...): terms of very different sizes, the same on all ranks."""
     draw = torch.Generator().manual_seed(count)
-    values = torch.randn(count, *shape, generator=draw) * 10.0 ** torch.randint(-3, 3, (count, *shape), generator=draw)
+    values = torch.randn(count, *shape, generator=draw) * 10.0 ** torch.randint(
+        -3, 3, (count, *shape), generator=draw
+    )
     return values.to(dtype)
 
 
@@ -84,7 +86,9 @@ def test_two_axes_one_after_the_other() -> None:
     data, tensor = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
     own = tree_sum(terms.chunk(2)[data].chunk(2)[tensor])
     with sums_in_tree():
-        assert torch.equal(all_reduce(all_reduce(own, (mesh, "tensor")), (mesh, "data")), tree_sum(terms))
+        assert torch.equal(
+            all_reduce(all_reduce(own, (mesh, "tensor")), (mesh, "data")), tree_sum(terms)
+        )
 
 
 @on_ranks(2)

@@ -22,7 +22,13 @@ from shoal_mesh.testing import on_ranks
 def test_uneven_blocks(order: str) -> None:
     comm = comm_of(order)
     n, me = comm.size, comm.rank
-    for sizes in ([3, 1, 2, 0][:n], [9, 0, 0, 0][:n], [2, 2, 2, 2][:n], [0, 0, 0, 0][:n], [2, 3, 3, 3][:n]):
+    for sizes in (
+        [3, 1, 2, 0][:n],
+        [9, 0, 0, 0][:n],
+        [2, 2, 2, 2][:n],
+        [0, 0, 0, 0][:n],
+        [2, 3, 3, 3][:n],
+    ):
         for dim in (0, 1):
             for dtype in (torch.float32, torch.int16, torch.complex64):
                 shape = [2, 2]
@@ -61,8 +67,12 @@ UNEVEN: dict[str, Any] = {
     "all_gather_v, one rank": lambda c, **k: all_gather_v(
         torch.ones(2, 9 * (c.rank == 1)), c, [9 * (i == 1) for i in range(c.size)], 1, **k
     ),
-    "reduce_scatter_v": lambda c, **k: reduce_scatter_v(torch.arange(10.0).view(1, 10), c, [1, 2, 3, 4], 1, "avg", **k),
-    "reduce_scatter_v, one rank": lambda c, **k: reduce_scatter_v(torch.arange(9.0), c, [0, 9, 0, 0], **k),
+    "reduce_scatter_v": lambda c, **k: reduce_scatter_v(
+        torch.arange(10.0).view(1, 10), c, [1, 2, 3, 4], 1, "avg", **k
+    ),
+    "reduce_scatter_v, one rank": lambda c, **k: reduce_scatter_v(
+        torch.arange(9.0), c, [0, 9, 0, 0], **k
+    ),
     "all_to_all_v": lambda c, **k: all_to_all_v(
         torch.arange(float(c.rank * c.size)), c, [c.rank] * c.size, list(range(c.size)), **k
     ),
@@ -71,7 +81,9 @@ UNEVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("order", ["straight", "turned"])
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_collectives_go_on_while_the_program_does(name: str, order: str, tmp_path: Any) -> None:
+def test_uneven_collectives_go_on_while_the_program_does(
+    name: str, order: str, tmp_path: Any
+) -> None:
     go_on_while_the_program_does(name, order, str(tmp_path / "started"))
 
 

@@ -47,16 +47,41 @@ def views(dtype: torch.dtype, rank: int) -> dict[str, Tensor]:
     kinds: dict[str, Tensor] = {}
     if dtype.is_floating_point:
         parts = torch.randn(4, 4, dtype=torch.complex128)
-        kinds |= {"imag": parts.imag, "-imag": parts.conj().imag, "-imag()": parts[0, 0].conj().imag}
+        kinds |= {
+            "imag": parts.imag,
+            "-imag": parts.conj().imag,
+            "-imag()": parts[0, 0].conj().imag,
+        }
         kinds["-row"] = parts.conj().imag[:, :1].t()[:, 2:3]
         kinds["-some"] = kinds["-imag"] if rank else torch.randn(4, 4, dtype=dtype)
-    drawn = torch.randint(-5, 5, (6, 9)).to(dtype) if dtype == torch.int16 else torch.randn(6, 9, dtype=dtype)
+    drawn = (
+        torch.randint(-5, 5, (6, 9)).to(dtype)
+        if dtype == torch.int16
+        else torch.randn(6, 9, dtype=dtype)
+    )
     x = drawn[:4, :4]
-    kinds |= {"strided": drawn[1:5, ::2][:, :4], "transposed": x.t(), "expanded": x[:, :1].expand(4, 4)}
-    kinds |= {"subclass": x.contiguous().as_subclass(Subclass), "empty": x[:0], "narrow": x[:, :0], "scalar": x[0, 0]}
+    kinds |= {
+        "strided": drawn[1:5, ::2][:, :4],
+        "transposed": x.t(),
+        "expanded": x[:, :1].expand(4, 4),
+    }
+    kinds |= {
+        "subclass": x.contiguous().as_subclass(Subclass),
+        "empty": x[:0],
+        "narrow": x[:, :0],
+        "scalar": x[0, 0],
+    }
     if dtype.is_complex:
-        kinds |= {"conj": x.contiguous().conj(), "adjoint": x.mH, "conj()": x[0, 0].conj(), "conj empty": x[:0].conj()}
-        kinds |= {"some": x.contiguous().conj() if rank else x, "subclass of conj": kinds["subclass"].conj()}
+        kinds |= {
+            "conj": x.contiguous().conj(),
+            "adjoint": x.mH,
+            "conj()": x[0, 0].conj(),
+            "conj empty": x[:0].conj(),
+        }
+        kinds |= {
+            "some": x.contiguous().conj() if rank else x,
+            "subclass of conj": kinds["subclass"].conj(),
+        }
     return kinds
 
 
@@ -64,7 +89,9 @@ def blocks(tensor: Tensor, comm: Comm) -> Any:
     """`all_to_all_blocks` of its rows, into views that are as lazy as the tensor."""
     out = [torch.zeros_like(tensor).resolve_conj().resolve_neg() for _ in range(comm.size)]
     places = [each.conj() if tensor.is_conj() else each for each in out]
-    return all_to_all_blocks([[*tensor.unbind()]] * comm.size, comm, [[*place.unbind()] for place in places])
+    return all_to_all_blocks(
+        [[*tensor.unbind()]] * comm.size, comm, [[*place.unbind()] for place in places]
+    )
 
 
 def exact(tensor: Tensor, comm: Comm) -> Any:
@@ -93,7 +120,9 @@ def calls(comm: Comm) -> dict[str, Callable[[Tensor], Any]]:
         "exchanged exactly": lambda t: exact(t, comm),
         "blocks": lambda t: blocks(t, comm),
         "broadcast": lambda t: broadcast(t, comm),
-        "from one": lambda t: scatter([t] * comm.size if comm.rank == 0 else None, comm, out=torch.zeros_like(t)),
+        "from one": lambda t: scatter(
+            [t] * comm.size if comm.rank == 0 else None, comm, out=torch.zeros_like(t)
+        ),
         "to one": lambda t: gather(t, comm),
         "permuted": lambda t: permute(t, comm, SHIFT),
         "differentiable": lambda t: differentiable.permute(t, comm, SHIFT),
@@ -106,7 +135,11 @@ def values(result: Any) -> Any:
         return values(result.wait())
     if isinstance(result, list | tuple):
         return [values(each) for each in result]
-    return result.detach().as_subclass(Tensor).resolve_conj().resolve_neg() if isinstance(result, Tensor) else result
+    return (
+        result.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+        if isinstance(result, Tensor)
+        else result
+    )
 
 
 def attempt(call: Callable[[Tensor], Any], tensor: Tensor) -> Any:
@@ -128,14 +161,19 @@ def cases(comm: Comm, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int16])
 def test_every_collective_reads_the_values_of_every_view(dtype: torch.dtype) -> None:
     comm = comm_over(tuple(range(RANKS)))
-    wrong = []  # after all collectives: a rank that stops leaves the others waiting
+    # after all collectives: a rank that stops leaves the others waiting
+    wrong = []
     for view, call in cases(comm, dtype):
         tensor = views(dtype, comm.rank)[view]
         plain = values(tensor).clone(memory_format=torch.contiguous_format)
         expected, got = (attempt(calls(comm)[call], each) for each in (plain, tensor))
         if not _equal(got, expected):
             wrong.append(f"{call} of {view}: {got} instead of {expected}")
-        elif call.startswith("into itself") and not isinstance(got, type) and not _equal(values(tensor), expected):
+        elif (
+            call.startswith("into itself")
+            and not isinstance(got, type)
+            and not _equal(values(tensor), expected)
+        ):
             wrong.append(f"{call} of {view}: the tensor is {tensor} instead of {expected}")
     assert not wrong, "\n".join(wrong)
 
@@ -144,7 +182,9 @@ def _equal(got: Any, expected: Any) -> bool:
     if type(got) is not type(expected):
         return False
     if isinstance(got, list):
-        return len(got) == len(expected) and all(_equal(a, b) for a, b in zip(got, expected, strict=True))
+        return len(got) == len(expected) and all(
+            _equal(a, b) for a, b in zip(got, expected, strict=True)
+        )
     return torch.equal(got, expected) if isinstance(got, Tensor) else got == expected
 
 
@@ -153,7 +193,10 @@ def test_a_lazy_gradient_is_sent_as_its_values() -> None:
     comm = comm_over(tuple(range(RANKS)))
     x = torch.randn(2, 2, dtype=torch.complex64, requires_grad=True)
     seed = torch.randn(4, 2, dtype=torch.complex64).conj()
-    grads = [torch.autograd.grad(differentiable.all_gather(x, comm), x, g)[0] for g in (seed, seed.resolve_conj())]
+    grads = [
+        torch.autograd.grad(differentiable.all_gather(x, comm), x, g)[0]
+        for g in (seed, seed.resolve_conj())
+    ]
     assert torch.equal(*map(values, grads))
 
 

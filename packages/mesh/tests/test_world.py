@@ -16,7 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import DeviceMesh, MeshError, all_gather, all_reduce, comm_over, init_device_mesh, restart_world
+from shoal_mesh import (
+    DeviceMesh,
+    MeshError,
+    all_gather,
+    all_reduce,
+    comm_over,
+    init_device_mesh,
+    restart_world,
+)
 from shoal_mesh._torch import timeout_of
 from shoal_mesh.errors import MeshMismatchError, MeshTypeError, NoGroupError
 from shoal_mesh.groups import world
@@ -66,12 +74,17 @@ def test_meshes_go_on_after_a_restart() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     turned = DeviceMesh("cpu", [[3, 0], [1, 2]])
     flat, comm, own = mesh.flatten("all"), comm_over((2, 0, 3, 1)), torch.tensor([dist.get_rank()])
-    before = [all_gather(own, c).tolist() for c in (mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0))]
+    before = [
+        all_gather(own, c).tolist()
+        for c in (mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0))
+    ]
     held = [weakref.ref(group) for group in (*mesh.get_all_groups(), dist.group.WORLD)]
     note_group(mesh.comm("tp"))  # as compiled code does
     for _ in range(3):
         restart_world(timeout=50)
-        for c, ranks in zip((mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0)), before, strict=True):
+        for c, ranks in zip(
+            (mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0)), before, strict=True
+        ):
             assert all_gather(own, c).tolist() == ranks
         assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         assert timeout_of(mesh.get_group("tp")) == 50
@@ -91,12 +104,15 @@ def test_a_restart_with_fewer_ranks_has_new_meshes_only() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(NoGroupError, match="not among"):
             restart_world([3, 0, 2])
-        dist.destroy_process_group()  # the next test begins one with all ranks
+        # the next test begins one with all ranks
+        dist.destroy_process_group()
         return
     restart_world([3, 0, 2])
     with pytest.raises(NoGroupError, match="make new meshes"):
         mesh.get_group(0)
-    assert all_gather(torch.tensor([mesh._coordinate]), (init_device_mesh("cpu", (3,)), 0)).tolist() == [
+    assert all_gather(
+        torch.tensor([mesh._coordinate]), (init_device_mesh("cpu", (3,)), 0)
+    ).tolist() == [
         [1, 1],
         [0, 0],
         [1, 0],
@@ -106,7 +122,8 @@ def test_a_restart_with_fewer_ranks_has_new_meshes_only() -> None:
 
 @on_ranks(2)
 def test_a_group_with_options_of_its_own_is_not_made_again() -> None:
-    restart_world()  # names that c10d gives to groups are free in a new store
+    # names that c10d gives to groups are free in a new store
+    restart_world()
     slow = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(slow, "cpu")
     plain = DeviceMesh.from_group(dist.new_group([1, 0], use_local_synchronization=True), "cpu")
@@ -125,7 +142,8 @@ def _open_files_and_threads() -> tuple[int, int]:
 def test_a_cycle_leaves_no_descriptors_and_no_threads(kept: bool, tmp_path: Path) -> None:
     with RankPool(2) as pool:
         seen = pool.run(_cycles, kept, str(tmp_path))
-    for each in seen:  # a mesh that is kept has its groups until it is used under new ones
+    # a mesh that is kept has its groups until it is used under new ones
+    for each in seen:
         assert all(last <= second for last, second in zip(each[-1], each[1], strict=True)), seen
 
 
@@ -160,7 +178,14 @@ print("while it runs:", dist.is_initialized())
 def test_a_group_that_a_mesh_began_ends_before_the_interpreter() -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     env = {**os.environ, **ranks, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.splitlines() == ["while it runs: True", "still there: False"]
 
 

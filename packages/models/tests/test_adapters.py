@@ -25,11 +25,15 @@ def adapted(model: Any, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    return get_peft_model(model.train(), LoraConfig(r=4, lora_alpha=8, **{"target_modules": TARGETS, **options}))
+    return get_peft_model(
+        model.train(), LoraConfig(r=4, lora_alpha=8, **{"target_modules": TARGETS, **options})
+    )
 
 
 def train(model: Any) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True
+    )
     torch.manual_seed(9)
     for _ in range(3):
         model(input_ids=token_batch(), labels=token_batch()).loss.backward()
@@ -45,10 +49,14 @@ def test_training_is_that_of_one_process(first: str, dropout: float) -> None:
     plan = dict(plain.tp_plan)
     single = adapted(copy.deepcopy(plain), lora_dropout=dropout)
     if first == "mesh":
-        module = adapted(parallelize_module(copy.deepcopy(plain), all_ranks(), plan), lora_dropout=dropout)
+        module = adapted(
+            parallelize_module(copy.deepcopy(plain), all_ranks(), plan), lora_dropout=dropout
+        )
     else:
         module = adapted(copy.deepcopy(plain), lora_dropout=dropout)
-        plan = {key + ".base_layer" * key.endswith(tuple(TARGETS)): style for key, style in plan.items()}
+        plan = {
+            key + ".base_layer" * key.endswith(tuple(TARGETS)): style for key, style in plan.items()
+        }
         parallelize_module(module.base_model.model, all_ranks(), plan)
     hf.parallelize_adapters(module)
     train(single)
@@ -88,6 +96,8 @@ def test_saved_loaded_and_merged(tmp_path: Path) -> None:
 @on_ranks(2, timeout=200)
 def test_other_adapters_are_refused() -> None:
     plain = build_model()
-    module = adapted(parallelize_module(plain, all_ranks(), dict(plain.tp_plan)), target_modules=["embed_tokens"])
+    module = adapted(
+        parallelize_module(plain, all_ranks(), dict(plain.tp_plan)), target_modules=["embed_tokens"]
+    )
     with pytest.raises(UnsupportedModuleError, match=r"LoRA .without DoRA. of Linear layers"):
         hf.parallelize_adapters(module)

@@ -1,7 +1,8 @@
 """Whole architectures on 2 and 4 ranks, in float64: T5, BERT, GPT-2 and MLP stacks against one device.
 
-Covers: shoal_tp_styles as a whole, weights/loading.py (of transposed Linears).  Outputs and all gradients
-are equal, with and without sequence parallelism, with even and uneven heads, and vocabularies that divide nowhere.
+Covers: shoal_tp_styles as a whole, weights/loading.py (of transposed Linears). Outputs and all
+gradients are equal, with and without sequence parallelism, with even and uneven heads, and
+vocabularies that divide nowhere.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from shoal_tp_styles import (
     unparallelize_module,
 )
 
-DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22  # neither the vocabulary nor the inner features divide by 4
+# neither the vocabulary nor the inner features divide by 4
+DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22
 WAYS = pytest.mark.parametrize("ways", [2, 4])
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True])
 HEADS = pytest.mark.parametrize("heads", [8, 6])  # six heads on four ranks: 2, 2, 1, 1
@@ -46,7 +48,9 @@ def build(make: Callable[[], nn.Module]) -> Any:
     return module
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Attention over whatever heads there are; `(batch, length, heads * HEAD)` in and out."""
     q, k, v = (x.view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
@@ -62,7 +66,7 @@ def assert_same(module: nn.Module, single: nn.Module, got: Any, expected: Any) -
     assert_same_parameters(module, single)
 
 
-# --- T5: relative bias, RMS norms without bias, gated feed-forward, cross attention ----------------------------------
+# --- T5: relative bias, RMS norms without bias, gated feed-forward, cross attention ---------------
 
 
 class Relative(nn.Module):
@@ -88,7 +92,9 @@ class T5Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(DIM, heads * HEAD, bias=False) for _ in range(3))
         self.o = nn.Linear(heads * HEAD, DIM, bias=False)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Same shape as x."""
         h = self.norm(x)
         read = h if memory is None else memory
@@ -119,7 +125,11 @@ class T5(nn.Module):
         super().__init__()
         self.shared = nn.Embedding(VOCAB, DIM)
         self.bias, self.decoder_bias = Relative(heads), Relative(heads)
-        self.encoder, self.encoder_ff, self.final_norm = T5Attention(heads), Gated(), nn.RMSNorm(DIM)
+        self.encoder, self.encoder_ff, self.final_norm = (
+            T5Attention(heads),
+            Gated(),
+            nn.RMSNorm(DIM),
+        )
         self.decoder, self.cross, self.decoder_ff = T5Attention(heads), T5Attention(heads), Gated()
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
         self.head.weight = self.shared.weight
@@ -127,7 +137,9 @@ class T5(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Logits of the target."""
         n, m = source.shape[1], target.shape[1]
-        memory = self.final_norm(self.encoder_ff(self.encoder(self.shared(source), bias=self.bias(n, n))))
+        memory = self.final_norm(
+            self.encoder_ff(self.encoder(self.shared(source), bias=self.bias(n, n)))
+        )
         causal = torch.full((m, m), -torch.inf, dtype=torch.double).triu(1)
         h = self.decoder(self.shared(target), bias=self.decoder_bias(m, m) + causal)
         logits: Tensor = self.head(self.norm(self.decoder_ff(self.cross(h, memory))))
@@ -165,7 +177,7 @@ def test_t5(ways: int, sequence: bool, heads: int) -> None:
     assert_same(module, single, module(source, target), single(source, target))
 
 
-# --- BERT: post-norm, token types, pooler, tied masked-token head with a bias of its own -----------------------------
+# --- BERT: post-norm, token types, pooler, tied masked-token head with a bias of its own ----------
 
 
 class BertLayer(nn.Module):
@@ -175,7 +187,11 @@ class BertLayer(nn.Module):
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(DIM, heads * HEAD) for _ in range(3))
         self.out, self.norm1 = nn.Linear(heads * HEAD, DIM), nn.LayerNorm(DIM)
-        self.up, self.down, self.norm2 = nn.Linear(DIM, INNER), nn.Linear(INNER, DIM), nn.LayerNorm(DIM)
+        self.up, self.down, self.norm2 = (
+            nn.Linear(DIM, INNER),
+            nn.Linear(INNER, DIM),
+            nn.LayerNorm(DIM),
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Same shape as x."""
@@ -201,7 +217,11 @@ class Bert(nn.Module):
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        self.words, self.positions, self.types = nn.Embedding(VOCAB, DIM), nn.Embedding(8, DIM), nn.Embedding(2, DIM)
+        self.words, self.positions, self.types = (
+            nn.Embedding(VOCAB, DIM),
+            nn.Embedding(8, DIM),
+            nn.Embedding(2, DIM),
+        )
         self.norm = nn.LayerNorm(DIM)
         self.layers = nn.ModuleList([BertLayer(heads) for _ in range(2)])
         self.pooler, self.relation = Pooler(), nn.Linear(DIM, 2)
@@ -227,7 +247,9 @@ def bert_plan(heads: int, sequence: bool) -> dict[str, Any]:
     table = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
     plan: dict[str, Any] = {
         **dict.fromkeys(("words", "positions", "types"), table),
-        **dict.fromkeys(("layers.*.query", "layers.*.key", "layers.*.value"), columns.heads(heads, HEAD)),
+        **dict.fromkeys(
+            ("layers.*.query", "layers.*.key", "layers.*.value"), columns.heads(heads, HEAD)
+        ),
         "layers.*.out": rows.heads(heads, HEAD),
         "layers.*.up": columns,
         "layers.*.down": rows,
@@ -259,7 +281,7 @@ def test_bert(ways: int, sequence: bool, heads: int) -> None:
     assert_same(module, single, module(tokens, types, mask), single(tokens, types, mask))
 
 
-# --- GPT-2: fused projections with weights of shape (in, out) ---------------------------------------------------------
+# --- GPT-2: fused projections with weights of shape (in, out) -------------------------------------
 
 
 class Conv1D(nn.Module):
@@ -321,7 +343,9 @@ def gpt_plan(heads: int, sequence: bool) -> dict[str, Any]:
     plan: dict[str, Any] = {
         "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
         "wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
-        "h.*.c_attn": PackedColwiseParallel(blocks={"q": of, "k": of, "v": of}, input_layouts=layout),
+        "h.*.c_attn": PackedColwiseParallel(
+            blocks={"q": of, "k": of, "v": of}, input_layouts=layout
+        ),
         "h.*.attn_proj": rows.heads(heads, HEAD),
         "h.*.c_fc": ColwiseParallel(input_layouts=layout),
         "h.*.c_proj": rows,
@@ -372,7 +396,7 @@ def test_transposed_weights_are_loaded_in_every_way() -> None:
     torch.testing.assert_close(unparallelize_module(module).state_dict(), other.state_dict())
 
 
-# --- MLP stacks ------------------------------------------------------------------------------------------------------
+# --- MLP stacks -----------------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
@@ -400,7 +424,11 @@ def test_gated_stack(ways: int, dim: int | None) -> None:
     axis = tensor_axis(ways)
     layout = Replicate() if dim is None else Shard(dim)
     columns = ColwiseParallel(input_layouts=layout)
-    plan: dict[str, Any] = {"gates.*": columns, "ups.*": columns, "downs.*": RowwiseParallel(output_layouts=layout)}
+    plan: dict[str, Any] = {
+        "gates.*": columns,
+        "ups.*": columns,
+        "downs.*": RowwiseParallel(output_layouts=layout),
+    }
     if dim is not None:
         plan["norms.*"] = SequenceParallel(sequence_dim=dim, use_local_output=True)
     single = build(Stack)
@@ -414,6 +442,9 @@ def test_gated_stack(ways: int, dim: int | None) -> None:
     expected.backward(seed)
     got.backward(seed if dim is None else seed.chunk(ways, dim)[rank])
     assert x.grad is not None and y.grad is not None
-    for full, shard in ((expected, got), (x.grad, y.grad if dim is None else y.grad.chunk(ways, dim)[rank])):
+    for full, shard in (
+        (expected, got),
+        (x.grad, y.grad if dim is None else y.grad.chunk(ways, dim)[rank]),
+    ):
         torch.testing.assert_close(shard, full if dim is None else full.chunk(ways, dim)[rank])
     assert_same_parameters(module, single)

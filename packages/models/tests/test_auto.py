@@ -27,7 +27,9 @@ from small_gpt import Gpt
 
 def two_mlps() -> nn.Sequential:
     """`(..., 10)` in and out."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)) for _ in range(2)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)) for _ in range(2))
+    )
 
 
 def test_auto_plan_of_known_shapes() -> None:
@@ -37,11 +39,18 @@ def test_auto_plan_of_known_shapes() -> None:
     assert plan["tok_embeddings"] == RowwiseParallel(input_layouts=Replicate())
     assert "norm" not in plan
     unnamed = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
-    assert auto_plan(unnamed) == {"*.*": ColwiseParallel()} or set(auto_plan(unnamed)) == {"0.0", "0.2"}
+    assert auto_plan(unnamed) == {"*.*": ColwiseParallel()} or set(auto_plan(unnamed)) == {
+        "0.0",
+        "0.2",
+    }
     assert (
         eval(
             format_plan(plan),
-            {"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel, "Replicate": Replicate},
+            {
+                "ColwiseParallel": ColwiseParallel,
+                "RowwiseParallel": RowwiseParallel,
+                "Replicate": Replicate,
+            },
         )
         == plan
     )
@@ -73,7 +82,10 @@ class Bert(nn.Module):
 
 def test_roles_by_the_usual_names() -> None:
     plan = auto_plan(Fused())
-    assert plan["attn.c_attn"] == PackedColwiseParallel(blocks=3) and plan["attn.c_proj"] == RowwiseParallel()
+    assert (
+        plan["attn.c_attn"] == PackedColwiseParallel(blocks=3)
+        and plan["attn.c_proj"] == RowwiseParallel()
+    )
     assert plan["mlp.c_fc"] == ColwiseParallel() and plan["mlp.c_proj"] == RowwiseParallel()
     plan = auto_plan(Bert())
     assert plan["attention.self.query"] == plan["intermediate.dense"] == ColwiseParallel()
@@ -85,7 +97,11 @@ class Block(nn.Module):
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
-        self.attention, self.mlp, self.norm = nn.Module(), nn.Module(), nn.RMSNorm(4) if norm else None
+        self.attention, self.mlp, self.norm = (
+            nn.Module(),
+            nn.Module(),
+            nn.RMSNorm(4) if norm else None,
+        )
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self.attention, name, nn.Linear(16, 16))
         self.mlp.up_proj, self.mlp.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
@@ -95,9 +111,12 @@ class Block(nn.Module):
         mlp: Any = self.mlp
         heads = 4 if self.norm is None else -1
         q, k, v = (
-            each(x).view(*x.shape[:2], heads, 4).transpose(1, 2) for each in (own.q_proj, own.k_proj, own.v_proj)
+            each(x).view(*x.shape[:2], heads, 4).transpose(1, 2)
+            for each in (own.q_proj, own.k_proj, own.v_proj)
         )
-        out = functional.scaled_dot_product_attention(q if self.norm is None else self.norm(q), k, v)
+        out = functional.scaled_dot_product_attention(
+            q if self.norm is None else self.norm(q), k, v
+        )
         x = x.add(own.o_proj(out.transpose(1, 2).flatten(2)))
         return x.add(mlp.down_proj(mlp.up_proj(x).relu()))
 
@@ -106,8 +125,14 @@ class Block(nn.Module):
 def test_blocks_that_compute_something_else_are_gathered(norm: bool) -> None:
     mesh, x = abstract_mesh((4,)), torch.randn(2, 8, 16)
     plan = auto_plan(Block(norm), mesh, x)
-    gathered = {f"attention.{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in "qkvo"}
-    assert plan == {**gathered, "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    gathered = {
+        f"attention.{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in "qkvo"
+    }
+    assert plan == {
+        **gathered,
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
     assert set(plan.dropped) == set(gathered)
     assert ("norm.weight" if norm else "does not run") in plan.dropped["attention.q_proj"]
     assert plan.proven_for == (4,) and not plan.whole
@@ -138,20 +163,30 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            t.unflatten(-1, (self.num_heads, 4)).transpose(1, 2) for t in self.qkv(x).split(self.all_head_size, -1)
+            t.unflatten(-1, (self.num_heads, 4)).transpose(1, 2)
+            for t in self.qkv(x).split(self.all_head_size, -1)
         )
         out = functional.scaled_dot_product_attention(q, k, v) * self.sinks[:, None, None]
         return cast(
-            Tensor, self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)) + self.layer.sum()
+            Tensor,
+            self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size))
+            + self.layer.sum(),
         )
 
 
 def test_counts_sinks_packed_projections_and_learned_activations_are_known() -> None:
     plan = auto_plan(Counted(), abstract_mesh((4,)), torch.randn(2, 8, 16))
-    assert plan["attention"] == OwnParameters(dims={"sinks": 0}, counts=("num_heads", "all_head_size"))
-    assert plan["attention.qkv"] == PackedColwiseParallel(blocks=3) and plan["attention.o_proj"] == RowwiseParallel()
+    assert plan["attention"] == OwnParameters(
+        dims={"sinks": 0}, counts=("num_heads", "all_head_size")
+    )
+    assert (
+        plan["attention.qkv"] == PackedColwiseParallel(blocks=3)
+        and plan["attention.o_proj"] == RowwiseParallel()
+    )
     assert plan["mlp.act"] == SequenceParallel(use_local_output=True)
-    assert [*plan.whole] == ["attention.layer"] and "the forward of Attention reads it" in plan.whole["attention.layer"]
+    assert [*plan.whole] == [
+        "attention.layer"
+    ] and "the forward of Attention reads it" in plan.whole["attention.layer"]
     assert "counts=('num_heads', 'all_head_size')" in format_plan(plan)
 
 
@@ -200,7 +235,9 @@ def test_only_a_proven_automatic_plan_is_applied() -> None:
     with pytest.raises(PlanError, match=r"proven for \(2,\)"):
         parallelize_module(model, mesh, auto_plan(model, abstract_mesh((2,)), x))
     expected = model(x)
-    torch.testing.assert_close(parallelize_module(model, mesh, auto_plan(model, mesh, x))(x), expected)
+    torch.testing.assert_close(
+        parallelize_module(model, mesh, auto_plan(model, mesh, x))(x), expected
+    )
     parallelize_module(two_mlps(), mesh, dict(auto_plan(model)))
 
 
@@ -218,6 +255,10 @@ class Decoder(nn.Module):
 
 def test_parameters_that_a_parent_reads_stay_whole() -> None:
     plan = auto_plan(nn.Sequential(Decoder()), abstract_mesh((2,)), torch.randn(2, 8, 5))
-    assert plan == {} and plan.whole == {"0.conv.weight": "the code of Decoder reads it by itself, so it is left whole"}
-    alone = auto_plan(nn.Sequential(nn.Conv1d(8, 8, 3, groups=8)), abstract_mesh((2,)), torch.randn(2, 8, 5))
+    assert plan == {} and plan.whole == {
+        "0.conv.weight": "the code of Decoder reads it by itself, so it is left whole"
+    }
+    alone = auto_plan(
+        nn.Sequential(nn.Conv1d(8, 8, 3, groups=8)), abstract_mesh((2,)), torch.randn(2, 8, 5)
+    )
     assert [*alone] == ["0"]

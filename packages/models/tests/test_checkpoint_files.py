@@ -17,11 +17,19 @@ def test_directory_index_and_file(tmp_path: Path) -> None:
     for home in (one, two):
         home.mkdir()
     (one / "model.safetensors").touch()
-    assert find_files(one) == find_files(one / "model.safetensors") == (one, [one / "model.safetensors"])
+    assert (
+        find_files(one)
+        == find_files(one / "model.safetensors")
+        == (one, [one / "model.safetensors"])
+    )
     files = [two / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     index = two / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": files[1].name, "b": files[0].name, "c": files[0].name}}))
-    with pytest.raises(CheckpointError, match=r"names \['model-00001-of-00002.safetensors', .*download or copy"):
+    index.write_text(
+        json.dumps({"weight_map": {"a": files[1].name, "b": files[0].name, "c": files[0].name}})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"names \['model-00001-of-00002.safetensors', .*download or copy"
+    ):
         find_files(two)
     for file in files:
         file.touch()

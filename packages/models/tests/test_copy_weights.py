@@ -62,7 +62,9 @@ def test_any_plan_into_any_other(of: str, to: str, batch: int) -> None:
 
 @on_ranks(2, timeout=200)
 def test_models_that_differ_are_refused_on_all_ranks() -> None:
-    with pytest.raises(PlanError, match=r"'0.weight' is \(12, 4\) torch.float64, the source has \(10, 4\)"):
+    with pytest.raises(
+        PlanError, match=r"'0.weight' is \(12, 4\) torch.float64, the source has \(10, 4\)"
+    ):
         hf.copy_weights(build(0), build(1, features=12) if dist.get_rank() else None)
     with pytest.raises(PlanError, match=r"'x.weight' is .* the source has nothing"):
         hf.copy_weights(build(0), nn.ModuleDict({"x": nn.Linear(1, 1)}))

@@ -21,7 +21,9 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name: str) -> None:
     module = importlib.import_module(name)
-    failed, _ = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, _ = doctest.testmod(
+        module, extraglobs={"torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert not failed
 
 

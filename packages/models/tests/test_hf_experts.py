@@ -15,7 +15,9 @@ from shoal_dtensor import DTensor
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 SIZES = {
     "hidden_size": 32,
@@ -31,10 +33,23 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GROUPS = {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 
-# Family -> what its configuration needs beyond the sizes.  Six experts on four ranks leave one without any.
+# Family -> what its configuration needs beyond the sizes.  Six experts on four ranks leave one
+# without any.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 6, "output_router_logits": True},
     "Qwen3Moe": {"num_experts": 6, "head_dim": 8},
@@ -50,9 +65,11 @@ def build(family: str) -> Any:
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
-    config._experts_implementation = "eager"  # the library's grouped product takes no float64
+    # the library's grouped product takes no float64
+    config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
-    for param in model.parameters():  # routers start at zero, and route all tokens alike
+    # routers start at zero, and route all tokens alike
+    for param in model.parameters():
         if not param.any():
             torch.nn.init.normal_(param, std=0.5)
     return model
@@ -66,7 +83,8 @@ def test_a_mixture_by_its_own_plan(family: str, experts: bool, ways: int) -> Non
     single = build(family)
     module = copy.deepcopy(single)
     plan = {**single.tp_plan, **(single.ep_plan if experts else {})}
-    with warnings.catch_warnings():  # plans name projections that a configuration may lack
+    # plans name projections that a configuration may lack
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnmatchedPlanWarning)
         parallelize_module(module, tensor_axis(ways), plan)
     tokens = torch.randint(3, 67, (2, 7))

@@ -17,11 +17,18 @@ from shoal_models import auto_plan
 from shoal_tp_styles import SequenceParallel, parallelize_module, verify
 from shoal_tp_styles.plan.style_names import REFUSED, STYLE_NAMES, WITH_CONTEXT
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
-# Family -> what its configuration needs beyond the sizes; the norms of Qwen3's heads, Phi-3's fused and gathered
-# projections and OLMo 2's gathered ones each take other names of the plans.
-FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {"head_dim": 4}, "Phi3": {}, "Olmo2": {}}
+# Family -> what its configuration needs beyond the sizes; the norms of Qwen3's heads, Phi-3's fused
+# and gathered projections and OLMo 2's gathered ones each take other names of the plans.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 4},
+    "Phi3": {},
+    "Olmo2": {},
+}
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -39,7 +46,10 @@ def assert_same(module: Any, single: Any) -> None:
     torch.testing.assert_close(module(tokens).logits, single(tokens).logits)
     for cache in (True, False):
         how = {"max_new_tokens": 8, "do_sample": False, "use_cache": cache}
-        written = [model.generate(tokens, attention_mask=torch.ones_like(tokens), **how) for model in (module, single)]
+        written = [
+            model.generate(tokens, attention_mask=torch.ones_like(tokens), **how)
+            for model in (module, single)
+        ]
         assert torch.equal(*written)
     for model in (module, single):
         model(tokens, labels=tokens).loss.backward()
@@ -63,7 +73,8 @@ def test_a_model_by_its_own_plan(family: str, ways: int) -> None:
 @on_ranks(4, timeout=200)
 def test_tied_embeddings_stay_tied() -> None:
     single = build("Llama", tie_word_embeddings=True)
-    plan = dict(single.tp_plan)  # the library itself adds an entry for the embedding
+    # the library itself adds an entry for the embedding
+    plan = dict(single.tp_plan)
     without = {key: name for key, name in plan.items() if "embed" not in key}
     for given in (plan, without):
         single.zero_grad()
@@ -78,7 +89,10 @@ def test_a_plan_is_verified_on_the_meta_device() -> None:
         model = build("Llama")
     found = verify(model, dict(model.tp_plan), abstract_mesh((4,), ("tp",)))
     assert found.ok and not found.empty
-    assert any(line.startswith("lm_head.weight: dim 0 of 67 in shards of [17, 17, 17, 16]") for line in found.uneven)
+    assert any(
+        line.startswith("lm_head.weight: dim 0 of 67 in shards of [17, 17, 17, 16]")
+        for line in found.uneven
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

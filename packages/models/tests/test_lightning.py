@@ -17,7 +17,9 @@ from shoal_dtensor import DTensor, clip_grad_norm_, interop
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import parallelize_module
 
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning: run by nox -s hugging_face")
+needs_lightning = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="lightning: run by nox -s hugging_face"
+)
 pytestmark = [needs_hf, needs_lightning]
 
 
@@ -27,7 +29,8 @@ def fit(model: Any, strategy: Any, devices: int, clip: float | None) -> list[flo
 
     losses = []
 
-    class Task(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not installed where types are checked
+    # Lightning is not installed where types are checked
+    class Task(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -42,14 +45,22 @@ def fit(model: Any, strategy: Any, devices: int, clip: float | None) -> list[flo
             losses.append(loss.item())
             return loss
 
-        def configure_gradient_clipping(self, *_: Any, gradient_clip_val: float | None = None, **__: Any) -> None:
+        def configure_gradient_clipping(
+            self, *_: Any, gradient_clip_val: float | None = None, **__: Any
+        ) -> None:
             if gradient_clip_val is not None:
                 clip_grad_norm_(self.parameters(), gradient_clip_val)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    off = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "use_distributed_sampler",
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -70,8 +81,11 @@ def test_model_parallel_strategy(clip: float | None, monkeypatch: pytest.MonkeyP
 
     plain = build_model().train()
     model = copy.deepcopy(plain)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")  # Lightning starts no processes of its own
-    losses = fit(model, ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), 2, clip)
+    # Lightning starts no processes of its own
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    losses = fit(
+        model, ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), 2, clip
+    )
     expected = fit(plain, "auto", 1, clip)
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
     assert len(losses) == 4

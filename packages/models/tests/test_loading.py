@@ -24,7 +24,9 @@ from shoal_tp_styles import (
 )
 from small_gpt import Gpt, gpt_plan
 
-needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
+needs_safetensors = pytest.mark.skipif(
+    find_spec("safetensors") is None, reason="safetensors is not installed"
+)
 
 
 @needs_safetensors
@@ -36,7 +38,11 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     single: Any = Gpt(dropout=0.0, vocab_size=10, tied=tied)
-    state = {name: value for name, value in single.state_dict().items() if not (tied and name == "output.weight")}
+    state = {
+        name: value
+        for name, value in single.state_dict().items()
+        if not (tied and name == "output.weight")
+    }
     names = sorted(state)
     paths = [tmp_path / f"{rank}-{part}.safetensors" for part in (0, 1)]
     for part, path in enumerate(paths):
@@ -71,16 +77,21 @@ def test_fused_parameters_and_errors() -> None:
     torch.testing.assert_close(module[0](x), expected[:, rows])
     fused: Any = module[0]
     q, k = fused.weight_q.to_local(), fused.weight_k.to_local()
-    assert k.data_ptr() == q.data_ptr() + q.numel() * 4  # one buffer: the product reads it without a copy
+    # one buffer: the product reads it without a copy
+    assert k.data_ptr() == q.data_ptr() + q.numel() * 4
     state = single.state_dict()
     state["extra"] = state.pop("2.bias")
     with pytest.raises(PlanError, match=r"missing \['2.bias'\], unexpected \['extra'\]"):
         load_sharded(module, state)
     assert load_sharded(module, state, strict=False).missing == ["2.bias"]
     wrong = {**single.state_dict(), "2.weight": torch.zeros(8, 17)}
-    with pytest.raises(PlanError, match=r"'2.weight' is \(8, 17\) in the source, the model needs \(8, 16\)"):
+    with pytest.raises(
+        PlanError, match=r"'2.weight' is \(8, 17\) in the source, the model needs \(8, 16\)"
+    ):
         load_sharded(module, wrong)
-    plain: Any = parallelize_module(nn.Linear(4, 8), axis, ColwiseParallel(output_layouts=Replicate()))
+    plain: Any = parallelize_module(
+        nn.Linear(4, 8), axis, ColwiseParallel(output_layouts=Replicate())
+    )
     other = nn.Linear(4, 8)
     load_sharded(plain, other.state_dict())
     torch.testing.assert_close(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))

@@ -16,7 +16,9 @@ from shoal_models import hf
 from shoal_tp_styles import UnsupportedModuleError
 
 pytestmark = needs_hf
-needs_psutil = pytest.mark.skipif(find_spec("psutil") is None, reason="psutil: run by nox -s hugging_face")
+needs_psutil = pytest.mark.skipif(
+    find_spec("psutil") is None, reason="psutil: run by nox -s hugging_face"
+)
 
 
 @on_ranks(2, timeout=200)
@@ -27,7 +29,9 @@ def test_save_pretrained_saves_the_shards(tmp_path: Path) -> None:
     home = save_plain(single, tmp_path)
     hf.from_pretrained(home, all_ranks()).save_pretrained(home / "again")
     again = AutoModelForCausalLM.from_pretrained(home / "again")
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in single.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], value) for name, value in single.state_dict().items()
+    )
 
 
 @on_ranks(2, timeout=200)
@@ -59,18 +63,29 @@ def test_continuous_batching_with_own_heads(tmp_path: Path) -> None:
 
     single = build_model(dtype=torch.float32)
     model = hf.from_pretrained(save_plain(single, tmp_path), all_ranks())
-    prompts = [row[:length].tolist() for row, length in zip(token_batch(4, 9), (9, 3, 7, 3), strict=True)]
+    prompts = [
+        row[:length].tolist() for row, length in zip(token_batch(4, 9), (9, 3, 7, 3), strict=True)
+    ]
     written = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    pages = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=16, max_memory_percent=0.01)
-    found = model.generate_batch(prompts, generation_config=written, continuous_batching_config=pages)
+    pages = ContinuousBatchingConfig(
+        page_size=16, num_blocks=16, max_batch_tokens=16, max_memory_percent=0.01
+    )
+    found = model.generate_batch(
+        prompts, generation_config=written, continuous_batching_config=pages
+    )
     for (_, got), prompt in zip(sorted(found.items()), prompts, strict=True):
         tokens = torch.tensor([prompt])
-        expected = single.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=written)
+        expected = single.generate(
+            tokens, attention_mask=torch.ones_like(tokens), generation_config=written
+        )
         assert got.generated_tokens == expected[0, len(prompt) :].tolist()
 
 
 @on_ranks(2, timeout=200)
 def test_continuous_batching_is_refused_where_heads_are_others(tmp_path: Path) -> None:
     model = hf.from_pretrained(save_plain(build_model("Phi3"), tmp_path), all_ranks())
-    with pytest.raises(UnsupportedModuleError, match=r"expected k_proj sharded by the model's own plan.*use generate"):
+    with pytest.raises(
+        UnsupportedModuleError,
+        match=r"expected k_proj sharded by the model's own plan.*use generate",
+    ):
         model.generate_batch([[3, 4]])

@@ -37,14 +37,28 @@ def test_preview_prints_costs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_runs_a_plan_and_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", MLP, '{"net1": "colwise", "net2": "rowwise"}', "data=2,tensor=2", "--input", "8x10"]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                MLP,
+                '{"net1": "colwise", "net2": "rowwise"}',
+                "data=2,tensor=2",
+                "--input",
+                "8x10",
+            ]
+        )
+        == 0
+    )
     assert "the plan fits" in capsys.readouterr().out
     assert main(["verify", MLP, '{"net9": "colwise"}', "2"]) == 1
     assert "unmatched: plan entry 'net9'" in capsys.readouterr().out
     assert main(["verify", MLP, "auto", "2", "--input", "8x10"]) == 0
 
 
-def test_models_of_hugging_face_are_made_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_of_hugging_face_are_made_from_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)

@@ -14,7 +14,13 @@ from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan, propose
 from shoal_models.planning.propose import activation_bytes
-from shoal_tp_styles import ColwiseParallel, LayoutError, RowwiseParallel, parallelize_module, preview
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    RowwiseParallel,
+    parallelize_module,
+    preview,
+)
 from small_gpt import Gpt, gpt_plan
 
 MODEL = Gpt(n_layers=1, tied=False)
@@ -27,7 +33,11 @@ def test_the_fastest_within_the_bound_comes_first() -> None:
     assert found.best is not None and found.best.shape[0] * found.best.shape[1] == 4
     assert found.best.seconds == min(each.seconds for each in found.candidates)
     assert {each.shape for each in found.candidates} == {(4, 1), (2, 2), (1, 4)}
-    shared = {each.data: each.nbytes - each.activation_bytes for each in found.candidates if each.shape == (4, 1)}
+    shared = {
+        each.data: each.nbytes - each.activation_bytes
+        for each in found.candidates
+        if each.shape == (4, 1)
+    }
     assert shared == {
         "replicate": 4 * WHOLE,
         "replicate(shard_optimizer=True)": round(2.5 * WHOLE),
@@ -35,7 +45,10 @@ def test_the_fastest_within_the_bound_comes_first() -> None:
     }
     (tensor,) = (each for each in found.candidates if each.shape == (1, 4))
     cost = preview(MODEL, found.plan, abstract_mesh((4,)), TOKENS)
-    assert (tensor.nbytes - tensor.activation_bytes, tensor.seconds) == (4 * cost.parameter_bytes, cost.seconds)
+    assert (tensor.nbytes - tensor.activation_bytes, tensor.seconds) == (
+        4 * cost.parameter_bytes,
+        cost.seconds,
+    )
 
 
 def test_a_bound_leaves_what_fits() -> None:
@@ -46,7 +59,9 @@ def test_a_bound_leaves_what_fits() -> None:
     )
     found = propose(MODEL, 4, least.nbytes, TOKENS)
     assert found.best == least
-    assert "too much" in repr(found).splitlines()[-1] and "too much" not in repr(found).splitlines()[1]
+    assert (
+        "too much" in repr(found).splitlines()[-1] and "too much" not in repr(found).splitlines()[1]
+    )
     assert propose(MODEL, 4, 1000, TOKENS).best is None
     own = propose(MODEL, 2, WHOLE, TOKENS, plan={"output": RowwiseParallel()}, state=0.0)
     assert own.plan == {"output": RowwiseParallel()}
@@ -69,7 +84,9 @@ OPTIONS = pytest.mark.parametrize(
 
 def measured(run: Callable[[], object]) -> tuple[int, int]:
     """Bytes that are held after a call while its result lives, and the most before, beyond what was there."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = run()
     held = most = 0
     profiler: Any = profile.profiler
@@ -84,13 +101,16 @@ def measured(run: Callable[[], object]) -> tuple[int, int]:
 @OPTIONS
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2)
-def test_activations_are_those_that_a_rank_is_measured_to_keep(options: dict[str, Any], sequence: bool) -> None:
+def test_activations_are_those_that_a_rank_is_measured_to_keep(
+    options: dict[str, Any], sequence: bool
+) -> None:
     plan = gpt_plan(sequence)
     expected = activation_bytes(build(**options), plan, abstract_mesh((2,)), (LONG,), {})
     module = parallelize_module(build(**options), init_device_mesh("cpu", (2,)), plan)
     module(LONG)  # what is made once
     held, _ = measured(lambda: module(LONG))
-    states = 3 * torch.get_rng_state().nbytes  # of a checkpoint's random numbers, which no operator makes
+    # of a checkpoint's random numbers, which no operator makes
+    states = 3 * torch.get_rng_state().nbytes
     assert held == expected + states * options.get("checkpointed", False)
 
 
@@ -109,7 +129,9 @@ class Loss(torch.nn.Module):
 def test_the_memory_of_a_step_is_that_which_is_measured() -> None:
     model = Loss(build(dropout=0.0))
     plan = dict(auto_plan(model))
-    (found,) = (each for each in propose(model, 2, 1, LONG, plan=plan).candidates if each.shape == (1, 2))
+    (found,) = (
+        each for each in propose(model, 2, 1, LONG, plan=plan).candidates if each.shape == (1, 2)
+    )
     assert found.activation_bytes > found.nbytes / 2
     module: Any = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -122,7 +144,8 @@ def test_the_memory_of_a_step_is_that_which_is_measured() -> None:
     step()
     _, most = measured(step)
     there = 3 * sum(
-        param.to_local().nbytes if isinstance(param, DTensor) else param.nbytes for param in module.parameters()
+        param.to_local().nbytes if isinstance(param, DTensor) else param.nbytes
+        for param in module.parameters()
     )
     assert 0.9 * (most + there) <= found.nbytes <= 1.1 * (most + there)
 

@@ -1,7 +1,7 @@
 """Weights that are tensors of tensors: right where the plan is applied first, refused with the way out where not.
 
-Covers: planning/auto.py and the styles.  torchao's classes are tried by `nox -s hugging_face`, where it is installed;
-a class like them is tried everywhere.
+Covers: planning/auto.py and the styles. torchao's classes are tried by `nox -s hugging_face`, where
+it is installed; a class like them is tried everywhere.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from shoal_tp_styles import (
     verify,
 )
 
-PLAN = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}  # DTensors between: shards are uneven
+# DTensors between: shards are uneven
+PLAN = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
 
 
 @ways
 @on_ranks(4)
-def test_weights_that_are_quantized_after_their_plan_are_shards_with_the_numbers_of_one_device(how: str) -> None:
+def test_weights_that_are_quantized_after_their_plan_are_shards_with_the_numbers_of_one_device(
+    how: str,
+) -> None:
     single = quantized(how)
     module: Any = parallelize_module(model(), all_ranks(), PLAN, lower=False)
     quantize(module, how)
@@ -65,7 +68,9 @@ def test_quantized_weights_are_refused_with_the_way_out(how: str) -> None:
         PackedColwiseParallel(blocks=2),
         LoRA(base=ColwiseParallel(), rank=2),
     ):
-        with pytest.raises(UnsupportedModuleError, match=r"weight of Linear .* lower=False\) and quantize then"):
+        with pytest.raises(
+            UnsupportedModuleError, match=r"weight of Linear .* lower=False\) and quantize then"
+        ):
             parallelize_module(quantized(how), mesh, {"0": style})
     said = verify(quantized(how), PLAN, mesh, X)
     assert "lower=False" in str(said)
@@ -80,7 +85,9 @@ def test_a_plan_that_leaves_quantized_weights_out_takes_the_others(how: str) -> 
     single = quantized(how)
     single.append(nn.Linear(48, 10))
     expected = single(X)
-    module = parallelize_module(copy.deepcopy(single), all_ranks(), {"3": ColwiseParallel(output_layouts=Replicate())})
+    module = parallelize_module(
+        copy.deepcopy(single), all_ranks(), {"3": ColwiseParallel(output_layouts=Replicate())}
+    )
     torch.testing.assert_close(module(X), expected)
 
 
@@ -95,5 +102,8 @@ def test_lowered_modules_refuse_weights_that_are_quantized_since(how: str, grad:
     ):
         module = parallelize_module(model()[:1], init_device_mesh("cpu", (2,)), {"0": style})
         quantize(module, how)
-        with torch.set_grad_enabled(grad), pytest.raises(LayoutError, match=r"lower=False\) and quantize then"):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(LayoutError, match=r"lower=False\) and quantize then"),
+        ):
             module(X)

@@ -26,7 +26,9 @@ pytestmark = needs_hf
 def values(home: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return {name: each for file in home.glob("*.safetensors") for name, each in load_file(file).items()}
+    return {
+        name: each for file in home.glob("*.safetensors") for name, each in load_file(file).items()
+    }
 
 
 def linear(seed: int = 0) -> nn.Linear:
@@ -34,7 +36,8 @@ def linear(seed: int = 0) -> nn.Linear:
     return nn.Linear(4, 10)
 
 
-# Replicated heads, a block of another size, weights of shape (in, out); uneven, ragged and empty shards.
+# Replicated heads, a block of another size, weights of shape (in, out); uneven, ragged and empty
+# shards.
 PLANS: dict[str, Any] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -51,7 +54,8 @@ def test_files_are_those_of_the_plain_module(plan: str, dtype: torch.dtype, tmp_
     single = linear().to(dtype)
     expected = {name: value.clone() for name, value in single.state_dict().items()}
     module = parallelize_module(single, all_ranks(), PLANS[plan])
-    with communication("forbid"):  # for DTensors; what the ranks agree on are names and boxes
+    # for DTensors; what the ranks agree on are names and boxes
+    with communication("forbid"):
         saved = save_sharded(module, home, max_file_bytes=30)
     assert len(saved.files) == 2 and saved.bytes_written < 50 * dtype.itemsize
     found = values(home)
@@ -64,14 +68,19 @@ def test_files_are_those_of_the_plain_module(plan: str, dtype: torch.dtype, tmp_
 def test_plain_transformers_loads_it_and_so_do_other_degrees(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    single = build_model("Phi3" if case == "packed" else "Llama", tie_word_embeddings=case == "tied")
+    single = build_model(
+        "Phi3" if case == "packed" else "Llama", tie_word_embeddings=case == "tied"
+    )
     home = save_plain(single, tmp_path)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     model = hf.from_pretrained(home, pairs)
-    saved = hf.save_sharded(model, home, max_file_bytes=20_000)  # over the files that it was read from
+    # over the files that it was read from
+    saved = hf.save_sharded(model, home, max_file_bytes=20_000)
     assert len(saved.files) > 1 and not (home / "model.safetensors").exists()
     back = AutoModelForCausalLM.from_pretrained(home)
-    assert all(torch.equal(back.state_dict()[name], value) for name, value in single.state_dict().items())
+    assert all(
+        torch.equal(back.state_dict()[name], value) for name, value in single.state_dict().items()
+    )
     assert type(back) is type(single) and back.dtype == torch.float64
     on_four = hf.from_pretrained(home, all_ranks())
     torch.testing.assert_close(on_four(token_batch()).logits, single(token_batch()).logits)
@@ -88,7 +97,9 @@ def test_resume(tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout=200)
-def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(tmp_path: Path, monkeypatch: Any) -> None:
+def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     home = shared_directory(tmp_path) / "saved"
     module = parallelize_module(linear(), all_ranks(), "colwise")
     save_sharded(module, home)
@@ -101,12 +112,14 @@ def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(tmp_path: Path, 
     def fail(*_: object) -> int:
         raise OSError("disk full")
 
-    for step in ("_prepare", "_write_box", "_exchange"):  # on one rank alone; the first and the last run on rank 0
+    # on one rank alone; the first and the last run on rank 0
+    for step in ("_prepare", "_write_box", "_exchange"):
         with monkeypatch.context() as patch:
             if dist.get_rank() == (step == "_write_box"):
                 patch.setattr(saving, step, fail)
             with pytest.raises(
-                CheckpointError, match=r"^save_sharded: nothing is replaced, .*rank [01]: OSError: disk full"
+                CheckpointError,
+                match=r"^save_sharded: nothing is replaced, .*rank [01]: OSError: disk full",
             ):
                 save_sharded(module, home)
         dist.barrier()
@@ -118,7 +131,9 @@ def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(tmp_path: Path, 
     assert (home / "notes.txt").read_text() == "kept"
 
 
-@pytest.mark.parametrize("step", ["_prepare", "_write_box", "fsync", "_publish", "_exchange", "rmtree"])
+@pytest.mark.parametrize(
+    "step", ["_prepare", "_write_box", "fsync", "_publish", "_exchange", "rmtree"]
+)
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_crash_leaves_the_old_checkpoint_or_the_new(
     step: str, exchange: bool, tmp_path: Path, monkeypatch: Any
@@ -154,7 +169,10 @@ def test_what_files_cannot_hold(tmp_path: Path) -> None:
     home, mesh = shared_directory(tmp_path) / "saved", all_ranks()
     for value, message in (
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), "redistribute partial tensors"),
-        (distribute_tensor(torch.ones(2, dtype=torch.complex64), mesh, [Shard(0)]), "complex64, which safetensors"),
+        (
+            distribute_tensor(torch.ones(2, dtype=torch.complex64), mesh, [Shard(0)]),
+            "complex64, which safetensors",
+        ),
         (torch.ones(2, device="meta"), "on the meta device"),
     ):
         module = nn.Module()

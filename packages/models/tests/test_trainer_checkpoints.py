@@ -48,10 +48,15 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     home, plain = shared_directory(tmp_path), build_model().train()
     plan = dict(plain.tp_plan)
     straight = copy.deepcopy(plain)
-    trainer_of(parallelize_module(straight, all_ranks(), plan), home / "no", save_strategy="no").train()
+    trainer_of(
+        parallelize_module(straight, all_ranks(), plan), home / "no", save_strategy="no"
+    ).train()
     first = parallelize_module(copy.deepcopy(plain), all_ranks(), plan)
     trainer_of(first, home / "run", save_strategy="steps", save_steps=1, save_total_limit=2).train()
-    assert sorted(path.name for path in (home / "run").iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in (home / "run").iterdir()) == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "tp"))
     resumed = parallelize_module(build_model().train(), grid["tp"], plan)
     trainer = trainer_of(resumed, home / "run", save_strategy="no")
@@ -69,7 +74,9 @@ def test_the_best_model_is_that_of_one_process(tmp_path: Path) -> None:
     home = shared_directory(tmp_path)
     model = hf.from_pretrained(save_plain(build_model(), home), all_ranks()).train()
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_of(model, home / "run", load_best_model_at_end=True, save_total_limit=1, **options)
+    trainer = trainer_of(
+        model, home / "run", load_best_model_at_end=True, save_total_limit=1, **options
+    )
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.exists() and (best / "trainer_state.json").exists()
@@ -110,4 +117,8 @@ def test_adapters_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None
 
 def whole_adapters(model: Any) -> dict[str, Any]:
     """The sharded adapters of a model."""
-    return {name: each for name, each in model.named_parameters() if "lora" in name and isinstance(each, DTensor)}
+    return {
+        name: each
+        for name, each in model.named_parameters()
+        if "lora" in name and isinstance(each, DTensor)
+    }

@@ -48,7 +48,14 @@ def test_the_signature_is_that_of_the_forward() -> None:
 @on_ranks(2, timeout=200)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
+    [
+        {},
+        {
+            "label_smoothing_factor": 0.1,
+            "gradient_checkpointing": True,
+            "gradient_accumulation_steps": 2,
+        },
+    ],
     ids=["plain", "smoothing, checkpointing and accumulation"],
 )
 def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
@@ -81,7 +88,10 @@ def test_accelerate() -> None:
         with hf.single_process():
             accelerator = hf.prepare_accelerator(Accelerator(cpu=True))
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
-        model, optimizer, loader = accelerator.prepare(each, optimizer, torch.utils.data.DataLoader(examples(), 2))  # type: ignore[arg-type]  # a list is a dataset
+        # a list is a dataset
+        model, optimizer, loader = accelerator.prepare(
+            each, optimizer, torch.utils.data.DataLoader(examples(), 2)
+        )  # type: ignore[arg-type]
         assert model is each
         for batch in loader:
             accelerator.backward(model(**batch).loss)

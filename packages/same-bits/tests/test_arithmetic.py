@@ -50,8 +50,13 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=i != 1) for i in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        out: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        out: Tensor = self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return out
 
 
@@ -60,9 +65,16 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.stem = nn.Embedding(VOCAB, WIDTH, padding_idx=3), nn.Linear(WIDTH, WIDTH)
+        self.embedding, self.stem = (
+            nn.Embedding(VOCAB, WIDTH, padding_idx=3),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.norm, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH)
-        self.up, self.drop, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Dropout(0.25), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.drop, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Dropout(0.25),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -80,7 +92,9 @@ def plan(sequence: bool) -> dict[str, ParallelStyle]:
         "attention.o": RowwiseParallel(output_layouts=split),
         "up": ColwiseParallel(input_layouts=split),
         "down": RowwiseParallel(output_layouts=split),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if sequence:
         styles |= {
@@ -93,7 +107,9 @@ def plan(sequence: bool) -> dict[str, ParallelStyle]:
     return styles
 
 
-def train(mesh: DeviceMesh, dtype: torch.dtype, *, sequence: bool, sharded: bool) -> dict[str, Tensor]:
+def train(
+    mesh: DeviceMesh, dtype: torch.dtype, *, sequence: bool, sharded: bool
+) -> dict[str, Tensor]:
     """Losses, norms and weights of three steps."""
     torch.manual_seed(1)
     model = parallelize_module(Model().to(dtype), mesh["tensor"], plan(sequence))
@@ -109,7 +125,9 @@ def train(mesh: DeviceMesh, dtype: torch.dtype, *, sequence: bool, sharded: bool
         tokens = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=draw)
         tokens = tokens.chunk(mesh.size(0))[mesh.get_local_rank("data")]
         with loss_parallel():
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1)
+            loss = F.cross_entropy(
+                model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1
+            )
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         seen[f"loss {step}"] = all_reduce(whole(loss.detach()), (mesh, "data"), op="avg")
         seen[f"norm {step}"] = clip_grad_norm_(model.parameters(), 0.5)
@@ -130,7 +148,9 @@ def test_training_has_the_same_bits_on_any_mesh(dtype: torch.dtype) -> None:
         alone = init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("copies", *names))[names]
         want = train(alone, dtype, sequence=False, sharded=False)
         for shape, (sequence, sharded) in zip(
-            [(1, 4), (2, 2), (4, 1), (2, 2), (1, 4)], [*product([False, True], repeat=2), (True, False)], strict=True
+            [(1, 4), (2, 2), (4, 1), (2, 2), (1, 4)],
+            [*product([False, True], repeat=2), (True, False)],
+            strict=True,
         ):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             got = train(mesh, dtype, sequence=sequence, sharded=sharded)
@@ -152,7 +172,9 @@ def test_the_numbers_are_the_ordinary_ones() -> None:
 def test_a_request_does_not_depend_on_its_neighbours() -> None:
     with invariant_arithmetic(), torch.no_grad():
         torch.manual_seed(1)
-        model = parallelize_module(Model().eval(), init_device_mesh("cpu", (2,)), plan(sequence=False))
+        model = parallelize_module(
+            Model().eval(), init_device_mesh("cpu", (2,)), plan(sequence=False)
+        )
         tokens = torch.randint(VOCAB, (5, 7))
         together = whole(model(tokens))
         assert torch.equal(together[2:3], whole(model(tokens[2:3])))
@@ -177,11 +199,20 @@ def test_generation_has_the_same_bits_on_any_mesh_and_in_any_batch() -> None:
         assert torch.equal(found[1][f"{what}, third"], found[1][f"{what}, greedy"][3:4])
 
 
-def written(model: Any, name: str, prompts: Tensor, do_sample: bool = False, **how: Any) -> dict[str, Tensor]:
+def written(
+    model: Any, name: str, prompts: Tensor, do_sample: bool = False, **how: Any
+) -> dict[str, Tensor]:
     """Tokens and logits of some steps."""
     torch.manual_seed(2)
-    how |= {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
-    out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=do_sample, **how)
+    how |= {
+        "max_new_tokens": 6,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "eos_token_id": None,
+    }
+    out = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=do_sample, **how
+    )
     return {f"tokens, {name}": out.sequences, f"logits, {name}": torch.stack(out.logits, 1)}
 
 
@@ -189,15 +220,21 @@ def written(model: Any, name: str, prompts: Tensor, do_sample: bool = False, **h
 @on_ranks(4)
 def test_the_loss_of_labels_has_the_same_bits_with_and_without_a_plan() -> None:
     layer = "model.layers.*."
-    plan: dict[str, Any] = {layer + "self_attn.[qkv]_proj": "colwise", layer + "self_attn.o_proj": "rowwise"}
+    plan: dict[str, Any] = {
+        layer + "self_attn.[qkv]_proj": "colwise",
+        layer + "self_attn.o_proj": "rowwise",
+    }
     plan |= {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    tokens = torch.randint(3, 64, (8, 33), generator=torch.Generator().manual_seed(1))  # 32 predictions: no rounding
+    # 32 predictions: no rounding
+    tokens = torch.randint(3, 64, (8, 33), generator=torch.Generator().manual_seed(1))
     found: list[dict[str, Tensor]] = []
     names, shapes = ("copies", "data", "tensor"), [(4, 1, 1), (1, 2, 2)]
     for styles, shape in product([plan, None], shapes):
         with invariant_arithmetic(), loss_parallel():
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["data", "tensor"]
-            model: Any = parallelize_module(build_llama(torch.float32).train(), mesh["tensor"], styles)
+            model: Any = parallelize_module(
+                build_llama(torch.float32).train(), mesh["tensor"], styles
+            )
             replicate(model, mesh["data"])
             own = tokens.chunk(shape[1])[mesh.get_local_rank("data")]
             loss = model(own, labels=own).loss
@@ -234,7 +271,9 @@ def test_it_sends_what_the_ordinary_mode_sends() -> None:
     counts = []
     for mode in (nullcontext, invariant_arithmetic):
         with mode():
-            model = parallelize_module(Attention(), mesh, {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()})
+            model = parallelize_module(
+                Attention(), mesh, {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
+            )
             x = torch.randn(2, 8, WIDTH, requires_grad=True) * 1
             with CommDebugMode() as counted:
                 model(x).sum().backward()
@@ -248,13 +287,18 @@ def test_preview_declares_what_the_mode_sends() -> None:
     with invariant_arithmetic():
         model = Model()
         styles = plan(sequence=True)
-        costs = preview(model, {name: styles[name] for name in styles if name != "stem"}, mesh, tokens)
+        costs = preview(
+            model, {name: styles[name] for name in styles if name != "stem"}, mesh, tokens
+        )
         parallelize_module(model, mesh, styles)
         norms = [row for row in costs.rows if row.path in ("norm", "second", "last")]
-        assert [[cost.nbytes for cost in row.backward] for row in norms] == [[4 * WIDTH * 4] * n for n in (2, 1, 2)]
+        assert [[cost.nbytes for cost in row.backward] for row in norms] == [
+            [4 * WIDTH * 4] * n for n in (2, 1, 2)
+        ]
         x = torch.randn(4, 4, WIDTH, requires_grad=True)
         with CommDebugMode() as counted:
-            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # torch leaves it untyped
+            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]
         assert counted.get_comm_counts()[torch.ops._c10d_functional.all_reduce] == 2
 
 
@@ -272,7 +316,9 @@ def test_forms_follow_the_mode() -> None:
             assert forms["up"] == "InvariantColumn"
             assert forms["second"] == "InvariantTokenwise"
             assert forms["embedding"] == "InvariantRowEmbedding"
-            late = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()})
+            late = parallelize_module(
+                nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()}
+            )
             assert form_of(late[1]) == "InvariantWhole"
             parallelize_module(late, mesh, {"1": RowwiseParallel()})
             assert form_of(late[1]) == "InvariantRow"
@@ -316,12 +362,19 @@ def test_tied_weights_over_data_are_refused(over_data: Any) -> None:
 
 def test_sums_in_two_dtypes_are_refused() -> None:
     with fake_world(2), invariant_arithmetic():
-        mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh, policy = (
+            init_device_mesh("cpu", (2,)),
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        )
         with pytest.raises(StyleError, match=r"gradients in torch.bfloat16 .* torch.float32"):
             fully_shard(nn.Linear(8, 8), mesh, mp_policy=policy)
         with pytest.raises(StyleError, match=r"gradients in torch.bfloat16 .* torch.float32"):
             replicate(nn.Linear(8, 8, dtype=torch.bfloat16), mesh, reduce_dtype=torch.float32)
-        plans: list[dict[str, ParallelStyle]] = [{"0": ColwiseParallel()}, {"0": RowwiseParallel()}, {}]
+        plans: list[dict[str, ParallelStyle]] = [
+            {"0": ColwiseParallel()},
+            {"0": RowwiseParallel()},
+            {},
+        ]
         for styles in plans:
             model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh, styles)
             with torch.autocast("cpu"), pytest.raises(StyleError, match="under autocast"):
@@ -331,11 +384,17 @@ def test_sums_in_two_dtypes_are_refused() -> None:
 def test_ids_without_a_row_are_refused() -> None:
     with fake_world(2), invariant_arithmetic():
         mesh = init_device_mesh("cpu", (2,))
-        plans: list[dict[str, ParallelStyle]] = [{"0": ColwiseParallel()}, {"0": RowwiseParallel()}, {}]
+        plans: list[dict[str, ParallelStyle]] = [
+            {"0": ColwiseParallel()},
+            {"0": RowwiseParallel()},
+            {},
+        ]
         for styles in plans:
             model = parallelize_module(nn.Sequential(nn.Embedding(8, 8)), mesh, styles)
             for outside in (-1, 8):
-                with pytest.raises(IndexError, match=f"id {outside} is out of bounds for a table of 8 rows"):
+                with pytest.raises(
+                    IndexError, match=f"id {outside} is out of bounds for a table of 8 rows"
+                ):
                     model(torch.tensor([[0, outside]]))
 
 
@@ -346,7 +405,11 @@ def test_sizes_and_blocks_that_do_not_fit_are_refused() -> None:
             parallelize_module(nn.Linear(8, 12), mesh, ColwiseParallel())
         with invariant_arithmetic(2), pytest.raises(StyleError, match="the ranks must divide"):
             parallelize_module(nn.Linear(8, 16), mesh, RowwiseParallel())
-        with invariant_arithmetic(2), pytest.raises(StyleError, match=r"blocks=2"), invariant_arithmetic(4):
+        with (
+            invariant_arithmetic(2),
+            pytest.raises(StyleError, match=r"blocks=2"),
+            invariant_arithmetic(4),
+        ):
             pass
         with pytest.raises(StyleError, match="power of two"), invariant_arithmetic(3):
             pass

@@ -59,7 +59,10 @@ def test_the_first_operator_that_differs_is_named() -> None:
         other = copy.deepcopy(model)
         other.down.weight[3, 5] += 1e-3
     found = compare_runs(one, _run(other, x))
-    assert [name for name, _ in found.differing[:2]] == ["down.weight before", "aten.t.default in down"]
+    assert [name for name, _ in found.differing[:2]] == [
+        "down.weight before",
+        "aten.t.default in down",
+    ]
     assert "down.weight before" in str(found)
 
 
@@ -111,14 +114,19 @@ def folder(tmp_path: Path) -> str:
 
 @on_ranks(2)
 def test_rows_of_data_parallel_ranks_are_put_together() -> None:
-    mesh, x, plain = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), _inputs(), _model()
+    mesh, x, plain = (
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")),
+        _inputs(),
+        _model(),
+    )
     single = _run(plain, x)
     model: Any = parallelize_module(
         copy.deepcopy(plain), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
     )
     model = replicate(model, mesh["dp"])
     with record_run(model, mesh["dp"]) as run:
-        (model(x.chunk(2)[mesh.get_local_rank("dp")]).square().sum() * 2).backward()  # gradients are averaged
+        # gradients are averaged
+        (model(x.chunk(2)[mesh.get_local_rank("dp")]).square().sum() * 2).backward()
     found = compare_runs(single, run)
     assert not found.first, str(found)
     assert "output of up" in _names(run) and "gradient of up.weight" in _names(run)
@@ -129,14 +137,18 @@ def test_rows_of_data_parallel_ranks_are_put_together() -> None:
 @on_ranks(4)
 def test_uneven_and_empty_shards_are_compared(hidden: int, local: bool) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 6), nn.Softmax(-1)).double()
+    plain = nn.Sequential(
+        nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 6), nn.Softmax(-1)
+    ).double()
     x, mesh = torch.randn(5, 6, dtype=torch.float64), init_device_mesh("cpu", (4,))
     rows = RowwiseParallel(output_layouts=Partial() if not local else None, use_local_output=local)
     plan = {"0": ColwiseParallel(use_local_output=local), "2": rows}
     single, run = _run(plain, x), _run(parallelize_module(copy.deepcopy(plain), mesh, plan), x)
     found = compare_runs(single, run)
     assert not found.first, str(found)
-    assert {"output of 0", "gradient at output of 0", "output of 2", "gradient at output of 2"} <= {*_names(run)}
+    assert {"output of 0", "gradient at output of 0", "output of 2", "gradient at output of 2"} <= {
+        *_names(run)
+    }
 
 
 @on_ranks(2)
@@ -159,8 +171,14 @@ def test_operators_on_dtensors_are_compared_with_those_on_plain_tensors() -> Non
         sharded(distribute_tensor(x, mesh, [Shard(0)])).backward()
     found = compare_runs(single, run)
     assert not found.first, str(found)
-    shared = {value.name for value in single.values} & {value.name for value in run.values if not value.by_rank}
-    assert {"aten.mm.default in model", "aten.exp.default in model", "aten.sum.default in model"} <= shared
+    shared = {value.name for value in single.values} & {
+        value.name for value in run.values if not value.by_rank
+    }
+    assert {
+        "aten.mm.default in model",
+        "aten.exp.default in model",
+        "aten.sum.default in model",
+    } <= shared
     with record_run(sharded) as run:
         with torch.no_grad():
             moved = distribute_tensor(x, mesh, [Replicate()]) * 1.001
@@ -177,7 +195,9 @@ def test_plain_tensors_are_compared_rank_by_rank() -> None:
     again = _run(parallelize_module(_model(), mesh, PLAN), rows)
     assert not compare_runs(one, again, 0.0).first
     model: Any = parallelize_module(_model(), mesh, PLAN)
-    model.up.register_forward_hook(lambda module, args, out: out * (1 + 1e-3 * mesh.get_local_rank()))
+    model.up.register_forward_hook(
+        lambda module, args, out: out * (1 + 1e-3 * mesh.get_local_rank())
+    )
     other = _run(model, rows)
     found = compare_runs(one, other)
     assert found.first == "output of up", str(found)  # after the hook, on one rank alone

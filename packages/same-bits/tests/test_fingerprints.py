@@ -25,7 +25,9 @@ NAMES = ("data", "tensor")
 def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = "") -> None:
     """Two steps, each in a file of its number; before the second, one element of a parameter is changed."""
     torch.manual_seed(0)
-    x = torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)).chunk(mesh.size(0))[mesh.get_local_rank(0)]
+    x = torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)).chunk(mesh.size(0))[
+        mesh.get_local_rank(0)
+    ]
     path.mkdir(exist_ok=True)
     with invariant_arithmetic():
         model: Any = parallelize_module(NormMLP(32), mesh["tensor"], PLAN)
@@ -37,8 +39,11 @@ def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = ""
                     model.get_parameter(change).view(-1)[5] += 1e-6
             with record_run(model, mesh["data"]) as record:
                 out = model(x.chunk(mesh.size(1), 1)[mesh.get_local_rank(1)])
-                loss = tree_sum(out.redistribute(placements=[Replicate()]).to_local().square().flatten())
-                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                loss = tree_sum(
+                    out.redistribute(placements=[Replicate()]).to_local().square().flatten()
+                )
+                # torch leaves it untyped
+                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             if mesh.get_rank() == 0:
                 record.save(path / str(step))
@@ -65,10 +70,21 @@ def test_runs_on_other_meshes_have_the_same_fingerprints(tmp_path: Path) -> None
 
         for name, *_ in same:
             for step in range(2):
-                assert not found(name, step).first and found(name, step).compared > 12, f"{name}: {found(name, step)}"
-        assert main(["compare", *(str(tmp_path / name / "0") for name in ("alone", "other")), *exact]) == 0
-        assert main(["compare", *(str(tmp_path / name / "1") for name in ("alone", "other")), *exact]) == 1
-        assert [name for name, _ in found("other", 1).differing[:2]] == ["down.bias before", "output of down"]
+                assert not found(name, step).first and found(name, step).compared > 12, (
+                    f"{name}: {found(name, step)}"
+                )
+        assert (
+            main(["compare", *(str(tmp_path / name / "0") for name in ("alone", "other")), *exact])
+            == 0
+        )
+        assert (
+            main(["compare", *(str(tmp_path / name / "1") for name in ("alone", "other")), *exact])
+            == 1
+        )
+        assert [name for name, _ in found("other", 1).differing[:2]] == [
+            "down.bias before",
+            "output of down",
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])

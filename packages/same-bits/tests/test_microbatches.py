@@ -16,7 +16,13 @@ from shoal_dtensor import DTensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import accumulate_in_tree, accumulate_stage_in_tree, invariant_arithmetic
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, StyleError, TiedWeightError, parallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    RowwiseParallel,
+    StyleError,
+    TiedWeightError,
+    parallelize_module,
+)
 
 MICROBATCHES, BATCH, WIDTH = 4, 16, 16
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
@@ -25,7 +31,11 @@ PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -52,12 +62,17 @@ def parallel(model: Any, mesh: DeviceMesh, *, sharded: bool = False) -> Any:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = {name: param.grad for name, param in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
 
 
 def one_pass(count: int) -> list[dict[str, Tensor]]:
     """The gradients of `count` blocks, of one pass on one rank; the mean over the two ranks of a data axis halves."""
-    alone = init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("copies", "data", "tensor"))["data", "tensor"]
+    alone = init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("copies", "data", "tensor"))[
+        "data", "tensor"
+    ]
     model = nn.Sequential(*(parallel(block, alone) for block in blocks(count)))
     x, y = batch()
     loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -91,7 +106,8 @@ def test_microbatches_have_the_bits_of_one_pass() -> None:
         pytest.param(
             "ScheduleInterleavedZeroBubble",
             marks=pytest.mark.skipif(
-                torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
+                torch.__version__ < "2.12",
+                reason="torch 2.11 cannot split the backward of an autograd.Function",
             ),
         ),
     ],
@@ -105,11 +121,18 @@ def test_a_pipeline_has_the_bits_of_one_pass(name: str) -> None:
         want = one_pass(count)
         for index in range(mine, count, 2):
             model = parallelize_module(copy.deepcopy(blocks(count)[index]), mesh["tensor"], PLAN)
-            stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
+            stages.append(
+                PipelineStage(
+                    model, index, count, torch.device("cpu"), group=mesh.get_group("stage")
+                )
+            )
             accumulate_stage_in_tree(stages[-1], MICROBATCHES)
         schedule: Any = getattr(pipelining, name)
         step = schedule(
-            stages if count == 4 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
+            stages if count == 4 else stages[0],
+            n_microbatches=MICROBATCHES,
+            loss_fn=loss_of,
+            scale_grads=False,
         )
         x, y = batch()
         for _ in range(2):
@@ -132,7 +155,9 @@ def test_what_is_no_tree_is_refused() -> None:
                 for part in accumulate_in_tree(model, x.chunk(4)):
                     model(part).sum().backward()
             model.reduce_gradients()
-            half = fully_shard(nn.Linear(8, 8), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            half = fully_shard(
+                nn.Linear(8, 8), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            )
             with pytest.raises(StyleError, match="bfloat16, those of passes"):
                 accumulate_in_tree(half, x.chunk(4))
             with pytest.raises(StyleError, match="drop them first"):

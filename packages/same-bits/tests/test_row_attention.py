@@ -24,7 +24,9 @@ QUERIES, LENGTH = 2 * KEYS + 7, 2 * KEYS + 9
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.double, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.double, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 MASK = drawn(3, 1, QUERIES, LENGTH) > -1
@@ -45,7 +47,10 @@ def test_values_and_gradients_are_those_of_torch(case: str, rows: int) -> None:
     heads = 2 if case == "grouped heads" else 4
     tensors = [drawn(3, 4, QUERIES, 5), drawn(3, heads, LENGTH, 5), drawn(3, heads, LENGTH, 6)]
     found = []
-    attends: list[Callable[..., Tensor]] = [F.scaled_dot_product_attention, partial(attention_in_rows, rows)]
+    attends: list[Callable[..., Tensor]] = [
+        F.scaled_dot_product_attention,
+        partial(attention_in_rows, rows),
+    ]
     for attend in attends:
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = attend(*leaves, **CASES[case])
@@ -55,7 +60,9 @@ def test_values_and_gradients_are_those_of_torch(case: str, rows: int) -> None:
 
 def test_tensors_of_three_dims_and_empty_ones() -> None:
     q, k = drawn(3, 5, 4), drawn(3, 7, 4)
-    torch.testing.assert_close(attention_in_rows(2, q, k, k), F.scaled_dot_product_attention(q, k, k))
+    torch.testing.assert_close(
+        attention_in_rows(2, q, k, k), F.scaled_dot_product_attention(q, k, k)
+    )
     assert attention_in_rows(2, q[:, :0], k, k).shape == (3, 0, 4)
     assert not attention_in_rows(2, q, k, k, torch.zeros(5, 7, dtype=torch.bool)).any()
 
@@ -63,22 +70,34 @@ def test_tensors_of_three_dims_and_empty_ones() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
     q, k, v = (drawn(3, 4, LENGTH, 32).to(dtype) for _ in range(3))
-    whole, seen = attention_in_rows(16, q, k, v, is_causal=True), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    whole, seen = (
+        attention_in_rows(16, q, k, v, is_causal=True),
+        torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(),
+    )
     start = 0
     for size in (1, 40, 1, LENGTH - 42):
         end = start + size
-        part = attention_in_rows(16, q[1:2, :, start:end], k[1:2, :, :end], v[1:2, :, :end], seen[start:end, :end])
+        part = attention_in_rows(
+            16, q[1:2, :, start:end], k[1:2, :, :end], v[1:2, :, :end], seen[start:end, :end]
+        )
         assert torch.equal(part, whole[1:2, :, start:end])
         start = end
 
 
 def test_what_has_no_such_form_is_refused() -> None:
     x = torch.ones(1, 2, 3, 4)
-    with invariant_arithmetic(rows=4), pytest.raises(UnsupportedAttentionError, match=r"dropout_p=0\.5"):
+    with (
+        invariant_arithmetic(rows=4),
+        pytest.raises(UnsupportedAttentionError, match=r"dropout_p=0\.5"),
+    ):
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     with pytest.raises(StyleError, match="at least 1; got 0"), invariant_arithmetic(rows=0):
         pass
-    with invariant_arithmetic(rows=4), pytest.raises(StyleError, match="inside"), invariant_arithmetic():
+    with (
+        invariant_arithmetic(rows=4),
+        pytest.raises(StyleError, match="inside"),
+        invariant_arithmetic(),
+    ):
         pass
 
 
@@ -88,7 +107,9 @@ def prefilled(model: Any, prompts: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
     cache = DynamicCache()
     chunks = torch.split(prompts, [*sizes], 1)
-    return torch.cat([model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks], 1)
+    return torch.cat(
+        [model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks], 1
+    )
 
 
 @needs_transformers
@@ -101,9 +122,17 @@ def test_a_prompt_in_chunks_has_the_same_logits_on_any_mesh(dtype: torch.dtype) 
     for mesh in (alone, init_device_mesh("cpu", (4,))):
         with invariant_arithmetic(rows=16), torch.no_grad():
             model = parallelize_module(build_llama(dtype), mesh, GATHERED_PLAN)
-            found += [prefilled(model, prompts, chunks) for chunks in ((70,), (16,) * 4 + (6,), (33, 36, 1))]
+            found += [
+                prefilled(model, prompts, chunks)
+                for chunks in ((70,), (16,) * 4 + (6,), (33, 36, 1))
+            ]
             found.append(
-                torch.cat([prefilled(model, prompts[:1], (70,)), prefilled(model, prompts[1:], (61, *(1,) * 9))])
+                torch.cat(
+                    [
+                        prefilled(model, prompts[:1], (70,)),
+                        prefilled(model, prompts[1:], (61, *(1,) * 9)),
+                    ]
+                )
             )
     assert all(torch.equal(each, found[0]) for each in found)
 
@@ -114,12 +143,18 @@ def test_training_with_rows_has_the_ordinary_numbers() -> None:
     for rows in (None, 3):
         with invariant_arithmetic(rows=rows):
             torch.manual_seed(0)
-            single: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)).double()
-            module = parallelize_module(single, init_device_mesh("cpu", (2,)), {"0": "colwise", "2": "rowwise"})
+            single: Any = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)
+            ).double()
+            module = parallelize_module(
+                single, init_device_mesh("cpu", (2,)), {"0": "colwise", "2": "rowwise"}
+            )
             x = drawn(2, 7, 8).requires_grad_()
             out = module(x)
             out.square().sum().backward()
-            found.append([out.detach(), x.grad, *(param.grad.to_local() for param in module.parameters())])
+            found.append(
+                [out.detach(), x.grad, *(param.grad.to_local() for param in module.parameters())]
+            )
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -131,7 +166,9 @@ def test_attention_that_backward_runs_again_is_in_rows_too(reentrant: bool, insi
     for again in (False, True):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         with fake_world(1), invariant_arithmetic(rows=16):
-            out: Any = checkpoint(attend, *leaves, use_reentrant=reentrant) if again else attend(*leaves)
+            out: Any = (
+                checkpoint(attend, *leaves, use_reentrant=reentrant) if again else attend(*leaves)
+            )
             if inside:
                 out.square().sum().backward()
         if not inside:

@@ -57,7 +57,12 @@ BROKEN: list[tuple[object, str, object, str]] = [
     (blocks, "tree_of_products", products_in_order, "linear, over its input features"),
     (blocks, "tree_of_products", products_in_order, "gradient of what several layers read"),
     (blocks, "_SPREAD", (SENSITIVE_SPREAD, blocks._SPREAD[1]), "linear, over samples"),
-    (blocks, "_GRADIENT", (Measured(gradient_at_once, ()),) * 2, "gradient of a weight, over samples"),
+    (
+        blocks,
+        "_GRADIENT",
+        (Measured(gradient_at_once, ()),) * 2,
+        "gradient of a weight, over samples",
+    ),
     (blocks, "_BIAS", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
     (norms_and_embeddings, "tree_sum", sum_at_once, "gradient of a norm, over tokens"),
     (norms_and_embeddings, "tree_of", in_order, "gradient of an embedding, over samples"),
@@ -65,7 +70,12 @@ BROKEN: list[tuple[object, str, object, str]] = [
     (clip_grad, "sums_are_in_tree", lambda: False, "clip_grad_norm_"),
     (functional, "silu", sensitive(functional.silu), "silu"),
     (functional, "rms_norm", sensitive(functional.rms_norm), "rms_norm"),
-    (functional, "scaled_dot_product_attention", sensitive(functional.scaled_dot_product_attention), "over heads"),
+    (
+        functional,
+        "scaled_dot_product_attention",
+        sensitive(functional.scaled_dot_product_attention),
+        "over heads",
+    ),
 ]
 
 
@@ -88,7 +98,12 @@ def test_what_is_broken_is_named(
 at_once = sensitive(functional.scaled_dot_product_attention)
 CUT: list[tuple[object, str, object, str]] = [
     (blocks, "_parts", blocks._samples, "linear, over chunks"),
-    (self_check, "attention_in_rows", lambda rows, *args, **how: at_once(*args, **how), "attention, over chunks"),
+    (
+        self_check,
+        "attention_in_rows",
+        lambda rows, *args, **how: at_once(*args, **how),
+        "attention, over chunks",
+    ),
     (functional, "layer_norm", sensitive(functional.layer_norm), "layer_norm, over chunks"),
 ]
 
@@ -98,7 +113,11 @@ def test_what_depends_on_chunks_is_named(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object, operator: str
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    with fake_world(1), invariant_arithmetic(rows=16), pytest.raises(VariantArithmeticError, match=operator):
+    with (
+        fake_world(1),
+        invariant_arithmetic(rows=16),
+        pytest.raises(VariantArithmeticError, match=operator),
+    ):
         check_arithmetic(init_device_mesh("cpu", (1,)))
 
 

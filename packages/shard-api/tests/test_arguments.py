@@ -105,24 +105,48 @@ BASE = api.ShardedTensorBase._init_from_local_shards_and_global_metadata
 Wrong = dict[str, tuple[type[Exception], Callable[[Any], Any]]]
 
 SPECS: Wrong = {
-    "ChunkShardingSpec: no placements": (ShardingSpecError, lambda g: api.ChunkShardingSpec(0, None)),
-    "ChunkShardingSpec: one string": (ShardingSpecError, lambda g: api.ChunkShardingSpec(0, "rank:0/cpu")),
+    "ChunkShardingSpec: no placements": (
+        ShardingSpecError,
+        lambda g: api.ChunkShardingSpec(0, None),
+    ),
+    "ChunkShardingSpec: one string": (
+        ShardingSpecError,
+        lambda g: api.ChunkShardingSpec(0, "rank:0/cpu"),
+    ),
     "ChunkShardingSpec: ranks": (ShardingSpecError, lambda g: api.ChunkShardingSpec(0, [0, 1])),
-    "ChunkShardingSpec: dim": (ShardingSpecError, lambda g: api.ChunkShardingSpec(0.5, ["rank:0/cpu"])),
+    "ChunkShardingSpec: dim": (
+        ShardingSpecError,
+        lambda g: api.ChunkShardingSpec(0.5, ["rank:0/cpu"]),
+    ),
     "EnumerableShardingSpec: None": (ShardingSpecError, lambda g: api.EnumerableShardingSpec(None)),
     "EnumerableShardingSpec: ints": (ShardingSpecError, lambda g: api.EnumerableShardingSpec([1])),
-    "EnumerableShardingSpec: torch's": (ShardingSpecError, lambda g: api.EnumerableShardingSpec([g.torch_metadata])),
+    "EnumerableShardingSpec: torch's": (
+        ShardingSpecError,
+        lambda g: api.EnumerableShardingSpec([g.torch_metadata]),
+    ),
     "ShardMetadata: None": (ShardingSpecError, lambda g: ShardMetadata(None, [1])),
     "ShardMetadata: strings": (ShardingSpecError, lambda g: ShardMetadata(["a"], [1])),
     "ShardMetadata: floats": (ShardingSpecError, lambda g: ShardMetadata([0], [1.5])),
     "ShardMetadata: placement": (ShardingSpecError, lambda g: ShardMetadata([0], [1], 7)),
     "DevicePlacementSpec": (ShardingSpecError, lambda g: api.DevicePlacementSpec(3)),
-    "build_metadata: size": (ArgumentTypeError, lambda g: ROWS.build_metadata(5, TensorProperties())),
-    "build_metadata: properties": (ArgumentTypeError, lambda g: ROWS.build_metadata(torch.Size([4]), None)),
-    "on_names": (ArgumentTypeError, lambda g: api.ChunkShardingSpec("r", ["rank:0/cpu"]).on_names(3)),
+    "build_metadata: size": (
+        ArgumentTypeError,
+        lambda g: ROWS.build_metadata(5, TensorProperties()),
+    ),
+    "build_metadata: properties": (
+        ArgumentTypeError,
+        lambda g: ROWS.build_metadata(torch.Size([4]), None),
+    ),
+    "on_names": (
+        ArgumentTypeError,
+        lambda g: api.ChunkShardingSpec("r", ["rank:0/cpu"]).on_names(3),
+    ),
     "check_tensor: shards": (ArgumentTypeError, lambda g: api.check_tensor([1], (3,))),
     "check_tensor: size": (ArgumentTypeError, lambda g: api.check_tensor([META], None)),
-    "validate: None": (ArgumentTypeError, lambda g: api.validate_non_overlapping_shards_metadata(None)),
+    "validate: None": (
+        ArgumentTypeError,
+        lambda g: api.validate_non_overlapping_shards_metadata(None),
+    ),
     "validate: torch's": (
         ArgumentTypeError,
         lambda g: api.validate_non_overlapping_shards_metadata([g.torch_metadata]),
@@ -131,8 +155,14 @@ SPECS: Wrong = {
     "get_split_size: type": (ArgumentTypeError, lambda g: api.get_split_size("5", 2)),
     "get_split_size: no chunks": (ShardingSpecError, lambda g: api.get_split_size(5, 0)),
     "get_chunked_dim_size": (ArgumentTypeError, lambda g: api.get_chunked_dim_size(5, None, 0)),
-    "get_chunk_sharding_params": (ArgumentTypeError, lambda g: api.get_chunk_sharding_params(5, 2, g.torch_spec, 0)),
-    "custom_sharding_spec_op: a spec": (ArgumentTypeError, lambda g: api.custom_sharding_spec_op(ROWS, torch.add)),
+    "get_chunk_sharding_params": (
+        ArgumentTypeError,
+        lambda g: api.get_chunk_sharding_params(5, 2, g.torch_spec, 0),
+    ),
+    "custom_sharding_spec_op: a spec": (
+        ArgumentTypeError,
+        lambda g: api.custom_sharding_spec_op(ROWS, torch.add),
+    ),
     "custom_sharding_spec_op: no function": (
         ArgumentTypeError,
         lambda g: api.custom_sharding_spec_op(type(ROWS), None),
@@ -156,7 +186,10 @@ TENSORS: Wrong = {
     "zeros: dtype": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, dtype="float32")),
     "zeros: group": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, process_group="world")),
     "zeros: mesh": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, process_group=g.mesh)),
-    "zeros: torch's mesh": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, process_group=g.torch_mesh)),
+    "zeros: torch's mesh": (
+        ArgumentTypeError,
+        lambda g: api.zeros(ROWS, 4, process_group=g.torch_mesh),
+    ),
     "zeros: requires_grad": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, requires_grad=1)),
     "zeros: layout": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, layout="strided")),
     "zeros: sparse": (ShardingSpecError, lambda g: api.zeros(ROWS, 4, layout=torch.sparse_coo)),
@@ -164,12 +197,18 @@ TENSORS: Wrong = {
     "zeros: pin_memory": (ArgumentTypeError, lambda g: api.zeros(ROWS, 4, pin_memory="x")),
     "full": (ArgumentTypeError, lambda g: api.full(ROWS, [4], "x")),
     "rand: integers": (UnsupportedOpError, lambda g: api.rand(ROWS, 4, dtype=torch.int64)),
-    "init_from_local_shards: None": (ArgumentTypeError, lambda g: api.init_from_local_shards(None, 4)),
+    "init_from_local_shards: None": (
+        ArgumentTypeError,
+        lambda g: api.init_from_local_shards(None, 4),
+    ),
     "init_from_local_shards: tensors": (
         ArgumentTypeError,
         lambda g: api.init_from_local_shards([torch.zeros(2)], 4),
     ),
-    "init_from_local_shards: torch's": (ArgumentTypeError, lambda g: api.init_from_local_shards([g.torch_shard], 4)),
+    "init_from_local_shards: torch's": (
+        ArgumentTypeError,
+        lambda g: api.init_from_local_shards([g.torch_shard], 4),
+    ),
     "init_from_local_shards: size on one rank": (
         ArgumentTypeError,
         lambda g: api.init_from_local_shards([], on_rank(1, "x", 4)),
@@ -182,15 +221,23 @@ TENSORS: Wrong = {
         ArgumentTypeError,
         lambda g: ShardedTensor._init_from_local_tensor(torch.zeros(1), g.torch_spec, 2),
     ),
-    "from metadata: no shards": (ArgumentTypeError, lambda g: from_shards(None, g.tensor.metadata())),
+    "from metadata: no shards": (
+        ArgumentTypeError,
+        lambda g: from_shards(None, g.tensor.metadata()),
+    ),
     "from metadata: None": (ArgumentTypeError, lambda g: from_shards([], None)),
     "from metadata: torch's spec": (
         ArgumentTypeError,
-        lambda g: from_shards(g.tensor.local_shards(), g.tensor.metadata(), sharding_spec=g.torch_spec),
+        lambda g: from_shards(
+            g.tensor.local_shards(), g.tensor.metadata(), sharding_spec=g.torch_spec
+        ),
     ),
     "ShardedTensorBase": (ArgumentTypeError, lambda g: BASE(None, g.tensor.metadata())),
     "Shard: no tensor": (ArgumentTypeError, lambda g: api.Shard(None, META)),
-    "Shard: torch's metadata": (ArgumentTypeError, lambda g: api.Shard(torch.zeros(2), g.torch_metadata)),
+    "Shard: torch's metadata": (
+        ArgumentTypeError,
+        lambda g: api.Shard(torch.zeros(2), g.torch_metadata),
+    ),
     "from_tensor_and_offsets: offsets": (
         ShardingSpecError,
         lambda g: api.Shard.from_tensor_and_offsets(torch.zeros(2), None, 0),
@@ -200,7 +247,10 @@ TENSORS: Wrong = {
         lambda g: api.Shard.from_tensor_and_offsets(torch.zeros(2), [0], "0"),
     ),
     "narrow_tensor: metadata": (ArgumentTypeError, lambda g: api.narrow_tensor(FULL, None)),
-    "narrow_tensor: beyond": (ShardingSpecError, lambda g: api.narrow_tensor_by_index(FULL, [0, 0], [9, 9])),
+    "narrow_tensor: beyond": (
+        ShardingSpecError,
+        lambda g: api.narrow_tensor_by_index(FULL, [0, 0], [9, 9]),
+    ),
     "load_with_process_group": (
         ArgumentTypeError,
         lambda g: api.load_with_process_group(g.mesh).__enter__(),
@@ -208,16 +258,36 @@ TENSORS: Wrong = {
     "gather: no out": (LocalShardError, lambda g: g.tensor.gather()),
     "gather: dst": (ArgumentTypeError, lambda g: g.tensor.gather("0")),
     "gather: no such dst": (ProcessGroupError, lambda g: g.tensor.gather(2)),
-    "gather: out is a list": (ArgumentTypeError, lambda g: g.tensor.gather(0, on_rank(0, [1.0], None))),
-    "gather: out is sharded": (LocalShardError, lambda g: g.tensor.gather(0, on_rank(0, g.tensor, None))),
-    "gather: another size": (LocalShardError, lambda g: g.tensor.gather(0, on_rank(0, torch.empty(3, 4), None))),
-    "gather: on meta": (LocalShardError, lambda g: g.tensor.gather(0, on_rank(0, FULL.to("meta"), None))),
-    "gather: expanded": (LocalShardError, lambda g: g.tensor.gather(0, on_rank(0, FULL[:1].expand(4, 3), None))),
+    "gather: out is a list": (
+        ArgumentTypeError,
+        lambda g: g.tensor.gather(0, on_rank(0, [1.0], None)),
+    ),
+    "gather: out is sharded": (
+        LocalShardError,
+        lambda g: g.tensor.gather(0, on_rank(0, g.tensor, None)),
+    ),
+    "gather: another size": (
+        LocalShardError,
+        lambda g: g.tensor.gather(0, on_rank(0, torch.empty(3, 4), None)),
+    ),
+    "gather: on meta": (
+        LocalShardError,
+        lambda g: g.tensor.gather(0, on_rank(0, FULL.to("meta"), None)),
+    ),
+    "gather: expanded": (
+        LocalShardError,
+        lambda g: g.tensor.gather(0, on_rank(0, FULL[:1].expand(4, 3), None)),
+    ),
     "gather: out on all ranks": (LocalShardError, lambda g: g.tensor.gather(0, FULL.clone())),
-    "gather: dtype": (ArgumentTypeError, lambda g: g.tensor.gather(0, on_rank(0, FULL.clone(), None), dtype="x")),
+    "gather: dtype": (
+        ArgumentTypeError,
+        lambda g: g.tensor.gather(0, on_rank(0, FULL.clone(), None), dtype="x"),
+    ),
     "gather: dtypes differ": (
         RankMismatchError,
-        lambda g: g.tensor.gather(0, on_rank(0, FULL.clone(), None), dtype=on_rank(0, torch.int32, None)),
+        lambda g: g.tensor.gather(
+            0, on_rank(0, FULL.clone(), None), dtype=on_rank(0, torch.int32, None)
+        ),
     ),
     "gather: enforce_dtype": (
         ArgumentTypeError,
@@ -235,7 +305,10 @@ TENSORS: Wrong = {
     "copy_ to a plain tensor": (LocalShardError, lambda g: torch.zeros(9).copy_(g.tensor)),
     "to: group": (ArgumentTypeError, lambda g: g.tensor.to("cpu", process_group=g.mesh)),
     "from_dtensor: plain": (ArgumentTypeError, lambda g: ShardedTensor.from_dtensor(FULL)),
-    "from_dtensor: torch's": (ArgumentTypeError, lambda g: ShardedTensor.from_dtensor(g.torch_dtensor)),
+    "from_dtensor: torch's": (
+        ArgumentTypeError,
+        lambda g: ShardedTensor.from_dtensor(g.torch_dtensor),
+    ),
     "equal: DTensor": (ArgumentTypeError, lambda g: torch.equal(g.tensor, g.tensor.to_dtensor())),
     "implicit_reshard": (ArgumentTypeError, lambda g: api.implicit_reshard("x").__enter__()),
     "replicated_indices": (ArgumentTypeError, lambda g: api.replicated_indices(3).__enter__()),
@@ -243,19 +316,37 @@ TENSORS: Wrong = {
 
 MODULES: Wrong = {
     "_shard_tensor: None": (ParameterError, lambda g: _shard_tensor(None, ROWS)),
-    "_shard_tensor: None on one rank": (ParameterError, lambda g: _shard_tensor(on_rank(1, None, FULL), ROWS)),
-    "_shard_tensor: DTensor": (ParameterError, lambda g: _shard_tensor(g.tensor.to_dtensor(), ROWS)),
-    "_shard_tensor: torch's DTensor": (ParameterError, lambda g: _shard_tensor(g.torch_dtensor, ROWS)),
+    "_shard_tensor: None on one rank": (
+        ParameterError,
+        lambda g: _shard_tensor(on_rank(1, None, FULL), ROWS),
+    ),
+    "_shard_tensor: DTensor": (
+        ParameterError,
+        lambda g: _shard_tensor(g.tensor.to_dtensor(), ROWS),
+    ),
+    "_shard_tensor: torch's DTensor": (
+        ParameterError,
+        lambda g: _shard_tensor(g.torch_dtensor, ROWS),
+    ),
     "_shard_tensor: sparse": (ParameterError, lambda g: _shard_tensor(FULL.to_sparse(), ROWS)),
     "_shard_tensor: meta": (ParameterError, lambda g: _shard_tensor(FULL.to("meta"), ROWS)),
-    "shard_parameter: no module": (ArgumentTypeError, lambda g: shard_parameter(None, "weight", ROWS)),
+    "shard_parameter: no module": (
+        ArgumentTypeError,
+        lambda g: shard_parameter(None, "weight", ROWS),
+    ),
     "shard_parameter: no module on one rank": (
         ArgumentTypeError,
         lambda g: shard_parameter(on_rank(0, None, linear()), "weight", ROWS),
     ),
     "shard_parameter: name": (ArgumentTypeError, lambda g: shard_parameter(linear(), 3, ROWS)),
-    "shard_parameter: no such name": (MissingParameterError, lambda g: shard_parameter(linear(), "wieght", ROWS)),
-    "shard_parameter: spec": (PlanTypeError, lambda g: shard_parameter(linear(), "weight", g.torch_spec)),
+    "shard_parameter: no such name": (
+        MissingParameterError,
+        lambda g: shard_parameter(linear(), "wieght", ROWS),
+    ),
+    "shard_parameter: spec": (
+        PlanTypeError,
+        lambda g: shard_parameter(linear(), "weight", g.torch_spec),
+    ),
     "shard_parameter: a spec of a class that has no name": (
         ArgumentTypeError,
         lambda g: shard_parameter(linear(), "weight", of_a_local_class()),
@@ -264,20 +355,41 @@ MODULES: Wrong = {
         ArgumentTypeError,
         lambda g: shard_parameter(linear(), "weight", ROWS, None),
     ),
-    "shard_parameter: bool": (ArgumentTypeError, lambda g: shard_parameter(linear(), "weight", ROWS, True)),
-    "shard_parameter: no such source": (ProcessGroupError, lambda g: shard_parameter(linear(), "weight", ROWS, 7)),
-    "shard_parameter: mesh": (ArgumentTypeError, lambda g: shard_parameter(linear(), "weight", ROWS, 0, g.mesh)),
+    "shard_parameter: bool": (
+        ArgumentTypeError,
+        lambda g: shard_parameter(linear(), "weight", ROWS, True),
+    ),
+    "shard_parameter: no such source": (
+        ProcessGroupError,
+        lambda g: shard_parameter(linear(), "weight", ROWS, 7),
+    ),
+    "shard_parameter: mesh": (
+        ArgumentTypeError,
+        lambda g: shard_parameter(linear(), "weight", ROWS, 0, g.mesh),
+    ),
     "shard_module: no module": (ArgumentTypeError, lambda g: shard_module(None, ShardingPlan({}))),
     "shard_module: torch's plan": (PlanTypeError, lambda g: shard_module(linear(), g.torch_plan)),
-    "shard_module: path": (PlanTypeError, lambda g: shard_module(linear(), ShardingPlan({3: ROWS}))),
+    "shard_module: path": (
+        PlanTypeError,
+        lambda g: shard_module(linear(), ShardingPlan({3: ROWS})),
+    ),
     "shard_module: no table": (PlanTypeError, lambda g: shard_module(linear(), ShardingPlan(None))),
-    "shard_module: outputs": (PlanTypeError, lambda g: shard_module(linear(), ShardingPlan({}, [ROWS]))),
-    "shard_module: one path": (PlanTypeError, lambda g: shard_module(linear(), ShardingPlan({}, None, "x"))),
+    "shard_module: outputs": (
+        PlanTypeError,
+        lambda g: shard_module(linear(), ShardingPlan({}, [ROWS])),
+    ),
+    "shard_module: one path": (
+        PlanTypeError,
+        lambda g: shard_module(linear(), ShardingPlan({}, None, "x")),
+    ),
     "shard_module: torch's spec": (
         PlanTypeError,
         lambda g: shard_module(linear(), ShardingPlan({"weight": g.torch_spec})),
     ),
-    "shard_module: source": (ArgumentTypeError, lambda g: shard_module(linear(), ShardingPlan({}), "0")),
+    "shard_module: source": (
+        ArgumentTypeError,
+        lambda g: shard_module(linear(), ShardingPlan({}), "0"),
+    ),
     "_reshard_output": (ArgumentTypeError, lambda g: api._reshard_output(linear(), None)),
     "_collect_local_shard": (ArgumentTypeError, lambda g: api._collect_local_shard(3)),
     "state_dict_hook": (ArgumentTypeError, lambda g: api.state_dict_hook(None, {}, "", None)),
@@ -296,7 +408,10 @@ MODULES: Wrong = {
     ),
     "add_param_group: no dict": (ArgumentTypeError, lambda g: optimizer().add_param_group(3)),
     "add_param_group: no params": (ArgumentTypeError, lambda g: optimizer().add_param_group({})),
-    "add_param_group: twice": (ParameterError, lambda g: optimizer().add_param_group({"params": {"weight": FULL}})),
+    "add_param_group: twice": (
+        ParameterError,
+        lambda g: optimizer().add_param_group({"params": {"weight": FULL}}),
+    ),
     "load_state_dict: None": (ArgumentTypeError, lambda g: optimizer().load_state_dict(None)),
     "load_state_dict: empty": (CheckpointError, lambda g: optimizer().load_state_dict({})),
     "load_state_dict: state": (
@@ -305,7 +420,9 @@ MODULES: Wrong = {
     ),
     "load_state_dict: torch's": (
         CheckpointError,
-        lambda g: optimizer().load_state_dict(torch.optim.SGD(linear().parameters(), lr=0.1).state_dict()),
+        lambda g: optimizer().load_state_dict(
+            torch.optim.SGD(linear().parameters(), lr=0.1).state_dict()
+        ),
     ),
     "load: None on one rank": (ArgumentTypeError, lambda g: load(on_rank(1, None, {}), "/nowhere")),
     "load: patterns": (ArgumentTypeError, lambda g: load({}, "/nowhere", allow_shape_mismatch="w")),
@@ -346,7 +463,9 @@ def test_wrong_arguments_raise_typed_errors_on_all_ranks(table: str) -> None:
 @on_ranks(2)
 def test_a_class_of_torch_is_named_with_its_counterpart() -> None:
     g = given()
-    with pytest.raises(ArgumentTypeError, match=r"got torch\..*ChunkShardingSpec; use shoal_shard_api.ShardingSpec"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"got torch\..*ChunkShardingSpec; use shoal_shard_api.ShardingSpec"
+    ):
         g.tensor.resharded(g.torch_spec)
     with pytest.raises(ArgumentTypeError, match="DeviceMesh"):
         api.zeros(ROWS, 4, process_group=g.mesh)

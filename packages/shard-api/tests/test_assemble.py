@@ -23,18 +23,27 @@ def test_local_shards_that_do_not_make_a_tensor_are_refused_on_all_ranks() -> No
     cases: list[tuple[list[Shard], type[Exception], str]] = [
         ([shard(rank, 2)], ShardingSpecError, "shards 0 .* and 1 .* overlap"),
         ([shard(2 * rank)], ShardingSpecError, "reaches beyond"),
-        ([shard(rank)] if rank != 2 else [], ShardingSpecError, r"no shard holds the elements \[2:3, 0:3\]"),
+        (
+            [shard(rank)] if rank != 2 else [],
+            ShardingSpecError,
+            r"no shard holds the elements \[2:3, 0:3\]",
+        ),
         (
             [shard(rank, owner=0)],
             LocalShardError,
-            r"^rank 1: a local shard is placed on rank:0/cpu, but this is rank 1; rank 2: .*; rank 3: ",
+            r"^rank 1: a local shard is placed on rank:0/cpu, but this is rank 1; rank 2: .*; rank "
+            r"3: ",
         ),
         (
             [shard(rank, dtype=torch.float64 if rank == 3 else torch.float32)],
             RankMismatchError,
             "dtype.*float32.*rank: 0.*float64.*rank: 3",
         ),
-        ([shard(rank, requires_grad=rank == 1)], RankMismatchError, "requires_grad=False .*rank: 0.*=True.*rank: 1"),
+        (
+            [shard(rank, requires_grad=rank == 1)],
+            RankMismatchError,
+            "requires_grad=False .*rank: 0.*=True.*rank: 1",
+        ),
         ([shard(rank), shard(rank, dtype=torch.int32)], LocalShardError, "dtype is torch.int32"),
         ([], ShardingSpecError, "no rank has a local shard"),
     ]

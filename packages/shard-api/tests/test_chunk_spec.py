@@ -22,7 +22,10 @@ PLAIN = TensorProperties()
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
     spec = ChunkShardingSpec(0, placements(*range(chunks)))
-    sizes = [each.shard_sizes[0] for each in spec.build_metadata(torch.Size([size, 2]), PLAIN).shards_metadata]
+    sizes = [
+        each.shard_sizes[0]
+        for each in spec.build_metadata(torch.Size([size, 2]), PLAIN).shards_metadata
+    ]
     expected = [len(chunk) for chunk in torch.empty(size).chunk(chunks)] if size else []
     assert [n for n in sizes if n] == [n for n in expected if n]
     assert len(sizes) == chunks
@@ -31,13 +34,25 @@ def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
 
 
 def test_an_empty_chunk_begins_where_the_tensor_ends() -> None:
-    last = ChunkShardingSpec(1, placements(0, 1, 2, 3)).build_metadata(torch.Size([2, 5]), PLAIN).shards_metadata[-1]
+    last = (
+        ChunkShardingSpec(1, placements(0, 1, 2, 3))
+        .build_metadata(torch.Size([2, 5]), PLAIN)
+        .shards_metadata[-1]
+    )
     assert (last.shard_offsets, last.shard_sizes) == ([0, 5], [2, 0])
 
 
 def test_placements_may_be_in_any_order() -> None:
-    shards = ChunkShardingSpec(-1, placements(2, 0, 1)).build_metadata(torch.Size([2, 6]), PLAIN).shards_metadata
-    assert [(each.rank, each.shard_offsets) for each in shards] == [(2, [0, 0]), (0, [0, 2]), (1, [0, 4])]
+    shards = (
+        ChunkShardingSpec(-1, placements(2, 0, 1))
+        .build_metadata(torch.Size([2, 6]), PLAIN)
+        .shards_metadata
+    )
+    assert [(each.rank, each.shard_offsets) for each in shards] == [
+        (2, [0, 0]),
+        (0, [0, 2]),
+        (1, [0, 4]),
+    ]
     spec = ChunkShardingSpec(1, placements(2, 0, 1))
     assert get_chunk_sharding_params(6, 3, spec, 0) == (2, 2)
     with pytest.raises(ShardingSpecError, match="rank 7 holds no chunk"):

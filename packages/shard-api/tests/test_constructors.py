@@ -21,9 +21,16 @@ def test_the_constructor_allocates_this_ranks_shards() -> None:
     (shard,) = tensor.local_shards()
     assert shard.metadata.shard_offsets == [min(2 * at, 6), 0]
     assert list(shard.tensor.shape) == [2 if at < 3 else 0, 5] == shard.metadata.shard_sizes
-    assert (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) == ((6, 5), torch.float64, True, True)
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) == (
+        (6, 5),
+        torch.float64,
+        True,
+        True,
+    )
     assert tensor.local_tensor() is shard.tensor
-    assert tensor.metadata().tensor_properties == TensorProperties(torch.float64, requires_grad=True)
+    assert tensor.metadata().tensor_properties == TensorProperties(
+        torch.float64, requires_grad=True
+    )
     assert len(tensor) == 6
     assert tensor.numel() == 30
     assert tensor.stride() == (5, 1)
@@ -33,7 +40,9 @@ def test_the_constructor_allocates_this_ranks_shards() -> None:
 
 @fake_world(4)
 def test_what_the_constructor_refuses() -> None:
-    with pytest.raises(ShardingSpecError, match=r"rank:7/cpu: global rank 7 is not among .*\[0, 1, 2, 3\]"):
+    with pytest.raises(
+        ShardingSpecError, match=r"rank:7/cpu: global rank 7 is not among .*\[0, 1, 2, 3\]"
+    ):
         empty(chunk(0, (0, 7)), 4)
     with pytest.raises(ShardingSpecError, match=r"torch.channels_last"):
         empty(chunk(0), 2, 3, 4, 4, memory_format=torch.channels_last)
@@ -79,13 +88,19 @@ def test_init_from_a_local_tensor_shares_it() -> None:
 def test_init_from_global_metadata() -> None:
     tensor = sharded(chunk(0))
     metadata = tensor.metadata()
-    again = ShardedTensor._init_from_local_shards_and_global_metadata(tensor.local_shards(), metadata)
+    again = ShardedTensor._init_from_local_shards_and_global_metadata(
+        tensor.local_shards(), metadata
+    )
     assert again.sharding_spec() == chunk(0)
     assert torch.equal(again, FULL)
     with pytest.raises(LocalShardError, match="must pass the shards"):
         ShardedTensor._init_from_local_shards_and_global_metadata([], metadata)
-    wrong = replace(metadata, tensor_properties=replace(metadata.tensor_properties, dtype=torch.int32))
-    with pytest.raises(LocalShardError, match=r"dtype is torch.float32, the sharded tensor's is torch.int32"):
+    wrong = replace(
+        metadata, tensor_properties=replace(metadata.tensor_properties, dtype=torch.int32)
+    )
+    with pytest.raises(
+        LocalShardError, match=r"dtype is torch.float32, the sharded tensor's is torch.int32"
+    ):
         ShardedTensor._init_from_local_shards_and_global_metadata(tensor.local_shards(), wrong)
     gap = replace(metadata, shards_metadata=metadata.shards_metadata[:2])
     with pytest.raises(ShardingSpecError, match="no shard holds"):

@@ -11,12 +11,23 @@ import torch.distributed as dist
 
 from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import NotExpressibleError, ShardedTensor, empty, full, ones, rand, randn, zeros
+from shoal_shard_api import (
+    NotExpressibleError,
+    ShardedTensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
 
 SPECS = {
     "rows": chunk(0),
     "columns, two ranks": chunk(1, (2, 1)),
-    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 5], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 5], 3)),
+    "grid": enumerable(
+        ([0, 0], [3, 4], 1), ([0, 4], [3, 5], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 5], 3)
+    ),
     "several": enumerable(([0, 0], [2, 9], 3), ([2, 0], [2, 9], 1), ([4, 0], [4, 9], 3)),
 }
 
@@ -30,7 +41,10 @@ def test_constant_tensors(spec: str) -> None:
         (full(SPECS[spec], (8, 9), 2.5, requires_grad=True), torch.full((8, 9), 2.5)),
         (full(SPECS[spec], (8, 9), 7), torch.full((8, 9), 7.0)),
         (full(SPECS[spec], (8, 9), 7, dtype=torch.int64), torch.full((8, 9), 7)),
-        (full(SPECS[spec], (8, 9), True, dtype=torch.float16), torch.ones(8, 9, dtype=torch.float16)),
+        (
+            full(SPECS[spec], (8, 9), True, dtype=torch.float16),
+            torch.ones(8, 9, dtype=torch.float16),
+        ),
     ):
         assert isinstance(result, ShardedTensor)
         assert result.sharding_spec() == SPECS[spec]
@@ -48,8 +62,12 @@ def test_random_tensors_are_those_of_one_device(spec: str) -> None:
         wanted = [plain(8, 9), plain(8, 9, dtype=torch.float64)]
         after = torch.rand(1)
         torch.manual_seed(11)
-        result = [sharded(SPECS[spec], 8, 9, requires_grad=True), sharded(SPECS[spec], 8, 9, dtype=torch.float64)]
-        assert torch.equal(torch.rand(1), after)  # the generator stands where one device's would
+        result = [
+            sharded(SPECS[spec], 8, 9, requires_grad=True),
+            sharded(SPECS[spec], 8, 9, dtype=torch.float64),
+        ]
+        # the generator stands where one device's would
+        assert torch.equal(torch.rand(1), after)
         for a, b in zip(result, wanted, strict=True):
             assert torch.equal(a.detach(), b)
         assert result[0].requires_grad
@@ -77,4 +95,6 @@ def test_a_random_tensor_without_dims() -> None:
 def test_factories_list_the_properties_of_a_tensor() -> None:
     names = [*inspect.signature(full).parameters]
     assert names[:5] == ["sharding_spec", "size", "fill_value", "dtype", "layout"]
-    assert {"requires_grad", "pin_memory", "memory_format", "process_group", "init_rrefs"} < {*names}
+    assert {"requires_grad", "pin_memory", "memory_format", "process_group", "init_rrefs"} < {
+        *names
+    }

@@ -59,6 +59,8 @@ class OwnSpec(ChunkShardingSpec):
 
 @fake_world(4)
 def test_an_override_of_metadata_does_not_depend_on_other_overrides() -> None:
-    custom_sharding_spec_op(OwnSpec, torch.Tensor.element_size)(lambda types, args, kwargs, group: -1)
+    custom_sharding_spec_op(OwnSpec, torch.Tensor.element_size)(
+        lambda types, args, kwargs, group: -1
+    )
     assert zeros(OwnSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 8).element_size() == -1
     assert zeros(chunk(0), 8).element_size() == 4

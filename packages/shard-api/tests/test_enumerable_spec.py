@@ -26,7 +26,8 @@ PLAIN = TensorProperties()
 def test_overlapping_shards_are_named() -> None:
     shards = [shard([0, 0], [2, 4]), shard([3, 0], [2, 4], 1), shard([1, 1], [1, 1], 2)]
     with pytest.raises(
-        ShardingSpecError, match=r"0 \[0:2, 0:4\] on rank:0/cpu and 2 \[1:2, 1:2\] on rank:2/cpu overlap"
+        ShardingSpecError,
+        match=r"0 \[0:2, 0:4\] on rank:0/cpu and 2 \[1:2, 1:2\] on rank:2/cpu overlap",
     ):
         EnumerableShardingSpec(shards)
     validate_non_overlapping_shards_metadata(shards[:2])
@@ -40,7 +41,8 @@ def test_shards_with_different_numbers_of_dims() -> None:
 def test_a_gap_is_named() -> None:
     spec = EnumerableShardingSpec([shard([0, 0], [2, 4]), shard([2, 0], [2, 2], 1)])
     with pytest.raises(
-        ShardingSpecError, match=r"no shard holds the elements \[2:4, 2:4\] of the tensor of size \(4, 4\)"
+        ShardingSpecError,
+        match=r"no shard holds the elements \[2:4, 2:4\] of the tensor of size \(4, 4\)",
     ):
         spec.build_metadata(torch.Size([4, 4]), PLAIN)
 
@@ -51,7 +53,8 @@ def test_an_enumerable_spec_without_shards() -> None:
 
 
 @given(st.integers(1, 30), st.permutations([0, 1, 2, 3]), st.integers(0, 1), st.randoms())
-def test_a_chunk_spec_is_inferred_from_its_shards(size, order, dim, random) -> None:  # type: ignore[no-untyped-def]  # hypothesis
+# hypothesis
+def test_a_chunk_spec_is_inferred_from_its_shards(size, order, dim, random) -> None:  # type: ignore[no-untyped-def]
     spec = ChunkShardingSpec(dim, placements(*order))
     shape = torch.Size([size, 7] if dim == 0 else [7, size])
     shards = list(spec.build_metadata(shape, PLAIN).shards_metadata)
@@ -60,14 +63,18 @@ def test_a_chunk_spec_is_inferred_from_its_shards(size, order, dim, random) -> N
     assert isinstance(inferred, ChunkShardingSpec)
     assert inferred.dim == dim or size == 1
     rebuilt = inferred.build_metadata(shape, PLAIN).shards_metadata
-    assert {each for each in rebuilt if 0 not in each.shard_sizes} == {s for s in shards if 0 not in s.shard_sizes}
+    assert {each for each in rebuilt if 0 not in each.shard_sizes} == {
+        s for s in shards if 0 not in s.shard_sizes
+    }
 
 
 @pytest.mark.parametrize(
     "shards",
     [
         pytest.param([shard([0, 0], [1, 4]), shard([1, 0], [3, 4], 1)], id="uneven"),
-        pytest.param([shard([2 * i, 2 * j], [2, 2], 2 * i + j) for i in (0, 1) for j in (0, 1)], id="grid"),
+        pytest.param(
+            [shard([2 * i, 2 * j], [2, 2], 2 * i + j) for i in (0, 1) for j in (0, 1)], id="grid"
+        ),
     ],
 )
 def test_other_shards_give_an_enumerable_spec(shards: list[ShardMetadata]) -> None:
@@ -75,7 +82,9 @@ def test_other_shards_give_an_enumerable_spec(shards: list[ShardMetadata]) -> No
 
 
 def test_one_shard_is_a_chunk_spec() -> None:
-    assert _infer_sharding_spec_from_shards_metadata([shard([0, 0], [3, 4])]) == ChunkShardingSpec(0, placements(0))
+    assert _infer_sharding_spec_from_shards_metadata([shard([0, 0], [3, 4])]) == ChunkShardingSpec(
+        0, placements(0)
+    )
 
 
 def test_specs_are_values() -> None:
@@ -86,4 +95,5 @@ def test_specs_are_values() -> None:
     cells = EnumerableShardingSpec([shard([0], [1])])
     assert cells == pickle.loads(pickle.dumps(cells))
     assert len({cells, spec}) == 2
-    assert DevicePlacementSpec("rank:1/cpu").device.rank() == 1  # type: ignore[arg-type]  # text is parsed
+    # text is parsed
+    assert DevicePlacementSpec("rank:1/cpu").device.rank() == 1  # type: ignore[arg-type]

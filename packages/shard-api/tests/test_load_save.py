@@ -19,7 +19,8 @@ from shoal_shard_api import ShardedOptimizer, zeros
 from shoal_shard_api.checkpoint import load
 from shoal_shard_api.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, on saving
+# torch's own, on saving
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 BRICKS = bricks(10, 6, 4)
@@ -57,10 +58,17 @@ def load_padded(where: str) -> None:
     for padding in (None, 0.0, -1.0):
         module = model(chunk(0), width=13)
         before = module.weight.detach().full_tensor()
-        load({"model": {"weight": module.weight.detach()}}, where, allow_shape_mismatch=["model.w*"], padding=padding)
+        load(
+            {"model": {"weight": module.weight.detach()}},
+            where,
+            allow_shape_mismatch=["model.w*"],
+            padding=padding,
+        )
         after = module.weight.detach().full_tensor()
         assert torch.equal(after[:10], FULL)
-        assert torch.equal(after[10:], before[10:] if padding is None else torch.full((3, 6), padding))
+        assert torch.equal(
+            after[10:], before[10:] if padding is None else torch.full((3, 6), padding)
+        )
     smaller = {"model": {"weight": zeros(chunk(1), 7, 6)}}
     load(smaller, where, allow_shape_mismatch=["*"])
     assert torch.equal(smaller["model"]["weight"], FULL[:7])
@@ -83,27 +91,41 @@ def test_sizes_that_differ(tmp_path: Path) -> None:
     rank_pool(4).run(save_model, where, chunk(0))
     rank_pool(4).run(load_padded, where)
     rank_pool(4).run(
-        refuse, where, (13, 6), "weight", r"model.weight has size \(10, 6\), here it has \(13, 6\); allow_shape"
+        refuse,
+        where,
+        (13, 6),
+        "weight",
+        r"model.weight has size \(10, 6\), here it has \(13, 6\); allow_shape",
     )
     rank_pool(4).run(refuse, where, (10,), "weight", "the number of dims must be the same")
-    rank_pool(4).run(refuse, where, (10, 6), "wight", r"has no \['model.wight'\]; it has .*'model.weight'")
+    rank_pool(4).run(
+        refuse, where, (10, 6), "wight", r"has no \['model.wight'\]; it has .*'model.weight'"
+    )
 
 
 def test_broken_checkpoints_leave_everything_as_it_was(tmp_path: Path) -> None:
     where = tmp_path / "saved"
     rank_pool(4).run(save_model, str(where), chunk(0))
-    rank_pool(4).run(refuse, str(tmp_path / "nothing"), (10, 6), "weight", "no readable checkpoint at .*nothing")
+    rank_pool(4).run(
+        refuse, str(tmp_path / "nothing"), (10, 6), "weight", "no readable checkpoint at .*nothing"
+    )
     for number, name in enumerate(sorted(path.name for path in where.iterdir())):
         broken = tmp_path / f"broken{number}"
         shutil.copytree(where, broken)
         data = (broken / name).read_bytes()
         (broken / name).write_bytes(data[:20])
         rank_pool(4).run(
-            refuse, str(broken), (10, 6), "weight", "no readable checkpoint|cannot be read; nothing was changed"
+            refuse,
+            str(broken),
+            (10, 6),
+            "weight",
+            "no readable checkpoint|cannot be read; nothing was changed",
         )
         if name.endswith(".distcp"):
             (broken / name).unlink()
-            rank_pool(4).run(refuse, str(broken), (10, 6), "weight", "cannot be read; nothing was changed")
+            rank_pool(4).run(
+                refuse, str(broken), (10, 6), "weight", "cannot be read; nothing was changed"
+            )
 
 
 IMPORT = """

@@ -23,7 +23,9 @@ SPECS = {
     "rows": chunk(0),
     "columns, any order": chunk(1, (2, 0, 3, 1)),
     "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [8, 6], 1)),
-    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [6, 4], 2), ([3, 4], [6, 2], 3)),
+    "grid": enumerable(
+        ([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [6, 4], 2), ([3, 4], [6, 2], 3)
+    ),
 }
 # The indices of ranks 0 to 3: other numbers of them, other shapes, none on rank 2.
 OWN = [torch.tensor(each) for each in ([[0, 3, 7], [2, 2, 5]], [8], [], [1, 4, 4, 6, 0])]
@@ -43,7 +45,9 @@ LOOKUPS: dict[str, Callable[[int, Any], Any]] = {
     "bags, weighted": lambda rank, table: F.embedding_bag(
         BAGS[rank], table, mode="sum", per_sample_weights=BAGS[rank].double() + 0.5
     ),
-    "offsets": lambda rank, table: F.embedding_bag(OWN[rank].view(-1), table, OFFSETS[rank], mode="sum"),
+    "offsets": lambda rank, table: F.embedding_bag(
+        OWN[rank].view(-1), table, OFFSETS[rank], mode="sum"
+    ),
     "last offset": lambda rank, table: F.embedding_bag(
         OWN[rank].view(-1),
         table,
@@ -58,7 +62,10 @@ LOOKUPS: dict[str, Callable[[int, Any], Any]] = {
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_each_rank_gets_the_rows_of_its_own_indices(name: str, spec: str) -> None:
     rank, look_up = dist.get_rank(), LOOKUPS[name]
-    table, plain = _shard_tensor(TABLE.clone().requires_grad_(), SPECS[spec]), TABLE.clone().requires_grad_()
+    table, plain = (
+        _shard_tensor(TABLE.clone().requires_grad_(), SPECS[spec]),
+        TABLE.clone().requires_grad_(),
+    )
     got, every = look_up(rank, table), [look_up(each, plain) for each in range(4)]
     assert type(got) is torch.Tensor
     torch.testing.assert_close(got, every[rank], msg=f"{name}, {spec}")
@@ -68,7 +75,9 @@ def test_each_rank_gets_the_rows_of_its_own_indices(name: str, spec: str) -> Non
     expected.backward()
     gradient: Any = table.grad
     in_torch: Any = plain.grad
-    torch.testing.assert_close(gradient.full_tensor(), in_torch.to_dense(), msg=f"gradient of {name}, {spec}")
+    torch.testing.assert_close(
+        gradient.full_tensor(), in_torch.to_dense(), msg=f"gradient of {name}, {spec}"
+    )
 
 
 @on_ranks(4)
@@ -116,7 +125,13 @@ def _wrong(rank: int, there: Any, elsewhere: Any) -> Any:
 
 INDEX = torch.tensor([0, 1])
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], str]] = {
-    "a list": (lambda t: F.embedding([0, 1], t), ArgumentTypeError, TypeError, "plain tensor of int32 or int64"),  # type: ignore[arg-type]  # the mistake under test
+    # the mistake under test
+    "a list": (
+        lambda t: F.embedding([0, 1], t),
+        ArgumentTypeError,
+        TypeError,
+        "plain tensor of int32 or int64",
+    ),  # type: ignore[arg-type]
     "floats on one rank": (
         lambda t: F.embedding(_wrong(2, INDEX.float(), INDEX), t),
         ArgumentTypeError,
@@ -129,7 +144,12 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], s
         IndexError,
         "^rank 1: .*out of range",
     ),
-    "a negative index": (lambda t: F.embedding(torch.tensor([-1]), t), IndexRangeError, IndexError, "out of range"),
+    "a negative index": (
+        lambda t: F.embedding(torch.tensor([-1]), t),
+        IndexRangeError,
+        IndexError,
+        "out of range",
+    ),
     "dtypes that differ": (
         lambda t: F.embedding(_wrong(3, INDEX.int(), INDEX), t),
         RankMismatchError,
@@ -142,7 +162,12 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], s
         ValueError,
         r"shape of a bag=\(2,\) on rank: 0 .*\(3,\) on rank: 1",
     ),
-    "no offsets": (lambda t: F.embedding_bag(INDEX, t), ArgumentTypeError, TypeError, "1-D indices need them"),
+    "no offsets": (
+        lambda t: F.embedding_bag(INDEX, t),
+        ArgumentTypeError,
+        TypeError,
+        "1-D indices need them",
+    ),
     "three dims": (
         lambda t: F.embedding_bag(INDEX.view(2, 1, 1), t),
         ArgumentTypeError,
@@ -156,7 +181,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], s
         "per_sample_weights",
     ),
     "weights on one rank": (
-        lambda t: F.embedding_bag(INDEX[None], t, mode="sum", per_sample_weights=_wrong(0, torch.ones(1, 2), None)),
+        lambda t: F.embedding_bag(
+            INDEX[None], t, mode="sum", per_sample_weights=_wrong(0, torch.ones(1, 2), None)
+        ),
         RankMismatchError,
         ValueError,
         "weighted",
@@ -172,12 +199,15 @@ def test_wrong_indices_are_raised_on_all_ranks(case: str) -> None:
     with pytest.raises(kind, match=text) as raised:
         call(table)
     assert isinstance(raised.value, builtin)
-    assert torch.equal(F.embedding(INDEX, table), F.embedding(INDEX, TABLE))  # no rank is left in a collective
+    # no rank is left in a collective
+    assert torch.equal(F.embedding(INDEX, table), F.embedding(INDEX, TABLE))
 
 
 @on_ranks(4)
 def test_a_table_without_placements_is_refused_before_anything_is_gathered() -> None:
-    table = _shard_tensor(TABLE, enumerable(([0, 0], [2, 6], 3), ([2, 0], [3, 6], 1), ([5, 0], [4, 6], 3)))
+    table = _shard_tensor(
+        TABLE, enumerable(([0, 0], [2, 6], 3), ([2, 0], [3, 6], 1), ([5, 0], [4, 6], 3))
+    )
     with observed() as events, pytest.raises(NotExpressibleError, match="embedding"):
         F.embedding(INDEX, table)
     assert [event.op for event in events] == []

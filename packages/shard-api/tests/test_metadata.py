@@ -30,11 +30,15 @@ def test_shard_metadata_is_checked() -> None:
         ShardMetadata([0], [-1])
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format]
+)
 def test_properties_survive_pickling(memory_format: torch.memory_format) -> None:
     properties = TensorProperties(torch.bfloat16, requires_grad=True, memory_format=memory_format)
     assert pickle.loads(pickle.dumps(properties)) == properties
     tensor = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    assert TensorProperties.create_from_tensor(tensor) == TensorProperties(torch.float64, requires_grad=True)
+    assert TensorProperties.create_from_tensor(tensor) == TensorProperties(
+        torch.float64, requires_grad=True
+    )
     with pytest.raises(ShardingSpecError, match="cannot be saved"):
         pickle.dumps(TensorProperties(memory_format=torch.channels_last_3d))

@@ -51,7 +51,9 @@ def cases(count: int) -> list[tuple[list[int], int, list[str]]]:
 def test_chunk_specs_describe_the_same_shards() -> None:
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TheirProperties
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec as Theirs
-    from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata as their_guess
+    from torch.distributed._shard.sharding_spec.api import (
+        _infer_sharding_spec_from_shards_metadata as their_guess,
+    )
 
     for shape, dim, placements in cases(200):
         size = torch.Size(shape)
@@ -60,7 +62,8 @@ def test_chunk_specs_describe_the_same_shards() -> None:
         assert shards_of(ours) == shards_of(theirs)
         if all(0 not in each.shard_sizes for each in theirs.shards_metadata):
             guess = _infer_sharding_spec_from_shards_metadata(ours.shards_metadata)
-            assert type(guess).__name__ == type(their_guess(theirs.shards_metadata)).__name__  # type: ignore[no-untyped-call]  # torch
+            # torch
+            assert type(guess).__name__ == type(their_guess(theirs.shards_metadata)).__name__  # type: ignore[no-untyped-call]
 
 
 @on_ranks(4)
@@ -107,7 +110,9 @@ def test_tensors_from_local_shards_have_the_same_metadata() -> None:
         assert isinstance(ours.sharding_spec(), EnumerableShardingSpec)
         assert type(theirs.sharding_spec()).__name__ == "EnumerableShardingSpec"
         for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
-            ours_has, theirs_has = (getattr(each.metadata().tensor_properties, name) for each in (ours, theirs))
+            ours_has, theirs_has = (
+                getattr(each.metadata().tensor_properties, name) for each in (ours, theirs)
+            )
             assert ours_has == theirs_has
 
 

@@ -15,7 +15,12 @@ from sharded_modules import MLP, Doubled, megatron, snapshot
 from sharding_cases import chunk, on_rank
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import Sharder, ShardingPlan, ShardingPlanner, shard_module
-from shoal_shard_api.errors import PlanConflictError, PlanTypeError, SharderPathError, ShardingSpecError
+from shoal_shard_api.errors import (
+    PlanConflictError,
+    PlanTypeError,
+    SharderPathError,
+    ShardingSpecError,
+)
 
 
 class _Raises(Sharder):
@@ -36,29 +41,61 @@ def _plan(entries: dict[str, Any], **more: Any) -> ShardingPlan:
 
 MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no plan": (lambda: {"up.weight": chunk(0)}, TypeError, "plan must be ShardingPlan, got dict"),
-    "entry of another type": (lambda: _plan({"up.weight": 3}), TypeError, r"plan\['up.weight'\] .* got int"),
+    "entry of another type": (
+        lambda: _plan({"up.weight": 3}),
+        TypeError,
+        r"plan\['up.weight'\] .* got int",
+    ),
     "output of another type": (
         lambda: _plan({}, output_plan={"": Doubled()}),
         TypeError,
         r"output_plan\[''\] must be ShardingSpec, got .*Doubled",
     ),
-    "no such parameter": (lambda: _plan({"up.weigth": chunk(0)}), AttributeError, "Linear has no attribute 'weigth'"),
-    "no such module": (lambda: _plan({"upp.weight": chunk(0)}), AttributeError, "no sub-module 'upp'"),
+    "no such parameter": (
+        lambda: _plan({"up.weigth": chunk(0)}),
+        AttributeError,
+        "Linear has no attribute 'weigth'",
+    ),
+    "no such module": (
+        lambda: _plan({"upp.weight": chunk(0)}),
+        AttributeError,
+        "no sub-module 'upp'",
+    ),
     "a module for a parameter": (
         lambda: _plan({"up": chunk(0)}),
         ValueError,
         "up must be a Tensor, got torch.nn.modules.linear.Linear",
     ),
-    "a spec that does not fit": (lambda: _plan({"up.weight": chunk(4)}), ValueError, "up.weight: dim 4"),
-    "a Sharder for the root": (lambda: _plan({"": Doubled()}), KeyError, "a Sharder needs the path"),
-    "a Sharder for nothing": (lambda: _plan({"middle": Doubled()}), AttributeError, "no sub-module 'middle'"),
+    "a spec that does not fit": (
+        lambda: _plan({"up.weight": chunk(4)}),
+        ValueError,
+        "up.weight: dim 4",
+    ),
+    "a Sharder for the root": (
+        lambda: _plan({"": Doubled()}),
+        KeyError,
+        "a Sharder needs the path",
+    ),
+    "a Sharder for nothing": (
+        lambda: _plan({"middle": Doubled()}),
+        AttributeError,
+        "no sub-module 'middle'",
+    ),
     "a parameter below a Sharder": (
         lambda: _plan({"down": Doubled(), "down.weight": chunk(0)}),
         RuntimeError,
         "'down.weight' is in .*Sharder of 'down'",
     ),
-    "no such output": (lambda: _plan({}, output_plan={"middle": chunk(0)}), AttributeError, "output_plan.*'middle'"),
-    "no such local": (lambda: _plan({}, return_local_tensor=["middle"]), AttributeError, "'middle'"),
+    "no such output": (
+        lambda: _plan({}, output_plan={"middle": chunk(0)}),
+        AttributeError,
+        "output_plan.*'middle'",
+    ),
+    "no such local": (
+        lambda: _plan({}, return_local_tensor=["middle"]),
+        AttributeError,
+        "'middle'",
+    ),
     "an error on one rank": (
         lambda: _plan(on_rank(1, {"up.weight": chunk(7)}, {"up.weight": chunk(0)})),
         ValueError,
@@ -74,13 +111,21 @@ MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "sharding_spec of up.weight=.*dim=0.*dim=1.*rank: 3",
     ),
-    "different outputs": (lambda: _plan({}, output_plan=on_rank(1, {"": chunk(0)}, None)), ValueError, "output_plan="),
+    "different outputs": (
+        lambda: _plan({}, output_plan=on_rank(1, {"": chunk(0)}, None)),
+        ValueError,
+        "output_plan=",
+    ),
     "different Sharders": (
         lambda: _plan({"down": on_rank(1, _Nothing(), Doubled())}),
         ValueError,
         "Sharder of down=.*Doubled.*_Nothing",
     ),
-    "a Sharder that raises": (lambda: _plan({"down": _Raises()}), ZeroDivisionError, "^rank 2: no way$"),
+    "a Sharder that raises": (
+        lambda: _plan({"down": _Raises()}),
+        ZeroDivisionError,
+        "^rank 2: no way$",
+    ),
     "a Sharder that returns nothing": (
         lambda: _plan({"down": _Nothing()}),
         TypeError,
@@ -114,10 +159,13 @@ def test_tied_parameters_that_a_plan_shards_differently() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(12, 8), "head": nn.Linear(8, 12, bias=False)})
     model["head"].weight = model["embed"].weight
     with pytest.raises(
-        PlanConflictError, match=r"'embed.weight' and 'head.weight' are one tied parameter.*dim=0.*dim=1"
+        PlanConflictError,
+        match=r"'embed.weight' and 'head.weight' are one tied parameter.*dim=0.*dim=1",
     ):
         shard_module(model, ShardingPlan(plan={"embed.weight": chunk(0), "head.weight": chunk(1)}))
-    with pytest.raises(PlanConflictError, match=r"'embed.weight' is tied to 'head.weight'.*Sharder of 'head'"):
+    with pytest.raises(
+        PlanConflictError, match=r"'embed.weight' is tied to 'head.weight'.*Sharder of 'head'"
+    ):
         shard_module(model, ShardingPlan(plan={"embed.weight": chunk(0), "head": Doubled()}))
     assert type(model["embed"].weight) is nn.Parameter
 
@@ -138,7 +186,9 @@ def test_the_errors_of_plans_have_their_own_types() -> None:
 def test_nested_modules_and_a_planner() -> None:
     class Rows(ShardingPlanner):
         def build_plan(self, module: nn.Module) -> ShardingPlan:
-            return ShardingPlan(plan={name: chunk(0) for name, p in module.named_parameters() if p.dim() == 2})
+            return ShardingPlan(
+                plan={name: chunk(0) for name, p in module.named_parameters() if p.dim() == 2}
+            )
 
     model = nn.Sequential(MLP(), nn.Sequential(MLP()))
     alone = copy.deepcopy(model)

@@ -32,7 +32,8 @@ def test_pointwise_functions_work_on_any_layout_without_communication() -> None:
     tensor = _shard_tensor(FULL, BRICKS)
     with observed() as events:
         results = {
-            name: OPS[name](tensor) for name in ("add", "scalar", "plain", "unary", "gelu", "clamp", "to", "where")
+            name: OPS[name](tensor)
+            for name in ("add", "scalar", "plain", "unary", "gelu", "clamp", "to", "where")
         }
     assert [event.op for event in events] == []
     for name, got in results.items():

@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from sharding_cases import FULL, WORLD, chunk, sharded
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import ShardedTensor, _get_current_process_group, _shard_tensor, empty, load_with_process_group
+from shoal_shard_api import (
+    ShardedTensor,
+    _get_current_process_group,
+    _shard_tensor,
+    empty,
+    load_with_process_group,
+)
 from shoal_shard_api.errors import ProcessGroupError, RankMismatchError, ShardingSpecError
 from shoal_shard_api.ranks.process_groups import agree_on
 
@@ -70,6 +76,11 @@ def test_without_a_process_group() -> None:
 def test_ranks_that_name_different_values_do_not_agree() -> None:
     rank, group = dist.get_rank(), dist.GroupMember.WORLD
     assert group is not None
-    with pytest.raises(RankMismatchError, match="size=3 on rank: 0 does not match with size=None on rank: 1"):
+    with pytest.raises(
+        RankMismatchError, match="size=3 on rank: 0 does not match with size=None on rank: 1"
+    ):
         agree_on(group, lambda: {"other": 3} if rank else {"size": 3})
-    assert agree_on(group, lambda: {} if rank else {"?size": 3, "~own": 0}) == [{"?size": 3, "~own": 0}, {}]
+    assert agree_on(group, lambda: {} if rank else {"?size": 3, "~own": 0}) == [
+        {"?size": 3, "~own": 0},
+        {},
+    ]

@@ -35,7 +35,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# Two layouts are refused everywhere; with one, what crosses the sharded dim in a way that shards cannot express.
+# Two layouts are refused everywhere; with one, what crosses the sharded dim in a way that shards
+# cannot express.
 ACROSS = {"cat", "mean", "slice", "softmax", "sum", "sum 0", "transpose"}
 REFUSED = {(name, False) for name in OPS} | {(name, True) for name in ACROSS}
 
@@ -52,7 +53,8 @@ def moves(seed: int, count: int) -> int:
         plain = torch.randn(shape)
         specs = [random_spec(random, random.choice(KINDS), shape) for _ in range(4)]
         tensor: Any = _shard_tensor(plain, specs[0], src_rank=random.randrange(4))
-        dist.broadcast(plain, 0)  # the same on all ranks anyway: the pool seeds them alike
+        # the same on all ranks anyway: the pool seeds them alike
+        dist.broadcast(plain, 0)
         leaf = tensor.requires_grad_()
         moved: Any = leaf
         for spec in specs[1:]:
@@ -73,7 +75,8 @@ def operations(seed: int, count: int) -> list[tuple[str, bool]]:
     """Pairs of tensors in random layouts through random ops, with gradients.
 
     Returns:
-        Ops that were refused with a typed error outside of `implicit_reshard`, each with whether both had one spec.
+        Ops that were refused with a typed error outside of `implicit_reshard`, each with whether
+        both had one spec.
     """
     random = Random(seed)
     refused = set()

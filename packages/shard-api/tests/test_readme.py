@@ -19,7 +19,9 @@ from shoal_mesh.testing import rank_pool
 from shoal_shard_api.checkpoint import load, save
 
 README = Path(__file__).parents[1] / "README.md"
-MODULES = [each.name for each in pkgutil.walk_packages(shoal_shard_api.__path__, "shoal_shard_api.")]
+MODULES = [
+    each.name for each in pkgutil.walk_packages(shoal_shard_api.__path__, "shoal_shard_api.")
+]
 
 
 def run(code: str) -> None:
@@ -59,4 +61,6 @@ def test_every_public_function_and_class_has_an_example() -> None:
 
 def test_all_and_dir_have_public_names_only() -> None:
     assert dir(shoal_shard_api) == sorted(shoal_shard_api.__all__)
-    assert not [each for each in shoal_shard_api.__all__ if each.startswith("_") and each != "__version__"]
+    assert not [
+        each for each in shoal_shard_api.__all__ if each.startswith("_") and each != "__version__"
+    ]

@@ -85,7 +85,10 @@ def test_the_squeezed_dim_is_that_of_the_sharding_alone() -> None:
     pair = [full]
     assert give(pair) is pair
     cells = enumerable(([0, 0], [1, 5], 0), ([1, 0], [1, 5], 1), ([2, 0], [2, 5], 2))
-    assert give(_shard_tensor(full, cells)).shape == {0: (1, 5), 1: (1, 5), 2: (2, 5), 3: (0,)}[dist.get_rank()]
+    assert (
+        give(_shard_tensor(full, cells)).shape
+        == {0: (1, 5), 1: (1, 5), 2: (2, 5), 3: (0,)}[dist.get_rank()]
+    )
     several = enumerable(([0, 0], [2, 5], 0), ([2, 0], [2, 5], 0))
     if dist.get_rank() == 0:
         with pytest.raises(UnsupportedOpError, match="rank 0 has 2 shards"):
@@ -115,7 +118,9 @@ def test_a_sharder_replaces_its_module() -> None:
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.ReLU(), nn.Linear(8, 16))
     alone = copy.deepcopy(model)
     plan = ShardingPlan(
-        plan={"0": Doubled(), "2.weight": chunk(0)}, output_plan={"0.inner": chunk(1)}, return_local_tensor=[]
+        plan={"0": Doubled(), "2.weight": chunk(0)},
+        output_plan={"0.inner": chunk(1)},
+        return_local_tensor=[],
     )
     shard_module(model, plan)
     assert type(model[0]).__name__ == "Double"

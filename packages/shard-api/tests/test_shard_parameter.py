@@ -14,13 +14,22 @@ from sharded_modules import snapshot
 from sharding_cases import chunk, enumerable, on_rank
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import ShardedTensor, _shard_tensor, shard_parameter
-from shoal_shard_api.errors import MissingParameterError, ParameterError, ProcessGroupError, RankMismatchError
+from shoal_shard_api.errors import (
+    MissingParameterError,
+    ParameterError,
+    ProcessGroupError,
+    RankMismatchError,
+)
 
-GRID = enumerable(([0, 0], [4, 8], 0), ([4, 0], [4, 8], 1), ([0, 8], [4, 8], 2), ([4, 8], [4, 8], 3))
+GRID = enumerable(
+    ([0, 0], [4, 8], 0), ([4, 0], [4, 8], 1), ([0, 8], [4, 8], 2), ([4, 8], [4, 8], 3)
+)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("spec", [chunk(0), chunk(1, (3, 1, 0, 2)), GRID, enumerable(([0, 0], [8, 16], 2))], ids=str)
+@pytest.mark.parametrize(
+    "spec", [chunk(0), chunk(1, (3, 1, 0, 2)), GRID, enumerable(([0, 0], [8, 16], 2))], ids=str
+)
 def test_shard_parameter_takes_the_data_of_the_source(spec: Any) -> None:
     torch.manual_seed(dist.get_rank())
     linear = nn.Linear(16, 8)
@@ -52,22 +61,46 @@ def test_what_is_no_parameter_stays_what_it_is() -> None:
 
 
 PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
-    "no attribute": (lambda m: ("absent", chunk(0)), AttributeError, "Linear has no attribute 'absent'"),
+    "no attribute": (
+        lambda m: ("absent", chunk(0)),
+        AttributeError,
+        "Linear has no attribute 'absent'",
+    ),
     "no attribute on one rank": (
         lambda m: (on_rank(2, "absent", "weight"), chunk(0)),
         AttributeError,
         r"^rank 2: .*'absent'",
     ),
-    "no tensor": (lambda m: ("in_features", chunk(0)), ValueError, "in_features must be a Tensor, got int"),
-    "not contiguous": (lambda m: ("turned", chunk(0)), ValueError, r"turned is not contiguous: size \(8, 16\)"),
+    "no tensor": (
+        lambda m: ("in_features", chunk(0)),
+        ValueError,
+        "in_features must be a Tensor, got int",
+    ),
+    "not contiguous": (
+        lambda m: ("turned", chunk(0)),
+        ValueError,
+        r"turned is not contiguous: size \(8, 16\)",
+    ),
     "not contiguous on one rank": (
         lambda m: (on_rank(3, "turned", "weight"), chunk(0)),
         ValueError,
         r"^rank 3: .*not contiguous",
     ),
-    "no spec": (lambda m: ("weight", "rows"), TypeError, "Linear.weight: the spec must be ShardingSpec, got str"),
-    "dim out of range": (lambda m: ("weight", chunk(2)), ValueError, r"Linear.weight: dim 2 .*\(8, 16\)"),
-    "rank outside": (lambda m: ("weight", chunk(0, (0, 4))), ValueError, "global rank 4 is not among"),
+    "no spec": (
+        lambda m: ("weight", "rows"),
+        TypeError,
+        "Linear.weight: the spec must be ShardingSpec, got str",
+    ),
+    "dim out of range": (
+        lambda m: ("weight", chunk(2)),
+        ValueError,
+        r"Linear.weight: dim 2 .*\(8, 16\)",
+    ),
+    "rank outside": (
+        lambda m: ("weight", chunk(0, (0, 4))),
+        ValueError,
+        "global rank 4 is not among",
+    ),
     "spec with a gap": (
         lambda m: ("weight", enumerable(([0, 0], [8, 8], 0))),
         ValueError,
@@ -76,14 +109,19 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "different specs": (
         lambda m: ("weight", on_rank(1, chunk(1), chunk(0))),
         ValueError,
-        r"sharding_spec=.*dim=0.* on rank: 0 does not match with sharding_spec=.*dim=1.* on rank: 1",
+        r"sharding_spec=.*dim=0.* on rank: 0 does not match with sharding_spec=.*dim=1.* on rank: "
+        r"1",
     ),
     "different sources": (
         lambda m: ("weight", chunk(0), on_rank(2, 1, 0)),
         ValueError,
         "src_rank=0 on rank: 0 .* src_rank=1 on rank: 2",
     ),
-    "no such source": (lambda m: ("weight", chunk(0), 4), RuntimeError, "src_rank=4 is not a rank .* of 4"),
+    "no such source": (
+        lambda m: ("weight", chunk(0), 4),
+        RuntimeError,
+        "src_rank=4 is not a rank .* of 4",
+    ),
     "different sizes": (
         lambda m: (on_rank(1, "bias", "weight"), chunk(0)),
         ValueError,
@@ -127,7 +165,9 @@ def test_shard_tensor_refuses_on_all_ranks() -> None:
     full = torch.arange(12.0).view(3, 4)
     with pytest.raises(ValueError, match=r"^rank 1: tensor is not contiguous"):
         _shard_tensor(full.t() if rank == 1 else full.t().contiguous(), chunk(0))
-    with pytest.raises(RankMismatchError, match=r"dtype=torch.float32 on rank: 0.*torch.float64 on rank: 3"):
+    with pytest.raises(
+        RankMismatchError, match=r"dtype=torch.float32 on rank: 0.*torch.float64 on rank: 3"
+    ):
         _shard_tensor(full.double() if rank == 3 else full, chunk(0))
     with pytest.raises(RankMismatchError, match=r"src_rank=0 on rank: 0 .*src_rank=1 on rank: 1"):
         _shard_tensor(full, chunk(0), src_rank=rank)

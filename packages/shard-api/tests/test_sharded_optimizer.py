@@ -105,13 +105,18 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({**good, "state": {**good["state"], "other": {}}}, r"unknown parameters \['other'\]"),
         ({**good, "param_groups": []}, "parameter groups differ"),
-        ({**good, "state": {"weight": {"exp_avg": zeros(chunk(0), 2, 2)}}}, r"exp_avg of weight has size \(2, 2\)"),
+        (
+            {**good, "state": {"weight": {"exp_avg": zeros(chunk(0), 2, 2)}}},
+            r"exp_avg of weight has size \(2, 2\)",
+        ),
     ]
     before = {name: id(value) for name, value in optimizer.state_dict()["state"]["bias"].items()}
     for state, text in wrong:
         with pytest.raises(CheckpointError, match=text):
             optimizer.load_state_dict(state)
-    assert {name: id(value) for name, value in optimizer.state_dict()["state"]["bias"].items()} == before
+    assert {
+        name: id(value) for name, value in optimizer.state_dict()["state"]["bias"].items()
+    } == before
 
 
 @on_ranks(4)
@@ -134,7 +139,9 @@ def test_a_parameter_that_was_resharded_is_not_stepped_in_its_old_shards() -> No
     state = optimizer.state_dict()
     module.weight.reshard(chunk(1))
     for call in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(UnsupportedOpError, match="resharded in place: construct a new optimizer"):
+        with pytest.raises(
+            UnsupportedOpError, match="resharded in place: construct a new optimizer"
+        ):
             call()
     optimizer = ShardedOptimizer(dict(module.named_parameters()), torch.optim.SGD, lr=0.1)
     optimizer.load_state_dict(state)

@@ -114,13 +114,17 @@ def test_gather(dst: int, spec: ChunkShardingSpec) -> None:
 @on_ranks(4)
 def test_wrong_arguments_of_gather_are_raised_on_all_ranks() -> None:
     tensor, rank = sharded(chunk(0)), dist.get_rank()
-    with pytest.raises(LocalShardError, match=r"^rank 1: gather: .*size \(6, 5\) on dst=1, got None"):
+    with pytest.raises(
+        LocalShardError, match=r"^rank 1: gather: .*size \(6, 5\) on dst=1, got None"
+    ):
         tensor.gather(1)
     with pytest.raises(LocalShardError, match=r"got a torch.Tensor of size \(5, 6\)"):
         tensor.gather(1, torch.empty(5, 6) if rank == 1 else None)
     with pytest.raises(LocalShardError, match="out must be None on every rank but dst=1"):
         tensor.gather(1, torch.empty(6, 5))
-    with pytest.raises(RankMismatchError, match="dst=0 on rank: 0 does not match with dst=1 on rank: 1"):
+    with pytest.raises(
+        RankMismatchError, match="dst=0 on rank: 0 does not match with dst=1 on rank: 1"
+    ):
         tensor.gather(rank, torch.empty(6, 5))
     with pytest.raises(ProcessGroupError, match="dst=4"):
         tensor.gather(4)
@@ -165,12 +169,16 @@ def test_to_another_type() -> None:
 def load_with_torch(where: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state: dict[str, Any] = {"model": {"weight": zeros(chunk(1), 10, 6), "bias": torch.zeros(10)}, "step": 0}
+    state: dict[str, Any] = {
+        "model": {"weight": zeros(chunk(1), 10, 6), "bias": torch.zeros(10)},
+        "step": 0,
+    }
     dcp.load(state, checkpoint_id=where)
     assert torch.equal(state["model"]["weight"], WEIGHT)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, on saving
+# torch's own, on saving
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_torchs_own_load_and_save_know_the_tensors(tmp_path: Path) -> None:
     rank_pool(4).run(save_model, str(tmp_path / "saved"), chunk(0, (2, 0)))
     rank_pool(4).run(load_with_torch, str(tmp_path / "saved"))
@@ -186,4 +194,6 @@ def test_a_shard_that_is_not_here() -> None:
     with pytest.raises(CheckpointError, match="w: no local shard begins at"):
         tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size([9, 0])))
     assert isinstance(tensor, ShardedTensor)
-    assert len(ShardedTensor(chunk(0), 2, 2).__create_chunk_list__()) == (1 if dist.get_rank() < 2 else 0)
+    assert len(ShardedTensor(chunk(0), 2, 2).__create_chunk_list__()) == (
+        1 if dist.get_rank() < 2 else 0
+    )

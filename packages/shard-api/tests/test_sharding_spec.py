@@ -20,7 +20,9 @@ from shoal_shard_api.errors import ShardingSpecError, UnsupportedOpError
 
 
 def test_a_shard_that_reaches_beyond_the_tensor_is_named() -> None:
-    with pytest.raises(ShardingSpecError, match=r"shard 0 \[0:3, 0:4\] on rank:0/cpu reaches beyond .*\(2, 4\)"):
+    with pytest.raises(
+        ShardingSpecError, match=r"shard 0 \[0:3, 0:4\] on rank:0/cpu reaches beyond .*\(2, 4\)"
+    ):
         check_tensor([shard([0, 0], [3, 4])], (2, 4))
     with pytest.raises(ShardingSpecError, match="has 2 dims, the tensor of size"):
         check_tensor([shard([0, 0], [3, 4])], (3,))
@@ -31,7 +33,9 @@ def test_a_shard_that_reaches_beyond_the_tensor_is_named() -> None:
 class _OnRankZero(ShardingSpec):
     """A user's spec: everything on rank 0."""
 
-    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
         return ShardedTensorMetadata(
             [shard([0] * len(tensor_sizes), list(tensor_sizes))], tensor_sizes, tensor_properties
         )
@@ -44,6 +48,8 @@ def test_ops_overridden_for_a_kind_of_spec() -> None:
 
     assert _has_custom_op(_OnRankZero(), torch.lgamma)
     assert not _has_custom_op(ChunkShardingSpec(0, placements(0)), torch.lgamma)
-    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]  # unused
+    # unused
+    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]
     with pytest.raises(UnsupportedOpError, match="not overridden for _OnRankZero"):
-        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]  # unused
+        # unused
+        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]

@@ -50,7 +50,9 @@ def test_attributes_travel_with_the_hooks() -> None:
 @on_ranks(4)
 def test_a_strict_load_reports_what_does_not_fit() -> None:
     state = holder(_shard_tensor(FULL, chunk(0))).state_dict()
-    with pytest.raises(RuntimeError, match=r"size mismatch for outer.1.table: \(4, 6\) given, \(2, 6\) present"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for outer.1.table: \(4, 6\) given, \(2, 6\) present"
+    ):
         holder(zeros(chunk(0), 2, 6)).load_state_dict(state)
     del state["outer.1.table"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"outer.1.table"'):

@@ -10,7 +10,12 @@ from hypothesis import given, strategies as st
 
 from shoal_dtensor import Shard
 from shoal_dtensor.internal import Box, volume
-from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, NotExpressibleError, TensorProperties
+from shoal_shard_api import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    NotExpressibleError,
+    TensorProperties,
+)
 from shoal_shard_api._torch import RemoteDevice
 from shoal_shard_api.ops.via_dtensor import Grid, grid_of
 from shoal_shard_api.spec.specs import spec_of
@@ -35,7 +40,9 @@ def boxes_of(grid: Grid, shape: tuple[int, ...]) -> dict[int, Box]:
 
 
 @given(st.integers(1, 20), st.permutations(MEMBERS), st.integers(1, 4), st.integers(0, 1))
-def test_a_chunk_spec_on_some_ranks_in_any_order(size: int, order: list[int], count: int, dim: int) -> None:
+def test_a_chunk_spec_on_some_ranks_in_any_order(
+    size: int, order: list[int], count: int, dim: int
+) -> None:
     shape = (size, 3) if dim == 0 else (3, size)
     spec = ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in order[:count]])
     layout = spec.build_metadata(torch.Size(shape), TensorProperties()).layout
@@ -50,7 +57,9 @@ def test_a_chunk_spec_on_some_ranks_in_any_order(size: int, order: list[int], co
 @given(st.permutations(MEMBERS), st.integers(1, 6), st.integers(1, 4))
 def test_a_two_by_two_grid(order: list[int], row: int, column: int) -> None:
     shape = (7, 5)
-    cells = [((a, b), (c, d)) for a, b in ((0, row), (row, 7)) for c, d in ((0, column), (column, 5))]
+    cells = [
+        ((a, b), (c, d)) for a, b in ((0, row), (row, 7)) for c, d in ((0, column), (column, 5))
+    ]
     layout = tuple(zip(order, cells, strict=True))
     grid = grid_of(layout, shape, MEMBERS)
     assert grid.mesh_shape == (2, 2)
@@ -72,7 +81,13 @@ def test_idle_ranks_become_empty_cells() -> None:
     ("layout", "shape", "members", "reason"),
     [
         pytest.param(((0, ()),), (), (0, 1), "0-dim", id="0-dim"),
-        pytest.param(((0, ((0, 1),)), (0, ((1, 2),))), (2,), (0, 1), r"ranks \[0\] hold several", id="several"),
+        pytest.param(
+            ((0, ((0, 1),)), (0, ((1, 2),))),
+            (2,),
+            (0, 1),
+            r"ranks \[0\] hold several",
+            id="several",
+        ),
         pytest.param(
             ((0, ((0, 1), (0, 2))), (1, ((1, 2), (0, 1))), (2, ((1, 2), (1, 2)))),
             (2, 2),
@@ -89,7 +104,8 @@ def test_idle_ranks_become_empty_cells() -> None:
         ),
     ],
 )
-def test_what_has_no_placements(layout, shape, members, reason) -> None:  # type: ignore[no-untyped-def]  # parametrized
+# parametrized
+def test_what_has_no_placements(layout, shape, members, reason) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(NotExpressibleError, match=reason):
         grid_of(layout, shape, members)
 
@@ -101,7 +117,9 @@ def test_all_elements_on_one_rank() -> None:
 
 def test_a_tensor_without_elements_is_sharded_along_its_empty_dim() -> None:
     layout = (
-        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).build_metadata(torch.Size([4, 0]), TensorProperties()).layout
+        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        .build_metadata(torch.Size([4, 0]), TensorProperties())
+        .layout
     )
     assert grid_of(layout, (4, 0), (0, 1)) == Grid((2,), (0, 1), (Shard(1, sizes=(0, 0)),))
 
@@ -110,6 +128,10 @@ def test_empty_boxes_are_dropped_unless_a_chunk_spec_has_them() -> None:
     layout = [(0, ((0, 3),)), (1, ((3, 3),)), (2, ((3, 4),))]
     assert [
         each.rank
-        for each in spec_of(layout, DEVICES).build_metadata(torch.Size([4]), TensorProperties()).shards_metadata
+        for each in spec_of(layout, DEVICES)
+        .build_metadata(torch.Size([4]), TensorProperties())
+        .shards_metadata
     ] == [0, 2]
-    assert spec_of([(1, ((0, 2),)), (0, ((2, 3),))], DEVICES) == ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
+    assert spec_of([(1, ((0, 2),)), (0, ((2, 3),))], DEVICES) == ChunkShardingSpec(
+        0, ["rank:1/cpu", "rank:0/cpu"]
+    )

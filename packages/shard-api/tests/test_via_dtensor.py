@@ -144,7 +144,10 @@ def test_writing_in_place() -> None:
 
 @on_ranks(4)
 def test_in_place_ops_keep_the_history() -> None:
-    tensor, plain = _shard_tensor(FULL.clone().requires_grad_(), chunk(0)), FULL.clone().requires_grad_()
+    tensor, plain = (
+        _shard_tensor(FULL.clone().requires_grad_(), chunk(0)),
+        FULL.clone().requires_grad_(),
+    )
     for leaf in (tensor, plain):
         value = leaf * 1
         value.mul_(leaf).add_(1)
@@ -174,7 +177,10 @@ def test_optimizers_step_sharded_parameters() -> None:
 
 @on_ranks(4)
 def test_clip_grad_norm() -> None:
-    sharded, plain = torch.nn.Parameter(_shard_tensor(FULL, chunk(0))), torch.nn.Parameter(FULL.clone())
+    sharded, plain = (
+        torch.nn.Parameter(_shard_tensor(FULL, chunk(0))),
+        torch.nn.Parameter(FULL.clone()),
+    )
     norms = []
     for parameter in (sharded, plain):
         backward((parameter * parameter).sum())
@@ -187,7 +193,9 @@ def test_clip_grad_norm() -> None:
 def test_other_functions_are_refused_there_unless_moving_is_allowed() -> None:
     tensor = _shard_tensor(FULL, BRICKS)
     for name in ("sum", "matmul", "softmax 0", "linear weight", "transpose"):
-        with pytest.raises(NotExpressibleError, match=r"ranks \[3\] hold several shards.*ChunkShardingSpec"):
+        with pytest.raises(
+            NotExpressibleError, match=r"ranks \[3\] hold several shards.*ChunkShardingSpec"
+        ):
             OPS[name](tensor)
         with implicit_reshard():
             torch.testing.assert_close(full_of(OPS[name](tensor)), OPS[name](FULL))

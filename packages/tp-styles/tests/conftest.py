@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # ranks of the pool get this path from their parent
+# ranks of the pool get this path from their parent
+sys.path.insert(0, str(Path(__file__).parent / "support"))

@@ -68,22 +68,30 @@ def test_the_parameters_of_a_plan_travel_together() -> None:
     for param in first.parameters():
         dist.broadcast(param.detach(), 0)
     first[2].weight.data.mul_(2)
-    plan: dict[str, ParallelStyle] = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)}
+    plan: dict[str, ParallelStyle] = {
+        str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)
+    }
     with CommDebugMode() as mode:
         parallelize_module(module, all_ranks(), {**plan, "2": Scaled()})
-    # Before the style that acts by itself, its own, and after it: shards by one all-to-all, biases by one broadcast.
+    # Before the style that acts by itself, its own, and after it: shards by one all-to-all, biases
+    # by one broadcast.
     assert mode.get_total_counts() == 2 + 1 + 2
     for name, param in first.named_parameters():
         assert torch.equal(module.get_parameter(name).full_tensor(), param), name
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel()])
-def test_weights_that_consist_of_several_tensors_are_refused(style: ColwiseParallel | RowwiseParallel) -> None:
+def test_weights_that_consist_of_several_tensors_are_refused(
+    style: ColwiseParallel | RowwiseParallel,
+) -> None:
     linear = nn.Linear(4, 8)
     weight = linear.weight.detach()
     pair: Any = TwoTensor(weight, weight.clone())  # type: ignore[no-untyped-call]  # torch
     linear.weight = nn.Parameter(pair, requires_grad=False)
-    with pytest.raises(UnsupportedModuleError, match=r"weight of Linear is a TwoTensor, .* To have quantized weights"):
+    with pytest.raises(
+        UnsupportedModuleError,
+        match=r"weight of Linear is a TwoTensor, .* To have quantized weights",
+    ):
         parallelize_module(linear, abstract_mesh((2,)), style)
     assert isinstance(linear.weight, TwoTensor)
 

@@ -37,8 +37,12 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
         for same in (True, False):
             x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
             k = other
-            expected, scores = single(x, x if same else k, x if same else k, need_weights=weights, **options)
-            got, ours = module(y, y if same else k, y if same else k, need_weights=weights, **options)
+            expected, scores = single(
+                x, x if same else k, x if same else k, need_weights=weights, **options
+            )
+            got, ours = module(
+                y, y if same else k, y if same else k, need_weights=weights, **options
+            )
             torch.testing.assert_close(got, expected)
             torch.testing.assert_close(ours, scores)
             expected.square().sum().backward()
@@ -53,11 +57,16 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
 @pytest.mark.parametrize("heads", [8, 6])
 @pytest.mark.parametrize(("kdim", "vdim"), [(5, None), (None, 7), (5, 7)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_keys_and_values_with_dims_of_their_own(heads: int, kdim: int | None, vdim: int | None, bias: bool) -> None:
+def test_keys_and_values_with_dims_of_their_own(
+    heads: int, kdim: int | None, vdim: int | None, bias: bool
+) -> None:
     options: Any = {"kdim": kdim, "vdim": vdim, "bias": bias, "batch_first": True}
     single: Any = nn.MultiheadAttention(24, heads, **options).double()
     module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel())
-    full = [torch.randn(2, rows, dim or 24, dtype=torch.double) for rows, dim in ((3, 24), (4, kdim), (4, vdim))]
+    full = [
+        torch.randn(2, rows, dim or 24, dtype=torch.double)
+        for rows, dim in ((3, 24), (4, kdim), (4, vdim))
+    ]
     theirs, ours = ([x.clone().requires_grad_() for x in full] for _ in range(2))
     expected, got = single(*theirs)[0], module(*ours)[0]
     torch.testing.assert_close(got, expected)
@@ -96,7 +105,9 @@ def test_attention_leaves_along_the_sequence(batch_first: bool) -> None:
     layout = Shard(1 if batch_first else 0)
     single: Any = nn.MultiheadAttention(24, 6, batch_first=batch_first).double()
     nn.init.normal_(single.out_proj.bias)
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel(output_layouts=layout))
+    module: Any = parallelize_module(
+        copy.deepcopy(single), all_ranks(), HeadParallel(output_layouts=layout)
+    )
     full = torch.randn((3, 8, 24) if batch_first else (8, 3, 24), dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     expected, _ = single(x, x, x)

@@ -87,7 +87,9 @@ def test_a_forward_reads_this_ranks_part_of_its_counts() -> None:
     torch.manual_seed(1)
     single = Counted().double()
     module: Any = copy.deepcopy(single)
-    parallelize_module(module, all_ranks(), {"": OwnParameters(counts=("heads", "inner")), **COUNTED})
+    parallelize_module(
+        module, all_ranks(), {"": OwnParameters(counts=("heads", "inner")), **COUNTED}
+    )
     x = torch.randn(3, 6, dtype=torch.double)
     out, got = single(x), module(x)
     torch.testing.assert_close(got, out)
@@ -97,7 +99,9 @@ def test_a_forward_reads_this_ranks_part_of_its_counts() -> None:
     assert_same_gradients(module, single)
     module.heads = 6
     with pytest.raises(LayoutError, match="heads of Counted is 6, which 4 ranks do not share"):
-        parallelize_module(unparallelize_module(module), all_ranks(), OwnParameters(counts=("heads",)))
+        parallelize_module(
+            unparallelize_module(module), all_ranks(), OwnParameters(counts=("heads",))
+        )
 
 
 def test_parameters_and_features_that_are_not_there_are_refused() -> None:

@@ -36,7 +36,9 @@ OPS = {
 
 
 def counted(mode: CommDebugMode) -> Counter[str]:
-    return Counter({OPS[record.op]: 0 for record in mode.trace}) + Counter(OPS[record.op] for record in mode.trace)
+    return Counter({OPS[record.op]: 0 for record in mode.trace}) + Counter(
+        OPS[record.op] for record in mode.trace
+    )
 
 
 def shard_of(full: Tensor, layout: Any) -> Tensor:
@@ -48,7 +50,8 @@ def shard_of(full: Tensor, layout: Any) -> Tensor:
 
 def train(module: nn.Module, x: Tensor) -> tuple[Counter[str], Counter[str]]:
     """Collectives of one forward and of one backward."""
-    module(x.detach())  # the first random number on a mesh checks once that the generators agree
+    # the first random number on a mesh checks once that the generators agree
+    module(x.detach())
     x = x * 1 if x.is_floating_point() else x  # an activation, not a leaf
     with CommDebugMode() as forward:
         out = module(x)
@@ -84,7 +87,9 @@ def test_declared_collectives_are_those_that_run(name: str) -> None:
     costs = preview(Scaled(), {path: case.style}, all_ranks(), full)
     assert not any(row.by_dispatch for row in costs.rows)
     parallelize_module(Scaled(), all_ranks(), {path: case.style})
-    forward, backward = train(module, shard_of(full.detach(), case.layout).requires_grad_(full.requires_grad))
+    forward, backward = train(
+        module, shard_of(full.detach(), case.layout).requires_grad_(full.requires_grad)
+    )
     assert Counter(cost.op for row in costs.rows for cost in row.forward) == forward
     assert Counter(cost.op for row in costs.rows for cost in row.backward) == backward
 
@@ -93,10 +98,12 @@ def test_every_lowering_has_a_case() -> None:
     covered = set()
     for case in CASES.values():
         module = case.make().get_submodule(case.path)
-        covered.add(case.style.sharding(module).lowering)  # type: ignore[attr-defined]  # declared styles
+        # declared styles
+        covered.add(case.style.sharding(module).lowering)  # type: ignore[attr-defined]
     # Forms of the invariant arithmetic stand in for lowerings that have cases.
     lowerings = {kind for kind in subclasses(Lowered) if ".invariant." not in kind.__module__}
-    known = lowerings - {Boundary, FusedLowering, DrawRegion, OverlappedBlock}  # these declare none of their own
+    # these declare none of their own
+    known = lowerings - {Boundary, FusedLowering, DrawRegion, OverlappedBlock}
     assert {kind.__name__ for kind in known if not kind.__name__.startswith("_")} == {
         kind.__name__ for kind in covered if kind is not None
     }

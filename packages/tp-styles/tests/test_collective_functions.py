@@ -35,7 +35,8 @@ MOVES: dict[str, Case] = {
     "copy": (functions.copy, lambda xs, _: xs[0]),
 }
 REPLICATED_INPUT = ("split", "copy")
-REPLICATED_GRAD = ("reduce", "gather")  # of the output: complete and equal on all ranks
+# of the output: complete and equal on all ranks
+REPLICATED_GRAD = ("reduce", "gather")
 
 
 def seeded(seed: int) -> Tensor:
@@ -80,7 +81,12 @@ def test_sums_take_one_collective_for_each_dtype() -> None:
     comm = all_ranks().comm(0)
     tensors: list[Any] = [torch.ones(2), None, torch.ones(3, 1), torch.ones(2, dtype=torch.double)]
     summed = functions.sum_over_ranks(tensors, comm)
-    assert [None if each is None else each.flatten().tolist() for each in summed] == [[4, 4], None, [4, 4, 4], [4, 4]]
+    assert [None if each is None else each.flatten().tolist() for each in summed] == [
+        [4, 4],
+        None,
+        [4, 4, 4],
+        [4, 4],
+    ]
     assert torch.equal(tensors[0], torch.ones(2))
 
 
@@ -88,4 +94,7 @@ def test_sums_take_one_collective_for_each_dtype() -> None:
 def test_layouts_that_need_dtensor_have_no_sharded_dim() -> None:
     comm = init_device_mesh("cpu", (4,)).comm(0)
     assert functions.sharded_dim(Shard(1, sizes=(1, 1, 1, 1)), comm) == (comm, 1, (1, 1, 1, 1))
-    assert all(functions.sharded_dim(each, comm) is None for each in (Replicate(), Partial(), Shard(0, multiple_of=2)))
+    assert all(
+        functions.sharded_dim(each, comm) is None
+        for each in (Replicate(), Partial(), Shard(0, multiple_of=2))
+    )

@@ -22,7 +22,9 @@ from shoal_tp_styles import (
     [(Replicate(), {}, {"all_reduce": 1}), (Shard(0), {"all_gather": 1}, {"reduce_scatter": 1})],
 )
 @pytest.mark.parametrize("local", [True, False])
-def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
+def test_colwise_linear(
+    layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool
+) -> None:
     style = ColwiseParallel(input_layouts=layout, use_local_output=local)
     x = torch.randn(8, 16, dtype=torch.double)
     single = nn.Linear(16, 16).double()
@@ -34,4 +36,6 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
 @on_ranks(4)
 def test_fewer_features_than_ranks() -> None:
     style = ColwiseParallel(output_layouts=Replicate())
-    as_one_device(nn.Linear(12, 2).double(), style, all_ranks(), [torch.randn(2, 4, 12, dtype=torch.double)])
+    as_one_device(
+        nn.Linear(12, 2).double(), style, all_ranks(), [torch.randn(2, 4, 12, dtype=torch.double)]
+    )

@@ -1,6 +1,7 @@
 """Lowered modules under torch.compile, full graphs on real ranks.  Covers: lowering/parameters.py, lowering/ports.py.
 
-A traced model gives the outputs and gradients of the eager one; its graphs hold functional collectives and no others.
+A traced model gives the outputs and gradients of the eager one; its graphs hold functional
+collectives and no others.
 """
 
 from __future__ import annotations
@@ -36,23 +37,31 @@ pytestmark = COMPILED
 
 def compiled(module: Any, graphs: list[Any]) -> Any:
     """The module in one graph, the graphs of forward and backward kept."""
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch leaves it untyped
-    from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
+    # torch leaves it untyped
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+    # not while this file is collected: it takes seconds
+    from torch._dynamo.backends.common import aot_autograd
 
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    return torch.compile(module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    return torch.compile(
+        module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True
+    )
 
 
 def collectives(graph: Any) -> list[str]:
     """Short names of a graph's collectives, and `other` for what waits for nothing the compiler sees."""
     names = [
-        str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target) or "shoal" in str(node.target)
+        str(node.target)
+        for node in graph.graph.nodes
+        if "c10d" in str(node.target) or "shoal" in str(node.target)
     ]
-    of_mesh = shoal_mesh.__name__.replace(".", "_")  # with the name of a host that vendors it
+    # with the name of a host that vendors it
+    of_mesh = shoal_mesh.__name__.replace(".", "_")
     assert all(name.startswith(("_c10d_functional.", f"{of_mesh}.")) for name in names), names
     return [name.split(".")[1] for name in names if "wait_tensor" not in name]
 
@@ -100,7 +109,8 @@ class TwoReaders(nn.Module):
     def __init__(self, write: bool) -> None:
         super().__init__()
         self.write, self.q, self.k = write, nn.Linear(4, 4), nn.Linear(4, 4)
-        self.q.requires_grad_(not write)  # what a trained Linear has read must stay as it is
+        # what a trained Linear has read must stay as it is
+        self.q.requires_grad_(not write)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(batch, 2)`."""
@@ -141,7 +151,10 @@ def test_the_order_of_sums_is_a_guard() -> None:
             with sums_in_tree():
                 fast(x)
             fast(x)
-        assert [collectives(graph) for graph in graphs] == [["all_reduce"], ["all_gather_into_tensor"]]
+        assert [collectives(graph) for graph in graphs] == [
+            ["all_reduce"],
+            ["all_gather_into_tensor"],
+        ]
 
 
 def test_a_model_with_dropout_is_one_graph_while_it_does_not_draw() -> None:
@@ -159,8 +172,12 @@ def test_a_model_with_dropout_is_one_graph_while_it_does_not_draw() -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_transformer_is_one_graph(sequence: bool) -> None:
     model = Transformer(ModelArgs(n_layers=1, dropout_p=0.0, vocab_size=11)).double()
-    forward, backward = assert_same(model, dict(transformer_plan(sequence)), torch.randint(11, (3, 8)))
-    kinds = {"all_reduce", "all_gather_into_tensor"} | ({"reduce_scatter_tensor"} if sequence else set())
+    forward, backward = assert_same(
+        model, dict(transformer_plan(sequence)), torch.randint(11, (3, 8))
+    )
+    kinds = {"all_reduce", "all_gather_into_tensor"} | (
+        {"reduce_scatter_tensor"} if sequence else set()
+    )
     assert {*forward, *backward} == kinds
     if not sequence:
         # Two embeddings, the rows of attention and of the feed-forward; the logits.
@@ -215,7 +232,11 @@ def test_overlap_and_sequence_layouts_are_traced() -> None:
     }
     forward, backward = assert_same(start, plan, torch.randn(4, 3, 6, dtype=torch.double))
     assert forward == ["all_gather_into_tensor", "reduce_scatter_tensor"]
-    assert sorted(set(backward)) == ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]
+    assert sorted(set(backward)) == [
+        "all_gather_into_tensor",
+        "all_reduce",
+        "reduce_scatter_tensor",
+    ]
 
 
 @on_ranks(2, timeout=100)
@@ -223,7 +244,9 @@ def test_checkpoints_run_their_collectives_again() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
-    parallelize_module(module, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(
+        module, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     x = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
 
     def gradients(compiles: bool) -> list[Any]:
@@ -234,7 +257,9 @@ def test_checkpoints_run_their_collectives_again() -> None:
         return [*torch.autograd.grad(run(x), (x, *module.parameters()))]
 
     for found, expected in zip(gradients(compiles=True), gradients(compiles=False), strict=True):
-        torch.testing.assert_close(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))
+        torch.testing.assert_close(
+            getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected)
+        )
 
 
 @on_ranks(2, timeout=250)
@@ -242,7 +267,9 @@ def test_lengths_of_dtensors_between_modules() -> None:
     """A sequence-parallel model whose modules pass DTensors, and the loss of logits sharded by class: two graphs."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    single = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)).double()
+    single = nn.Sequential(
+        nn.Embedding(32, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
+    ).double()
     single.append(nn.Linear(8, 32, dtype=torch.float64))
     model = copy.deepcopy(single)
     by_sequence: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
@@ -263,7 +290,9 @@ def test_lengths_of_dtensors_between_modules() -> None:
     counters.clear()
     step = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
     for batch, length in ((4, 8), (6, 12), (2, 10), (8, 6)):
-        tokens, target = torch.arange(2 * batch * length).mul(7).remainder(32).view(2, batch, length)
+        tokens, target = (
+            torch.arange(2 * batch * length).mul(7).remainder(32).view(2, batch, length)
+        )
         model.zero_grad()
         single.zero_grad()
         with loss_parallel():
@@ -271,7 +300,9 @@ def test_lengths_of_dtensors_between_modules() -> None:
             loss.backward()
         expected = loss_of(single, tokens, target)
         expected.backward()
-        torch.testing.assert_close(loss.full_tensor() if isinstance(loss, DTensor) else loss, expected)
+        torch.testing.assert_close(
+            loss.full_tensor() if isinstance(loss, DTensor) else loss, expected
+        )
         for mine, its in zip(model.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(
                 mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad, its.grad

@@ -1,7 +1,8 @@
 """Compiled code follows the sizes of its inputs.  Covers: lowering/parameters.py, lowering/ports.py, losses.
 
-Five batch sizes, then five sequence lengths, one graph each time, forward and backward.  What is dynamic takes two
-graphs: one of the first size, one of any.  What goes by way of DTensor takes one for each size.
+Five batch sizes, then five sequence lengths, one graph each time, forward and backward. What is
+dynamic takes two graphs: one of the first size, one of any. What goes by way of DTensor takes one
+for each size.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ BY_DTENSOR = {
     "columns as DTensor", "rows scattered as DTensor", "crossing", "reduced", "scattered", "exchanged", "from a shape",
     "loss_parallel", "prepared input, gathered", "prepared input, sharded",
 }  # fmt: skip
-UNEVEN = {"columns to another dim", "prepared output, resharded"}  # by way of DTensor where 8 features do not divide
+# by way of DTensor where 8 features do not divide
+UNEVEN = {"columns to another dim", "prepared output, resharded"}
 # The styles refuse fewer groups or heads than ranks, where none can be replicated.
 NOT_ON = {"groups": (3, 8), "fused, replicated heads": (3,), "heads of several ranks": (3,)} | {
     name: (8,) for name in CASES if name.startswith("attention")
 }
-# Torch traces no RNN (`test_recurrent_modules_run_between_graphs`); see test_compile.py for dropout; graphs break where
-# tokens are sent to experts, at context parallelism, and where ranks have bags of their own.
+# Torch traces no RNN (`test_recurrent_modules_run_between_graphs`); see test_compile.py for
+# dropout; graphs break where tokens are sent to experts, at context parallelism, and where ranks
+# have bags of their own.
 TRACED = {
     name: case
     for name, case in CASES.items()
@@ -96,7 +99,9 @@ def inputs(case: Case, ranks: int) -> list[list[Tensor]]:
             shape[changing] = factor * ranks
             if isinstance(case.layout, Shard):
                 shape[case.layout.dim] = -(-shape[case.layout.dim] // ranks)
-        sweeps.append([torch.randint(7, shape) if tokens else torch.randn(shape) for shape in shapes])
+        sweeps.append(
+            [torch.randint(7, shape) if tokens else torch.randn(shape) for shape in shapes]
+        )
     return sweeps
 
 
@@ -112,14 +117,20 @@ def differentiated(function: Callable[..., Any], x: Tensor, *rest: Tensor) -> li
 
 
 def follow(
-    name: str, ranks: int, function: Any, sweeps: list[list[tuple[Tensor, ...]]], *, values: bool = False
+    name: str,
+    ranks: int,
+    function: Any,
+    sweeps: list[list[tuple[Tensor, ...]]],
+    *,
+    values: bool = False,
 ) -> None:
     """Run compiled code over sweeps of inputs; `values` compares them with those of eager code."""
     for sweep in sweeps:
         graphs: list[object] = []
 
         def keep(graph: torch.fx.GraphModule, example: Any, graphs: list[object] = graphs) -> Any:
-            from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
+            # not while this file is collected: it takes seconds
+            from torch._dynamo.backends.debugging import aot_eager
 
             graphs.append(graph)
             return aot_eager(graph, example)
@@ -128,11 +139,14 @@ def follow(
         compiled = torch.compile(function, backend=keep, fullgraph=True)
         for args in sweep:
             got, expected = differentiated(compiled, *args), differentiated(function, *args)
-            assert [None if t is None else t.shape for t in got] == [None if t is None else t.shape for t in expected]
+            assert [None if t is None else t.shape for t in got] == [
+                None if t is None else t.shape for t in expected
+            ]
             if values:
                 torch.testing.assert_close(got, expected)
         each = name in BY_DTENSOR or (name in UNEVEN and 8 % ranks)
-        by_kernel = "convolution" in name or name == "depthwise"  # torch picks a kernel by batch size, at 16
+        # torch picks a kernel by batch size, at 16
+        by_kernel = "convolution" in name or name == "depthwise"
         most = len(FACTORS) if each else 2 + by_kernel
         assert len(graphs) <= most, f"{len(graphs)} graphs"
 
@@ -141,7 +155,10 @@ def on_few_ranks(names: Any, quick: Any) -> list[Any]:
     """Pairs of name and ranks; all but the quick names on three ranks are slow."""
     return [
         pytest.param(
-            name, ranks, marks=[] if ranks == 3 and name in quick else [pytest.mark.slow], id=f"{name}-{ranks}"
+            name,
+            ranks,
+            marks=[] if ranks == 3 and name in quick else [pytest.mark.slow],
+            id=f"{name}-{ranks}",
         )
         for name in names
         for ranks in RANKS
@@ -163,10 +180,18 @@ def test_lowered_modules_follow_batch_and_length(name: str, ranks: int) -> None:
 def test_lowered_modules_have_the_values_of_eager_ones(name: str) -> None:
     torch.manual_seed(0)
     module = parallel(TRACED[name])
-    follow(name, 2, module, [[(x,) for x in sweep[:3]] for sweep in inputs(TRACED[name], 2)], values=True)
+    follow(
+        name,
+        2,
+        module,
+        [[(x,) for x in sweep[:3]] for sweep in inputs(TRACED[name], 2)],
+        values=True,
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("recurrent", "hidden units"))])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("recurrent", "hidden units"))]
+)
 @on_ranks(2, timeout=200)
 def test_recurrent_modules_run_between_graphs(name: str) -> None:
     torch.manual_seed(0)
@@ -197,7 +222,9 @@ COLLECTIVES: dict[str, Callable[[Tensor, DeviceMesh], Any]] = {
     "broadcast": lambda x, mesh: broadcast(x.detach(), mesh.comm(0), 0),
     "differentiable all_reduce": lambda x, mesh: differentiable.all_reduce(x, mesh.comm(0)),
     "differentiable all_gather": lambda x, mesh: differentiable.all_gather(x, mesh.comm(0), 1),
-    "differentiable reduce_scatter": lambda x, mesh: differentiable.reduce_scatter(x, mesh.comm(0), 1),
+    "differentiable reduce_scatter": lambda x, mesh: differentiable.reduce_scatter(
+        x, mesh.comm(0), 1
+    ),
     "differentiable all_to_all": lambda x, mesh: differentiable.all_to_all(x, mesh.comm(0), 0, 1),
     "differentiable broadcast": lambda x, mesh: differentiable.broadcast(x, mesh.comm(0), 0),
     "crossing": lambda x, mesh: crossing(x, mesh, Shard(0), Replicate()) + 1,
@@ -210,14 +237,24 @@ COLLECTIVES: dict[str, Callable[[Tensor, DeviceMesh], Any]] = {
 
 def sweeps_of(make: Callable[[int, int], tuple[Tensor, ...]], ranks: int) -> Sweeps:
     """Five batch sizes, then five lengths."""
-    return [[make(k * ranks, 2 * ranks) for k in FACTORS], [make(2 * ranks, k * ranks) for k in FACTORS]]
+    return [
+        [make(k * ranks, 2 * ranks) for k in FACTORS],
+        [make(2 * ranks, k * ranks) for k in FACTORS],
+    ]
 
 
-@pytest.mark.parametrize(("name", "ranks"), on_few_ranks(COLLECTIVES, {"all_reduce", "crossing", "exchanged"}))
+@pytest.mark.parametrize(
+    ("name", "ranks"), on_few_ranks(COLLECTIVES, {"all_reduce", "crossing", "exchanged"})
+)
 def test_collectives_and_redistribution_follow_batch_and_length(name: str, ranks: int) -> None:
     with fake_world(ranks):
         mesh = world()
-        follow(name, ranks, lambda x: COLLECTIVES[name](x, mesh), sweeps_of(lambda b, s: (torch.randn(b, s),), ranks))
+        follow(
+            name,
+            ranks,
+            lambda x: COLLECTIVES[name](x, mesh),
+            sweeps_of(lambda b, s: (torch.randn(b, s),), ranks),
+        )
 
 
 @pytest.mark.slow
@@ -225,7 +262,13 @@ def test_collectives_and_redistribution_follow_batch_and_length(name: str, ranks
 @on_ranks(2, timeout=200)
 def test_collectives_and_redistribution_have_the_values_of_eager_ones(name: str) -> None:
     mesh = world()
-    follow(name, 2, lambda x: COLLECTIVES[name](x, mesh), sweeps_of(lambda b, s: (torch.randn(b, s),), 2), values=True)
+    follow(
+        name,
+        2,
+        lambda x: COLLECTIVES[name](x, mesh),
+        sweeps_of(lambda b, s: (torch.randn(b, s),), 2),
+        values=True,
+    )
 
 
 def in_block(x: Tensor, target: Tensor, vocab: Vocab, mesh: DeviceMesh) -> Tensor:
@@ -235,7 +278,9 @@ def in_block(x: Tensor, target: Tensor, vocab: Vocab, mesh: DeviceMesh) -> Tenso
 
 Loss = Callable[[Tensor, Tensor, Vocab, DeviceMesh], Tensor]
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": lambda x, y, v, mesh: losses.cross_entropy(x.flatten(0, 1), y.flatten(), vocab=v),
+    "cross_entropy": lambda x, y, v, mesh: losses.cross_entropy(
+        x.flatten(0, 1), y.flatten(), vocab=v
+    ),
     "nll_loss": lambda x, y, v, mesh: losses.nll_loss(x.flatten(0, 1), y.flatten(), vocab=v),
     "log_prob": lambda x, y, v, mesh: losses.log_prob(x, y, vocab=v),
     "log_softmax": lambda x, y, v, mesh: losses.log_softmax(x, vocab=v),
@@ -251,13 +296,23 @@ def follow_loss(name: str, *, values: bool = False) -> None:
     ranks, vocab = mesh.size(), Vocab.even(mesh, 5 * mesh.size())
 
     def make(batch: int, length: int) -> tuple[Tensor, ...]:
-        return torch.randn(batch, length, 5), torch.randint(5 * ranks, (batch, length), generator=torch.Generator())
+        return torch.randn(batch, length, 5), torch.randint(
+            5 * ranks, (batch, length), generator=torch.Generator()
+        )
 
     with loss_parallel() if name == "loss_parallel" else nullcontext():
-        follow(name, ranks, lambda x, y: LOSSES[name](x, y, vocab, mesh), sweeps_of(make, ranks), values=values)
+        follow(
+            name,
+            ranks,
+            lambda x, y: LOSSES[name](x, y, vocab, mesh),
+            sweeps_of(make, ranks),
+            values=values,
+        )
 
 
-@pytest.mark.parametrize(("name", "ranks"), on_few_ranks(LOSSES, {"cross_entropy", "loss_parallel"}))
+@pytest.mark.parametrize(
+    ("name", "ranks"), on_few_ranks(LOSSES, {"cross_entropy", "loss_parallel"})
+)
 def test_losses_follow_batch_and_length(name: str, ranks: int) -> None:
     with fake_world(ranks):
         follow_loss(name)

@@ -1,6 +1,7 @@
 """What becomes of the parameters reaches compiled code.  Covers: lowering/parameters.py.
 
-The gradients of a compiled module are those of the eager one, in `.grad` and wherever else autograd is asked for them.
+The gradients of a compiled module are those of the eager one, in `.grad` and wherever else autograd
+is asked for them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def compiled(module: nn.Module) -> Any:
 
 
 def gradients(module: Any) -> list[Tensor]:
-    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+    return [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()
+    ]
 
 
 def same_as_eager(change: Callable[[Any], object]) -> None:
@@ -54,7 +57,9 @@ def same_as_eager(change: Callable[[Any], object]) -> None:
             each.zero_grad()
             run(x.to(each[0].weight.dtype)).square().sum().backward()
         torch.testing.assert_close(gradients(module), gradients(eager))
-        torch.testing.assert_close(fast(x.to(module[0].weight.dtype)), eager(x.to(eager[0].weight.dtype)))
+        torch.testing.assert_close(
+            fast(x.to(module[0].weight.dtype)), eager(x.to(eager[0].weight.dtype))
+        )
 
 
 def step_of_sgd(module: nn.Module) -> None:
@@ -158,7 +163,8 @@ def test_a_module_that_left_its_block_is_forgotten() -> None:
         fast(x).sum().backward()
         left = weakref.ref(module[0].first.weight)
         module[0].first = nn.Linear(4, 4, bias=False)
-        compiled(module)(x).sum().backward()  # it forgets the graph before, whose guards held the module
+        # it forgets the graph before, whose guards held the module
+        compiled(module)(x).sum().backward()
         gc.collect()
         assert left() is None
         assert module[0].second.weight.grad is not None
@@ -177,6 +183,8 @@ def test_blocks_of_equal_structure_share_one_graph() -> None:
         torch._dynamo.reset()
         x = torch.randn(3, 4, requires_grad=True) * 2
         for block in blocks:
-            fast: Any = torch.compile(parallelize_module(block, mesh, PLAN), backend=keep, fullgraph=True)
+            fast: Any = torch.compile(
+                parallelize_module(block, mesh, PLAN), backend=keep, fullgraph=True
+            )
             x = fast(x)
         assert len(graphs) == 1

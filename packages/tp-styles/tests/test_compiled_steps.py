@@ -42,7 +42,9 @@ def start(seed: int) -> Model:
 
 
 def parallel(seed: int) -> Any:
-    return parallelize_module(start(seed), all_ranks(), {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    return parallelize_module(
+        start(seed), all_ranks(), {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
 
 
 def training(model: Any, loss_of: Any, clip: Any, *, compiles: str) -> Iterator[tuple[Tensor, ...]]:

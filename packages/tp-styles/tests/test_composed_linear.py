@@ -39,7 +39,11 @@ class Attention(nn.Module):
         h = self.norm(x)
         if self.qkv is not None:
             packed = self.qkv(h)
-            kv = packed.shape[-1] // (self.group + 2) if packed.shape[-1] % (self.group + 2) == 0 else self.head
+            kv = (
+                packed.shape[-1] // (self.group + 2)
+                if packed.shape[-1] % (self.group + 2) == 0
+                else self.head
+            )
             q, k, v = packed.split([packed.shape[-1] - 2 * kv, kv, kv], -1)
         else:
             q, k, v = self.q(h), self.k(h), self.v(h)
@@ -64,7 +68,8 @@ def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: boo
     arriving = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {"o": RowwiseParallel(output_layouts=arriving)}
     q = Heads(heads, 4)
-    if kv == 6:  # six groups on four ranks: complete groups, unevenly
+    # six groups on four ranks: complete groups, unevenly
+    if kv == 6:
         q = Heads(6, 8)
         plan["o"] = plan["o"].heads(6, 8)
     if fused:

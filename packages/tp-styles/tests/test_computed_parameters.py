@@ -28,13 +28,21 @@ COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
     "spectral_norm": spectral_norm,
     "parametrized weight_norm": parametrizations.weight_norm,
     "parametrized spectral_norm": parametrizations.spectral_norm,
-    "pruned weight": lambda module: prune.l1_unstructured(module, "weight", 0.3),  # type: ignore[no-untyped-call]  # torch
-    "pruned bias": lambda module: prune.identity(module, "bias"),  # type: ignore[no-untyped-call]  # torch
+    # torch
+    "pruned weight": lambda module: prune.l1_unstructured(module, "weight", 0.3),  # type: ignore[no-untyped-call]
+    # torch
+    "pruned bias": lambda module: prune.identity(module, "bias"),  # type: ignore[no-untyped-call]
 }
 PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "column and row": ({"0": ColwiseParallel(), "2": RowwiseParallel()}, [0, 2]),
     "row of a replicated input": ({"0": RowwiseParallel(input_layouts=Replicate())}, [0]),
-    "norm": ({"2": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "3": SequenceParallel()}, [3]),
+    "norm": (
+        {
+            "2": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "3": SequenceParallel(),
+        },
+        [3],
+    ),
 }
 
 
@@ -49,7 +57,8 @@ def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
     styles, where = PLANS[plan]
     parallel = parallelize_module(copy.deepcopy(plain), all_ranks(), styles)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the older utilities are deprecated, and in use
+        # the older utilities are deprecated, and in use
+        warnings.simplefilter("ignore", FutureWarning)
         for model in (plain, parallel):
             torch.manual_seed(1)
             for i in where:
@@ -78,7 +87,8 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "style", [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())]
+    "style",
+    [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())],
 )
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
 @on_ranks(2)
@@ -93,10 +103,14 @@ def test_convolutions_read_a_parametrized_weight(kind: Any, style: Any) -> None:
 
 @fake_world(2)
 def test_a_result_with_other_placements_is_refused() -> None:
-    layer: Any = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    layer: Any = parallelize_module(
+        nn.Linear(8, 8), init_device_mesh("cpu", (2,)), ColwiseParallel()
+    )
     gathered = layer.weight.redistribute(placements=[Replicate()])
     for wrong in (gathered, torch.ones(8, 8)):
         layer._parameters.pop("weight", None)
         layer.weight = wrong
-        with pytest.raises(LayoutError, match=r"weight of Linear is computed.*remove_parametrizations"):
+        with pytest.raises(
+            LayoutError, match=r"weight of Linear is computed.*remove_parametrizations"
+        ):
             layer(torch.randn(2, 8))

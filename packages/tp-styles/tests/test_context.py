@@ -41,16 +41,24 @@ class Block(nn.Module):
         torch.manual_seed(3)
         self.reentrant = reentrant
         self.norm = nn.LayerNorm(16)
-        self.q, self.k, self.v, self.o = (nn.Linear(16, n, dtype=torch.double) for n in (16, 8, 8, 16))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(16, n, dtype=torch.double) for n in (16, 8, 8, 16)
+        )
         self.double()
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         run, inputs = self.attend, (self.norm(x), positions)
-        out = run(*inputs) if self.reentrant is None else checkpoint(run, *inputs, use_reentrant=self.reentrant)
+        out = (
+            run(*inputs)
+            if self.reentrant is None
+            else checkpoint(run, *inputs, use_reentrant=self.reentrant)
+        )
         return x + cast(Tensor, out)
 
     def attend(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         angles = (positions / 10).unsqueeze(-1)
         q, k = (x * angles.cos() + x.roll(2, -1) * angles.sin() for x in (q, k))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -68,14 +76,25 @@ class Packed(Block):
         return torch.cat(each, 1)
 
 
-TENSOR = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+TENSOR = {
+    "q": ColwiseParallel(),
+    "k": ColwiseParallel(),
+    "v": ColwiseParallel(),
+    "o": RowwiseParallel(),
+}
 
 
 def assert_as_one_device(
-    module: Any, mesh: DeviceMesh, layout: SequenceLayout, single: Block, run: Callable[..., Any] | None = None
+    module: Any,
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    single: Block,
+    run: Callable[..., Any] | None = None,
 ) -> None:
     """Outputs, and gradients summed over the axis of the sequence."""
-    x = torch.randn(2, layout.length, 16, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        2, layout.length, 16, dtype=torch.double, generator=torch.Generator().manual_seed(0)
+    )
     positions = torch.arange(layout.length)
     expected = single(x, positions)
     expected.square().sum().backward()
@@ -96,7 +115,9 @@ def test_a_block_over_four_ranks_and_times_tensor_parallelism(method: Method) ->
     for length in (16, 11):
         layout = SequenceLayout.head_tail(length, 4)
         single = Block()
-        module = parallelize_module(copy.deepcopy(single), all_ranks(), ContextParallel(method=method, layout=layout))
+        module = parallelize_module(
+            copy.deepcopy(single), all_ranks(), ContextParallel(method=method, layout=layout)
+        )
         assert_as_one_device(module, all_ranks(), layout, single)
         layout = SequenceLayout.head_tail(length, 2)
         single = Block()
@@ -110,7 +131,10 @@ def test_a_block_over_four_ranks_and_times_tensor_parallelism(method: Method) ->
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_packed_documents_times_tensor_parallelism(method: Method) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
-    layout, documents = SequenceLayout.head_tail(11, 2), Documents.from_ids(torch.tensor([0] * 4 + [1] * 7))
+    layout, documents = (
+        SequenceLayout.head_tail(11, 2),
+        Documents.from_ids(torch.tensor([0] * 4 + [1] * 7)),
+    )
     style = ContextParallel(method=method, layout=layout, documents=documents).on("context")
     plan = {"": style} | {name: each.on("tensor") for name, each in TENSOR.items()}
     assert_as_one_device(parallelize_module(Block(), mesh, plan), mesh["context"], layout, Packed())
@@ -126,7 +150,8 @@ def test_by_name_contiguous_checkpointed_and_compiled() -> None:
         return checkpoint(module, *inputs, use_reentrant=False)
 
     assert_as_one_device(module, all_ranks(), layout, single, checkpointed)
-    for reentrant in (False, True):  # what is run again is so outside of the module's forward
+    # what is run again is so outside of the module's forward
+    for reentrant in (False, True):
         module = parallelize_module(Block(reentrant), all_ranks(), ContextParallel())
         assert_as_one_device(module, all_ranks(), layout, Block())
     x = torch.randn(1, 4, 16, dtype=torch.double)
@@ -152,7 +177,10 @@ def test_preview_declares_what_runs(method: Method) -> None:
         assert costs.count(op) == (counts(forward).get(op, 0), counts(backward).get(op, 0)), op
     sent = sum(cost.nbytes for row in costs.rows for cost in row.forward)
     q, k = 2 * 16 * 16 * 8, 2 * 16 * 8 * 8
-    assert sent - 4 * 4 == {"ring": 2 * k // 3 * 3, "allgather": 2 * k, "ulysses": 2 * k + 2 * q}[method]
+    assert (
+        sent - 4 * 4
+        == {"ring": 2 * k // 3 * 3, "allgather": 2 * k, "ulysses": 2 * k + 2 * q}[method]
+    )
 
 
 def test_verify_does_not_judge_whole_inputs() -> None:
@@ -166,7 +194,8 @@ def test_beside_other_styles_on_one_module() -> None:
     axis = init_device_mesh("cpu", (2,))
     module = parallelize_module(nn.MultiheadAttention(8, 2, batch_first=True), axis, HeadParallel())
     parallelize_module(module, axis, ContextParallel())
-    with pytest.raises(LayoutError, match="this rank's"):  # a mask of local columns, not attention of local positions
+    # a mask of local columns, not attention of local positions
+    with pytest.raises(LayoutError, match="this rank's"):
         x = torch.randn(1, 4, 8)
         module(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
     with pytest.raises(PlanError, match="already has the style ContextParallel"):

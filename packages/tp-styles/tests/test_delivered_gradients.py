@@ -52,7 +52,9 @@ def test_a_pass_that_is_limited_to_inputs() -> None:
     assert [param.grad is None for param in params] == [True, False, True]
     torch.testing.assert_close(b.grad.full_tensor(), a.detach().full_tensor())
     grads: list[Any] = [*torch.autograd.grad(loss + three.sum(), [a, c], retain_graph=True)]
-    torch.testing.assert_close(full(grads), [b.detach().full_tensor(), torch.ones(5, 2, dtype=torch.double)])
+    torch.testing.assert_close(
+        full(grads), [b.detach().full_tensor(), torch.ones(5, 2, dtype=torch.double)]
+    )
     assert a.grad is None
     assert c.grad is None
 
@@ -67,7 +69,8 @@ def test_hooks_layouts_and_dtypes_of_gradients() -> None:
     shards = shards_of(params)
     torch.autograd.backward([shard.sum() for shard in shards])
     assert full([a.grad, b.grad, *seen]) == [pytest.approx(want) for want in (3, 1, 1)]
-    torch.autograd.backward(shards[1].sum())  # the hook of the first is not called for what there is not
+    # the hook of the first is not called for what there is not
+    torch.autograd.backward(shards[1].sum())
     assert full([a.grad, b.grad]) == [pytest.approx(want) for want in (3, 2)]
     assert c.grad.dtype is torch.float32
     assert c.grad.full_tensor().eq(1).all()

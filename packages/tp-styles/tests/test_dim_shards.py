@@ -11,7 +11,8 @@ from shoal_tp_styles.sharding.module_sharding import HeadShard
 
 
 @pytest.mark.parametrize(
-    ("count", "ranks", "sizes"), [(8, 4, None), (6, 4, (10, 10, 5, 5)), (4, 4, None), (5, 2, (15, 10))]
+    ("count", "ranks", "sizes"),
+    [(8, 4, None), (6, 4, (10, 10, 5, 5)), (4, 4, None), (5, 2, (15, 10))],
 )
 def test_shards_hold_complete_heads(count: int, ranks: int, sizes: tuple[int, ...] | None) -> None:
     expected = Shard(0, multiple_of=5) if sizes is None else Shard(0, sizes=sizes)

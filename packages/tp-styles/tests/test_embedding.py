@@ -28,7 +28,12 @@ from small_models import assert_same_parameters
 @on_ranks(4)
 def test_bilinear_and_embedding_bag() -> None:
     pair = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
-    as_one_device(nn.Bilinear(5, 7, 10).double(), ColwiseParallel(output_layouts=Replicate()), all_ranks(), pair)
+    as_one_device(
+        nn.Bilinear(5, 7, 10).double(),
+        ColwiseParallel(output_layouts=Replicate()),
+        all_ranks(),
+        pair,
+    )
     bags = [torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])]
     for mode in ("sum", "mean", "max"):
         bag = nn.EmbeddingBag(9, 10, mode=mode).double()
@@ -77,13 +82,22 @@ def rank_bags(lengths: list[list[int]], last: bool) -> list[Any]:
 @pytest.mark.parametrize("layout", [Replicate(), Shard(0)])
 def test_each_ranks_own_bags(style: Any, lengths: str, last: bool, mode: str, layout: Any) -> None:
     axis, held = all_ranks(), BAG_LENGTHS[lengths]
-    how: Any = {"mode": mode.replace("weighted", "sum"), "include_last_offset": last, "padding_idx": 4}
+    how: Any = {
+        "mode": mode.replace("weighted", "sum"),
+        "include_last_offset": last,
+        "padding_idx": 4,
+    }
     single: Any = nn.EmbeddingBag(9, 6, **how).double()
-    module: Any = parallelize_module(copy.deepcopy(single), axis, style(input_layouts=Shard(0), output_layouts=layout))
+    module: Any = parallelize_module(
+        copy.deepcopy(single), axis, style(input_layouts=Shard(0), output_layouts=layout)
+    )
     bags, rank = rank_bags(held, last), axis.get_local_rank()
     theirs = [each[2].clone().requires_grad_() for each in bags]
     mine = bags[rank][2].clone().requires_grad_()
-    expected = [single(*each[:2], w if mode == "weighted" else None) for each, w in zip(bags, theirs, strict=True)]
+    expected = [
+        single(*each[:2], w if mode == "weighted" else None)
+        for each, w in zip(bags, theirs, strict=True)
+    ]
     got = module(*bags[rank][:2], mine if mode == "weighted" else None)
     seeds, joined = [torch.randn_like(each) for each in expected], torch.cat(expected)
     torch.testing.assert_close(got, joined if layout == Replicate() else expected[rank])
@@ -108,7 +122,9 @@ def test_offsets_that_are_no_bags_of_the_rank_are_refused() -> None:
     axis, style = all_ranks(), RowwiseParallel(input_layouts=Shard(0))
     tokens, offsets = torch.arange(4), torch.tensor([0, 2])
     module: Any = parallelize_module(nn.EmbeddingBag(9, 6), axis, style)
-    with pytest.raises(LayoutError, match=r"begin with 0 .* got .*\[\(4, 2, 1, 2\)\] on ranks \[1\]"):
+    with pytest.raises(
+        LayoutError, match=r"begin with 0 .* got .*\[\(4, 2, 1, 2\)\] on ranks \[1\]"
+    ):
         module(tokens, torch.tensor([axis.get_local_rank(), 2]))
     with pytest.raises(LayoutError, match=r"end inside .* on ranks \[0, 1\]"):
         module(tokens, torch.tensor([0, 5]))
@@ -117,7 +133,9 @@ def test_offsets_that_are_no_bags_of_the_rank_are_refused() -> None:
     on_dtensors: Any = parallelize_module(OwnForward(9, 6), axis, style)
     not_lowered: Any = parallelize_module(nn.EmbeddingBag(9, 6), axis, style, lower=False)
     for each in (on_dtensors, not_lowered):
-        with pytest.raises(LayoutError, match=r"offsets of all ranks' tokens, got a plain Tensor .* Give DTensors"):
+        with pytest.raises(
+            LayoutError, match=r"offsets of all ranks' tokens, got a plain Tensor .* Give DTensors"
+        ):
             each(tokens, offsets=offsets)
 
 
@@ -127,9 +145,13 @@ def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
     replicated = RowwiseParallel(input_layouts=Replicate())
     with pytest.raises(UnsupportedModuleError, match="mode='max'"):
         parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, replicated)
-    with pytest.raises(UnsupportedModuleError, match=r"its batch can: SequenceParallel\(sequence_dim=0\)"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"its batch can: SequenceParallel\(sequence_dim=0\)"
+    ):
         parallelize_module(nn.LSTM(4, 4, batch_first=True), axis, SequenceParallel())
-    dropping: Any = parallelize_module(nn.GRU(4, 4, num_layers=2, dropout=0.5), axis, SequenceParallel())
+    dropping: Any = parallelize_module(
+        nn.GRU(4, 4, num_layers=2, dropout=0.5), axis, SequenceParallel()
+    )
     with pytest.raises(UnsupportedModuleError, match="between its layers"):
         dropping(torch.randn(3, 2, 4))
 
@@ -162,13 +184,16 @@ def test_rowwise_embedding(
 @pytest.mark.parametrize("kind", ["embedding", "bag", "conv"])
 def test_rows_reduce_scatter_along_their_features(features: int, kind: str) -> None:
     x, layout = torch.randint(10, (3, 5)), Shard(-1)
-    if kind == "conv":  # with a bias, which is added to each rank's own channels
+    # with a bias, which is added to each rank's own channels
+    if kind == "conv":
         single: nn.Module = nn.Conv1d(8, features, 3).double()
         x, layout = torch.randn(2, 8, 6, dtype=torch.double), Shard(-2)
     else:
         single = (nn.Embedding if kind == "embedding" else nn.EmbeddingBag)(10, features).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    assert as_one_device(single, style, all_ranks(), [x], leaving=layout).forward == {"reduce_scatter": 1}
+    assert as_one_device(single, style, all_ranks(), [x], leaving=layout).forward == {
+        "reduce_scatter": 1
+    }
 
 
 @on_ranks(2)
@@ -178,5 +203,7 @@ def test_ids_out_of_range_are_refused_on_all_ranks() -> None:
         module = parallelize_module(table, all_ranks(), style)
         for wrong in (9, -1):  # of the last rank alone
             ids = torch.tensor([[3, wrong if dist.get_rank() else 8]])
-            with pytest.raises(IndexError, match=f"id {wrong} is out of bounds for a table of 9 rows"):
+            with pytest.raises(
+                IndexError, match=f"id {wrong} is out of bounds for a table of 9 rows"
+            ):
                 module(ids)

@@ -1,6 +1,7 @@
 """Fewer rows or features than ranks, and shards whose sizes a plain tensor cannot say: right, or refused on all ranks.
 
-Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/own_forward.py, module_sharding.py.
+Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/own_forward.py,
+module_sharding.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def draw(*shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(12,), (3, 12), (2, 4, 12)])
 @on_ranks(4)
 def test_fewer_output_features_than_ranks(shape: tuple[int, ...]) -> None:
-    as_one_device(nn.Linear(12, 2).double(), ColwiseParallel(output_layouts=Replicate()), all_ranks(), [draw(*shape)])
+    as_one_device(
+        nn.Linear(12, 2).double(),
+        ColwiseParallel(output_layouts=Replicate()),
+        all_ranks(),
+        [draw(*shape)],
+    )
 
 
 class FeedForward(nn.Module):
@@ -68,7 +74,10 @@ def test_uneven_shards_of_a_sequence_do_not_leave_as_plain_tensors(length: int) 
         output_layouts=(Shard(1),),
         desired_output_layouts=(Replicate(),),
     )
-    columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    columns, rows = (
+        ColwiseParallel(input_layouts=Shard(1)),
+        RowwiseParallel(output_layouts=Shard(1)),
+    )
     plain, model, _ = pair(FeedForward, {"": ports, "up": columns, "down": rows})
     torch.testing.assert_close(model(draw(2, 8, 8)), plain(draw(2, 8, 8)))
     with pytest.raises(LayoutError, match=f"dim 1 of the output has {length} elements"):
@@ -102,7 +111,11 @@ def test_recurrent_modules_with_fewer_rows_than_ranks(kind: Any) -> None:
     out, state = model(distribute_tensor(x, mesh, [Shard(0)]))
     expected, expected_state = plain(x)
     torch.testing.assert_close(out.full_tensor(), expected)
-    pairs = [(state, expected_state)] if kind is not nn.LSTM else list(zip(state, expected_state, strict=True))
+    pairs = (
+        [(state, expected_state)]
+        if kind is not nn.LSTM
+        else list(zip(state, expected_state, strict=True))
+    )
     for one, other in pairs:
         torch.testing.assert_close(one.full_tensor(), other)
     out.square().sum().backward()

@@ -23,11 +23,24 @@ from shoal_tp_styles.experts.expert_forward import forward_of_own
 def test_hidden_features_of_every_kind() -> None:
     placed = {kind: ExpertTensorParallel().sharding(make(3)) for kind, make in KINDS.items()}
     packed, transposed, listed, rows = (placed[kind].parameters for kind in KINDS)
-    assert placed["packed"].placements("gate_up_proj", (4,)) == (StridedShard(1, split_factor=2, sizes=(2, 2, 2, 0)),)
-    assert packed["down_proj"] == Shard(2) and rows == {"w1": Shard(1), "w3": Shard(1), "w2": Shard(2)}
-    assert transposed["gate_up_proj"] == Shard(2, multiple_of=2) and transposed["down_proj"] == Shard(1)
-    assert transposed["gate_up_proj_bias"] == Shard(1, multiple_of=2) and "down_proj_bias" not in transposed
-    assert listed["0.w1.weight"] == listed["0.w1.bias"] == Shard(0) and listed["2.w2.weight"] == Shard(1)
+    assert placed["packed"].placements("gate_up_proj", (4,)) == (
+        StridedShard(1, split_factor=2, sizes=(2, 2, 2, 0)),
+    )
+    assert packed["down_proj"] == Shard(2) and rows == {
+        "w1": Shard(1),
+        "w3": Shard(1),
+        "w2": Shard(2),
+    }
+    assert transposed["gate_up_proj"] == Shard(2, multiple_of=2) and transposed[
+        "down_proj"
+    ] == Shard(1)
+    assert (
+        transposed["gate_up_proj_bias"] == Shard(1, multiple_of=2)
+        and "down_proj_bias" not in transposed
+    )
+    assert listed["0.w1.weight"] == listed["0.w1.bias"] == Shard(0) and listed[
+        "2.w2.weight"
+    ] == Shard(1)
     assert "2.w2.bias" not in listed
 
 
@@ -35,13 +48,17 @@ def test_hidden_features_of_every_kind() -> None:
     ("layout", "factor", "message"),
     [(Shard(1), None, "Shard"), (Partial(), None, "Partial"), (Shard(0), 0.0, "positive")],
 )
-def test_layouts_and_factors_that_mean_nothing(layout: Any, factor: float | None, message: str) -> None:
+def test_layouts_and_factors_that_mean_nothing(
+    layout: Any, factor: float | None, message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         ExpertParallel(input_layouts=layout, capacity_factor=factor)
 
 
 def test_modules_that_are_called_otherwise_are_refused() -> None:
-    with pytest.raises(UnsupportedModuleError, match=r"forward of Linear takes \(input\).*top_k_index"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"forward of Linear takes \(input\).*top_k_index"
+    ):
         ExpertParallel().sharding(nn.Linear(2, 2))
     with pytest.raises(UnsupportedModuleError, match="sorted already"):
         ExpertParallel(capacity_factor=1.0).sharding(SortedExperts(4))
@@ -76,7 +93,9 @@ def test_a_number_per_expert_has_no_rows() -> None:
 
 def test_a_module_holds_shards_in_a_block_and_its_own_again_after_an_error() -> None:
     class Failing(ListedExperts):
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def forward(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
             assert (self.num_experts, len(self)) == (2, 2) and self[0] is children[2]
             assert self[0].w1.weight is local["2.w1.weight"]
             raise ZeroDivisionError("inside")

@@ -1,7 +1,7 @@
 """A parallel module exported is a program of ATen operators and functional collectives: it runs without shoal.
 
-Covers: lowering/parameters.py.  The program is saved, loaded by processes in which no import of shoal succeeds, and
-gives the result of the module; AOTInductor compiles it.
+Covers: lowering/parameters.py. The program is saved, loaded by processes in which no import of
+shoal succeeds, and gives the result of the module; AOTInductor compiles it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from shoal_tp_styles import (
 
 pytestmark = [
     pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+        torch.__version__ < "2.12",
+        reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
     ),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, of what it exports with
+    # torch's own, of what it exports with
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
@@ -83,7 +85,9 @@ PLAN: dict[str, Any] = {
 
 def exported(module: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
     """The module's program of plain tensors."""
-    program: torch.export.ExportedProgram = torch.export.export(module, (x,), strict=False).run_decompositions()
+    program: torch.export.ExportedProgram = torch.export.export(
+        module, (x,), strict=False
+    ).run_decompositions()
     return program
 
 
@@ -104,20 +108,30 @@ def run_alone(kind: str) -> None:
     with torch.no_grad():
         expected = module(x)
         program = exported(module, x)
-        names = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
+        names = {
+            str(node.target).split(".")[0]
+            for node in program.graph.nodes
+            if node.op == "call_function"
+        }
         assert {name for name in names if not name.startswith("<")} == {"aten", "_c10d_functional"}
         assert not any(isinstance(value, DTensor) for value in program.state_dict.values())
         torch.save(x, folder / "input.pt")
         if kind == "aot_inductor":
-            # Most of the time is that of the C++ compiler, on both ranks at once: nothing is asked of the code's speed.
+            # Most of the time is that of the C++ compiler, on both ranks at once: nothing is asked
+            # of the code's speed.
             quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
             package = str(folder / f"{rank}.so.pt2")
-            torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=quickly)
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=package, inductor_configs=quickly
+            )
         else:
             torch.export.save(program, folder / f"{rank}.pt2")
     dist.barrier()
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, folder, str(rank), kind], capture_output=True, text=True, check=False
+        [sys.executable, "-c", ALONE, folder, str(rank), kind],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     torch.testing.assert_close(torch.load(folder / f"{rank}.out"), expected)
@@ -130,7 +144,8 @@ def test_an_exported_program_runs_without_shoal() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(460)  # above that of the ranks, which says where they stand
+# above that of the ranks, which says where they stand
+@pytest.mark.timeout(460)
 @on_ranks(2, timeout=400)
 def test_aot_inductor_compiles_an_exported_program() -> None:
     run_alone("aot_inductor")

@@ -19,8 +19,12 @@ SHAPES = [((6, 11), 1), ((2, 9, 3), 1), ((5,), 0), ((4, 3), 1), ((3, 8, 2, 2), 1
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [shape for shape, _ in SHAPES])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.1, False), (0.0, True), (0.2, True)])
-def test_cross_entropy(shape: tuple[int, ...], reduction: Any, smoothing: float, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("smoothing", "weighted"), [(0.0, False), (0.1, False), (0.0, True), (0.2, True)]
+)
+def test_cross_entropy(
+    shape: tuple[int, ...], reduction: Any, smoothing: float, weighted: bool
+) -> None:
     dim = 0 if len(shape) == 1 else 1
     classes = shape[dim]
     for plain in (False, True):
@@ -80,8 +84,12 @@ def test_nll_kl_and_log_probabilities(classes: int) -> None:
     }
     theirs: dict[str, Any] = {
         "nll": lambda x: functional.nll_loss(x, target, weight),
-        "kl": lambda x: functional.kl_div(x.log_softmax(1), teacher.softmax(1), reduction="batchmean"),
-        "log_prob": lambda x: x.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).square().sum(),
+        "kl": lambda x: functional.kl_div(
+            x.log_softmax(1), teacher.softmax(1), reduction="batchmean"
+        ),
+        "log_prob": lambda x: (
+            x.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).square().sum()
+        ),
     }
     for name, run in ours.items():
         x, _ = sharded(full, 1)
@@ -113,4 +121,6 @@ def test_half_precision_and_rows_without_mass() -> None:
     masked = torch.randn(3, 9)
     masked[:, 4:] = -torch.inf
     x, _ = sharded(masked, 1)
-    torch.testing.assert_close(losses.log_prob(x, torch.zeros(3, dtype=torch.long)), masked.log_softmax(1)[:, 0])
+    torch.testing.assert_close(
+        losses.log_prob(x, torch.zeros(3, dtype=torch.long)), masked.log_softmax(1)[:, 0]
+    )

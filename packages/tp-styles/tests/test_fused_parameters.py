@@ -24,7 +24,9 @@ from shoal_tp_styles import (
 def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
     axis = all_ranks()
     single: Any = nn.Linear(8, 24).double()
-    module: Any = parallelize_module(copy.deepcopy(single), axis, PackedColwiseParallel(blocks={"gate": 12, "up": 12}))
+    module: Any = parallelize_module(
+        copy.deepcopy(single), axis, PackedColwiseParallel(blocks={"gate": 12, "up": 12})
+    )
     names = [name for name, _ in module.named_parameters()]
     assert names == ["weight", "bias"]
     x = torch.randn(3, 8, dtype=torch.double)
@@ -39,7 +41,10 @@ def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
     other = nn.Linear(8, 24).double()
     module.load_state_dict(other.state_dict())
     torch.testing.assert_close(module(x), other(x)[:, rows])
-    entries = {name: distribute_tensor(value, axis, [Shard(0)]) for name, value in single.state_dict().items()}
+    entries = {
+        name: distribute_tensor(value, axis, [Shard(0)])
+        for name, value in single.state_dict().items()
+    }
     assert module.load_state_dict(entries, strict=True).missing_keys == []
     torch.testing.assert_close(module(x), single(x)[:, rows])
     with pytest.raises(LayoutError, match="have 20 features, the module 24"):

@@ -46,13 +46,24 @@ def flat(state: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("hidden", [8, 6, 2])  # even, uneven, and empty shards
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 @pytest.mark.parametrize(
-    ("layers", "both", "first"), [(1, False, False), (3, False, True), (2, True, False), (1, True, True)]
+    ("layers", "both", "first"),
+    [(1, False, False), (3, False, True), (2, True, False), (1, True, True)],
 )
-def test_values_states_and_gradients(kind: str, hidden: int, layers: int, both: bool, first: bool) -> None:
-    options: dict[str, Any] = {"num_layers": layers, "bidirectional": both, "batch_first": first, "bias": layers != 3}
+def test_values_states_and_gradients(
+    kind: str, hidden: int, layers: int, both: bool, first: bool
+) -> None:
+    options: dict[str, Any] = {
+        "num_layers": layers,
+        "bidirectional": both,
+        "batch_first": first,
+        "bias": layers != 3,
+    }
     single: Any = getattr(nn, kind)(3, hidden, **options).double()
     module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), GATHERED)
-    full, state = torch.randn(5, 4, 3, dtype=torch.double), states_of(kind, single, 5 if first else 4)
+    full, state = (
+        torch.randn(5, 4, 3, dtype=torch.double),
+        states_of(kind, single, 5 if first else 4),
+    )
     for hx in (None, state):
         x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
         theirs, ours = (None if hx is None else leaves(hx) for _ in range(2))
@@ -142,7 +153,9 @@ class Doubled(nn.GRU):
 @fake_world(2)
 def test_refused_forms() -> None:
     axis = init_device_mesh("cpu", (2,))
-    with pytest.raises(UnsupportedModuleError, match=r"proj_size=2.* SequenceParallel\(sequence_dim=1\)"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"proj_size=2.* SequenceParallel\(sequence_dim=1\)"
+    ):
         parallelize_module(nn.LSTM(3, 4, proj_size=2), axis, GATHERED)
     with pytest.raises(UnsupportedModuleError, match="forward of its own"):
         parallelize_module(Doubled(3, 4), axis, GATHERED)

@@ -25,7 +25,9 @@ from shoal_tp_styles.plan.resolve import resolve
 def test_unsupported_modules_are_refused_by_name() -> None:
     axis = init_device_mesh("cpu", (2,))
     with pytest.raises(UnsupportedModuleError, match="max_norm"):
-        parallelize_module(nn.Embedding(4, 4, max_norm=1.0), axis, RowwiseParallel(input_layouts=Replicate()))
+        parallelize_module(
+            nn.Embedding(4, 4, max_norm=1.0), axis, RowwiseParallel(input_layouts=Replicate())
+        )
     with pytest.raises(UnsupportedModuleError, match="sparse gradients"):
         parallelize_module(nn.Embedding(4, 4, sparse=True), axis, ColwiseParallel())
     with pytest.raises(UnsupportedModuleError, match="HeadParallel has no sharding for Linear"):
@@ -40,7 +42,8 @@ def test_unsupported_modules_are_refused_by_name() -> None:
 
 def test_every_style_is_refused_where_it_makes_no_sense() -> None:
     with pytest.raises(
-        UnsupportedModuleError, match=r"ColwiseParallel has no sharding for LayerNorm; it supports Linear"
+        UnsupportedModuleError,
+        match=r"ColwiseParallel has no sharding for LayerNorm; it supports Linear",
     ):
         ColwiseParallel().sharding(nn.LayerNorm(4))
     with pytest.raises(UnsupportedModuleError, match=r"RowwiseParallel"):

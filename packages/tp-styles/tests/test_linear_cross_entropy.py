@@ -20,14 +20,18 @@ from tp_checks import ALL_REDUCE
 FEATURES = 5
 
 
-def reference(x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, options: dict[str, Any]) -> Tensor:
+def reference(
+    x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, options: dict[str, Any]
+) -> Tensor:
     """The loss from the full logits."""
     options = dict(options)
     cap, z_loss = options.pop("logit_cap", None), options.pop("z_loss", 0.0)
     options.pop("block_rows", None)
     z = functional.linear(x, w, b).flatten(0, -2)
     z = z if cap is None else cap * (z / cap).tanh()
-    each: Tensor = functional.cross_entropy(z, target.flatten(), **{**options, "reduction": "none"}).view(target.shape)
+    each: Tensor = functional.cross_entropy(
+        z, target.flatten(), **{**options, "reduction": "none"}
+    ).view(target.shape)
     counted = (target != -100).to(z.dtype)
     if options.get("weight") is not None:
         counted = counted * options["weight"][target.clamp(min=0)]
@@ -50,7 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z loss": {"z_loss": 0.3},
     "capped": {"logit_cap": 1.5},
     "weighted": {"weight": torch.linspace(0.5, 2, 11, dtype=torch.double)},
-    "weighted and smoothed": {"weight": torch.linspace(0.5, 2, 11, dtype=torch.double), "label_smoothing": 0.2},
+    "weighted and smoothed": {
+        "weight": torch.linspace(0.5, 2, 11, dtype=torch.double),
+        "label_smoothing": 0.2,
+    },
     "all": {"logit_cap": 2.0, "z_loss": 0.1, "label_smoothing": 0.1, "block_rows": 3},
     "row by row": {"block_rows": 1},
 }
@@ -80,7 +87,9 @@ def test_it_is_the_loss_of_the_full_logits(options: dict[str, Any], shape: tuple
         if plain:
             head, vocab = head.to_local().detach().clone().requires_grad_(), Vocab.even(mesh, 11)
         with CommDebugMode() as mode:
-            loss = losses.linear_cross_entropy(ours, head, target, linear_bias=bias, vocab=vocab, **options)
+            loss = losses.linear_cross_entropy(
+                ours, head, target, linear_bias=bias, vocab=vocab, **options
+            )
         assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
         torch.testing.assert_close(loss, expected)
         with CommDebugMode() as mode:
@@ -90,9 +99,12 @@ def test_it_is_the_loss_of_the_full_logits(options: dict[str, Any], shape: tuple
         assert head.grad is not None and w.grad is not None, "both have gradients"
         whole = head.grad.full_tensor() if isinstance(head.grad, DTensor) else None
         own = distribute_tensor(w.grad, mesh, [Shard(0)], src_data_rank=None).to_local()
-        torch.testing.assert_close(head.grad if whole is None else whole, own if whole is None else w.grad)
+        torch.testing.assert_close(
+            head.grad if whole is None else whole, own if whole is None else w.grad
+        )
         if bias is not None and b is not None:
-            torch.testing.assert_close(bias.grad.full_tensor(), b.grad)  # type: ignore[union-attr]  # a DTensor
+            # a DTensor
+            torch.testing.assert_close(bias.grad.full_tensor(), b.grad)  # type: ignore[union-attr]
 
 
 @on_ranks(4)
@@ -111,13 +123,16 @@ def test_rows_sharded_over_another_axis(classes: int) -> None:
         [Shard(1), Shard(1)],
         [Shard(0), Shard(2)],
     ]
-    for placements in layouts:  # a sequence, or features, sharded over the ranks of the classes are gathered
+    # a sequence, or features, sharded over the ranks of the classes are gathered
+    for placements in layouts:
         ours, head = leaf(x, mesh, placements), leaf(w, mesh, [Replicate(), Shard(0)])
         loss = losses.linear_cross_entropy(ours, head, target)
         torch.testing.assert_close(loss, expected)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.testing.assert_close(ours.grad.full_tensor(), x.grad)  # type: ignore[union-attr]  # a DTensor
-        torch.testing.assert_close(head.grad.full_tensor(), w.grad)  # type: ignore[union-attr]  # a DTensor
+        # a DTensor
+        torch.testing.assert_close(ours.grad.full_tensor(), x.grad)  # type: ignore[union-attr]
+        # a DTensor
+        torch.testing.assert_close(head.grad.full_tensor(), w.grad)  # type: ignore[union-attr]
 
 
 @on_ranks(2)
@@ -154,7 +169,9 @@ def test_logits_exist_for_a_block_of_rows_only() -> None:
     sizes: list[int] = []
 
     class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             sizes.extend(item.numel() for item in tree_leaves(out) if isinstance(item, Tensor))
             return out

@@ -26,7 +26,8 @@ def test_the_loss_and_its_gradient_are_those_of_all_tokens() -> None:
         losses[-1].backward()  # type: ignore[no-untyped-call]  # torch
     torch.testing.assert_close(losses[1], losses[0])
     assert mine.grad is not None
-    torch.testing.assert_close(all_reduce(mine.grad, comm) / 4, router.grad)  # as data parallelism averages
+    # as data parallelism averages
+    torch.testing.assert_close(all_reduce(mine.grad, comm) / 4, router.grad)
 
 
 def test_an_even_router_costs_one_and_tokens_must_be_the_same() -> None:

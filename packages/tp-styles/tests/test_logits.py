@@ -19,7 +19,11 @@ def _square() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-LAYOUTS = [((Shard(0), Shard(1)), (6, 11)), ((Shard(0), Shard(1)), (3, 7, 4)), ((Shard(2), Shard(1)), (3, 7, 5))]
+LAYOUTS = [
+    ((Shard(0), Shard(1)), (6, 11)),
+    ((Shard(0), Shard(1)), (3, 7, 4)),
+    ((Shard(2), Shard(1)), (3, 7, 5)),
+]
 
 
 @on_ranks(4)
@@ -35,13 +39,19 @@ def test_rows_sharded_by_another_axis(
     labels = torch.randint(0, shape[1], rows)
     labels.view(-1)[1] = -100
     weight = torch.rand(shape[1], dtype=torch.float64)
-    expected: Any = functional.cross_entropy(full, labels, weight, label_smoothing=0.1, reduction=reduction)
+    expected: Any = functional.cross_entropy(
+        full, labels, weight, label_smoothing=0.1, reduction=reduction
+    )
     expected.sum().backward()
-    logits: Any = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None).requires_grad_()
+    logits: Any = distribute_tensor(
+        full.detach(), mesh, placements, src_data_rank=None
+    ).requires_grad_()
     batch = (Shard(placements[0].dim and placements[0].dim - 1), Replicate())
     target = distribute_tensor(labels, mesh, batch, src_data_rank=None) if as_dtensor else labels
     with loss_parallel(), CommDebugMode() as counts:
-        loss: Any = functional.cross_entropy(logits, target, weight, label_smoothing=0.1, reduction=reduction)
+        loss: Any = functional.cross_entropy(
+            logits, target, weight, label_smoothing=0.1, reduction=reduction
+        )
     assert set(counts.get_comm_counts()) == {ALL_REDUCE}
     assert loss.placements == (batch if reduction == "none" else (Replicate(), Replicate()))
     torch.testing.assert_close(loss.full_tensor(), expected)
@@ -56,8 +66,13 @@ def test_rows_of_a_flattened_sharded_sequence() -> None:
     labels = torch.randint(0, 7, (3, 5))
     expected: Any = functional.cross_entropy(full.view(-1, 7), labels.view(-1))
     expected.backward()
-    logits: Any = distribute_tensor(full.detach(), mesh, (Shard(1), Shard(2)), src_data_rank=None).requires_grad_()
-    for target in (labels, distribute_tensor(labels, mesh, (Shard(1), Replicate()), src_data_rank=None)):
+    logits: Any = distribute_tensor(
+        full.detach(), mesh, (Shard(1), Shard(2)), src_data_rank=None
+    ).requires_grad_()
+    for target in (
+        labels,
+        distribute_tensor(labels, mesh, (Shard(1), Replicate()), src_data_rank=None),
+    ):
         logits.grad = None
         with loss_parallel(), CommDebugMode() as counts:
             loss: Any = functional.cross_entropy(logits.view(-1, 7), target.view(-1))
@@ -72,11 +87,18 @@ def test_rows_of_a_flattened_sharded_sequence() -> None:
 def test_other_losses_of_sharded_rows(reduction: Any) -> None:
     torch.manual_seed(0)
     mesh, placements = _square(), (Shard(0), Shard(1))
-    student, teacher = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
+    student, teacher = (
+        torch.randn(5, 7, dtype=torch.float64),
+        torch.randn(5, 7, dtype=torch.float64),
+    )
     labels = torch.randint(0, 7, (5,))
     rows = slice(0, 3) if mesh.get_local_rank("dp") == 0 else slice(3, 5)
-    spread = [distribute_tensor(t, mesh, placements, src_data_rank=None) for t in (student, teacher)]
-    plain_kl = functional.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="none").sum(1)
+    spread = [
+        distribute_tensor(t, mesh, placements, src_data_rank=None) for t in (student, teacher)
+    ]
+    plain_kl = functional.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="none").sum(
+        1
+    )
     wanted = {"none": plain_kl[rows], "sum": plain_kl.sum()}.get(reduction, plain_kl.mean())
     torch.testing.assert_close(losses.kl_div(*spread, dim=1, reduction=reduction), wanted)
     gathered = student.log_softmax(1)[range(5), labels]

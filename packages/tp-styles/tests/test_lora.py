@@ -33,14 +33,18 @@ def test_adapters(sequence: bool, base: bool) -> None:
     arriving = Shard(0) if sequence else Replicate()
     plan = {
         "0": LoRA(base=ColwiseParallel(input_layouts=arriving), rank=3, alpha=6.0, train_base=base),
-        "2": LoRA(base=RowwiseParallel(output_layouts=arriving), rank=3, alpha=6.0, train_base=base),
+        "2": LoRA(
+            base=RowwiseParallel(output_layouts=arriving), rank=3, alpha=6.0, train_base=base
+        ),
     }
     torch.manual_seed(1)
     module: Any = parallelize_module(copy.deepcopy(start), axis, plan)
     adapters: dict[str, Any] = dict(adapter_parameters(module))
     assert sorted(adapters) == ["0.lora_A", "0.lora_B", "2.lora_A", "2.lora_B"]
     trained = dict(module.named_parameters()) if base else adapters
-    assert [name for name, param in module.named_parameters() if param.requires_grad] == list(trained)
+    assert [name for name, param in module.named_parameters() if param.requires_grad] == list(
+        trained
+    )
     with torch.no_grad():
         for name, param in adapters.items():
             if name.endswith("B"):

@@ -58,7 +58,11 @@ def test_a_loss_that_backward_computes_again(reentrant: bool) -> None:
 def test_loss_of_log_probabilities(reduction: str) -> None:
     full = torch.randn(6, 11, dtype=torch.double, requires_grad=True)
     target, weight = torch.randint(11, (6,)), torch.rand(11, dtype=torch.double)
-    options: dict[str, Any] = {"weight": weight, "ignore_index": int(target[2]), "reduction": reduction}
+    options: dict[str, Any] = {
+        "weight": weight,
+        "ignore_index": int(target[2]),
+        "reduction": reduction,
+    }
     expected: Any = functional.nll_loss(full, target, **options)
     expected.sum().backward()
     x, _ = sharded(full, 1)

@@ -86,8 +86,13 @@ def test_a_parallel_model_is_freed_copied_and_pickled() -> None:
 @on_ranks(2)
 def test_what_a_lowering_reads_of_its_module_is_unpickled_before_it() -> None:
     x = torch.randn(3, 2, 4)
-    plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "1": RowwiseParallel()}
-    transposed = parallelize_module(nn.Sequential(nn.Identity(), Transposed(4, 6)), all_ranks(), {"1": plan["1"]})
+    plan: dict[str, Any] = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "1": RowwiseParallel(),
+    }
+    transposed = parallelize_module(
+        nn.Sequential(nn.Identity(), Transposed(4, 6)), all_ranks(), {"1": plan["1"]}
+    )
     for module, input in (
         (parallelize_module(nn.LSTM(4, 6), all_ranks(), plan["0"]), x),
         (transposed, x.chunk(2, -1)[torch.distributed.get_rank()]),
@@ -108,7 +113,9 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., nf)`."""
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
 
 
 class Alone(nn.Module):
@@ -155,7 +162,8 @@ FUSED = {
 }
 
 
-# Name -> how it is built, its plan; all take and give (4, 6, 12), and no width divides by the ranks.
+# Name -> how it is built, its plan; all take and give (4, 6, 12), and no width divides by the
+# ranks.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "linear": (lambda: pair(nn.Linear(12, 7), nn.Linear(7, 12)), COLUMNS_ROWS),
     "overlapped": (
@@ -166,7 +174,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "convolution": (lambda: pair(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1)), COLUMNS_ROWS),
     "groups": (
         lambda: nn.Sequential(nn.Conv1d(6, 15, 1), nn.GroupNorm(3, 15), nn.Conv1d(15, 6, 1)),
-        {"0": ColwiseParallel().aligned(5), "1": ChannelParallel(), "2": RowwiseParallel().aligned(5)},
+        {
+            "0": ColwiseParallel().aligned(5),
+            "1": ChannelParallel(),
+            "2": RowwiseParallel().aligned(5),
+        },
     ),
     "adapters": (lambda: pair(nn.Linear(12, 7), nn.Linear(7, 12)), ADAPTERS),
     "attention": (Alone, {"inner": HeadParallel()}),
@@ -178,13 +190,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_autocast_and_checkpointing(name: str, dtype: torch.dtype | None, reentrant: bool | None) -> None:
+def test_autocast_and_checkpointing(
+    name: str, dtype: torch.dtype | None, reentrant: bool | None
+) -> None:
     make, plan = CASES[name]
     torch.manual_seed(5)
     start = make()
     kind = torch.double if dtype is None else torch.float32
     module: Any = parallelize_module(copy.deepcopy(start).to(kind), all_ranks(), plan)
-    single: Any = unparallelize_module(copy.deepcopy(module)) if name == "adapters" else start.to(kind)
+    single: Any = (
+        unparallelize_module(copy.deepcopy(module)) if name == "adapters" else start.to(kind)
+    )
     full = torch.randn(4, 6, 12, dtype=kind)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):

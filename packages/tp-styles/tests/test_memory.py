@@ -39,14 +39,20 @@ def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
     """`Gated` on this rank's shards of the parameters, as one would write it."""
     x = x * 1
     both: Tensor = HandCopy.apply(x)  # type: ignore[no-untyped-call]  # torch
-    hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(both, w["up.weight"], w["up.bias"])
-    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]  # torch
+    hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(
+        both, w["up.weight"], w["up.bias"]
+    )
+    # torch
+    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]
     return partial + w["down.bias"]
 
 
 def parallel(row_output: Any = None, column_input: Any = None) -> nn.Module:
     """`Gated`, lowered."""
-    columns, rows = ColwiseParallel(input_layouts=column_input), RowwiseParallel(output_layouts=row_output)
+    columns, rows = (
+        ColwiseParallel(input_layouts=column_input),
+        RowwiseParallel(output_layouts=row_output),
+    )
     return parallelize_module(Gated(), all_ranks(), {"gate": columns, "up": columns, "down": rows})
 
 
@@ -80,7 +86,9 @@ def peak(run: Callable[[], Tensor], params: list[Any]) -> int:
     for _ in range(3):  # what gloo's threads still hold differs
         for param in params:
             param.grad = None
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             run().sum().backward()  # type: ignore[no-untyped-call]  # torch
         profiler: Any = profile.profiler
         events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -98,8 +106,12 @@ def test_a_step_saves_and_allocates_no_more_than_by_hand() -> None:
     ours, theirs = list(module.parameters()), locals_of(module)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     torch.testing.assert_close(module(x), by_hand(x, theirs))
-    assert saved(lambda: module(x), ours) == saved(lambda: by_hand(x, theirs), list(theirs.values()))
-    assert peak(lambda: module(x), ours) <= 1.02 * peak(lambda: by_hand(x, theirs), list(theirs.values()))
+    assert saved(lambda: module(x), ours) == saved(
+        lambda: by_hand(x, theirs), list(theirs.values())
+    )
+    assert peak(lambda: module(x), ours) <= 1.02 * peak(
+        lambda: by_hand(x, theirs), list(theirs.values())
+    )
 
 
 @on_ranks(2)
@@ -114,7 +126,9 @@ def test_a_gathered_activation_is_kept_once_for_all_readers() -> None:
 @pytest.mark.parametrize("frozen", ["weights", "input"])
 @on_ranks(2)
 def test_frozen_operands_are_not_saved(frozen: str) -> None:
-    layer = parallelize_module(nn.Linear(WIDTH, WIDTH), all_ranks(), ColwiseParallel(input_layouts=Replicate()))
+    layer = parallelize_module(
+        nn.Linear(WIDTH, WIDTH), all_ranks(), ColwiseParallel(input_layouts=Replicate())
+    )
     x = torch.randn(TOKENS, WIDTH, requires_grad=frozen != "input")
     if frozen == "weights":
         layer.requires_grad_(False)

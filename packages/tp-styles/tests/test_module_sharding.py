@@ -39,7 +39,9 @@ class Scaled(nn.Linear):
         return 2 * super().forward(input)
 
 
-@pytest.mark.parametrize(("placement", "sizes"), [(Shard(0), [3, 3, 3, 1]), (Shard(0, multiple_of=4), [4, 4, 2, 0])])
+@pytest.mark.parametrize(
+    ("placement", "sizes"), [(Shard(0), [3, 3, 3, 1]), (Shard(0, multiple_of=4), [4, 4, 2, 0])]
+)
 def test_sizes_of_shards(placement: Shard, sizes: list[int]) -> None:
     assert shard_sizes(10, placement, 4) == sizes
 
@@ -72,13 +74,29 @@ def test_a_transposed_linear_is_recognised_by_its_structure() -> None:
 COMPUTED: dict[str, Any] = {
     "weight_norm": (nn.utils.parametrizations.weight_norm, nn.Linear(8, 8), ColwiseParallel()),
     "spectral_norm": (nn.utils.parametrizations.spectral_norm, nn.Linear(8, 8), RowwiseParallel()),
-    "orthogonal": (nn.utils.parametrizations.orthogonal, nn.Linear(8, 8), PackedColwiseParallel(blocks=2)),
+    "orthogonal": (
+        nn.utils.parametrizations.orthogonal,
+        nn.Linear(8, 8),
+        PackedColwiseParallel(blocks=2),
+    ),
     "an embedding": (nn.utils.parametrizations.weight_norm, nn.Embedding(8, 8), ColwiseParallel()),
     "a convolution": (nn.utils.parametrizations.weight_norm, nn.Conv1d(8, 8, 1), RowwiseParallel()),
-    "a norm": (partial(prune.l1_unstructured, name="weight", amount=2), nn.LayerNorm(8), SequenceParallel()),
-    "pruning": (partial(prune.l1_unstructured, name="weight", amount=2), nn.Linear(8, 8), ColwiseParallel()),
+    "a norm": (
+        partial(prune.l1_unstructured, name="weight", amount=2),
+        nn.LayerNorm(8),
+        SequenceParallel(),
+    ),
+    "pruning": (
+        partial(prune.l1_unstructured, name="weight", amount=2),
+        nn.Linear(8, 8),
+        ColwiseParallel(),
+    ),
     "the older spectral_norm": (nn.utils.spectral_norm, nn.Linear(8, 8), ColwiseParallel()),
-    "adapters": (nn.utils.parametrizations.weight_norm, nn.Linear(8, 8), LoRA(base=ColwiseParallel())),
+    "adapters": (
+        nn.utils.parametrizations.weight_norm,
+        nn.Linear(8, 8),
+        LoRA(base=ColwiseParallel()),
+    ),
 }
 
 
@@ -87,9 +105,18 @@ def test_computed_parameters_are_refused_before_anything_changes(name: str) -> N
     compute, module, style = COMPUTED[name]
     compute(module)
     params = dict(module.named_parameters())
-    assert "is computed from other parameters" in verify(module, style, abstract_mesh((4,))).errors[0]
-    with fake_world(4), pytest.raises(UnsupportedModuleError, match=r"weight of .* is computed from other parameters"):
-        parallelize_module(nn.Sequential(nn.Linear(8, 8), module), init_device_mesh("cpu", (4,)), {"*": style})
+    assert (
+        "is computed from other parameters" in verify(module, style, abstract_mesh((4,))).errors[0]
+    )
+    with (
+        fake_world(4),
+        pytest.raises(
+            UnsupportedModuleError, match=r"weight of .* is computed from other parameters"
+        ),
+    ):
+        parallelize_module(
+            nn.Sequential(nn.Linear(8, 8), module), init_device_mesh("cpu", (4,)), {"*": style}
+        )
     assert dict(module.named_parameters()) == params
 
 

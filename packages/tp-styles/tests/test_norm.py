@@ -83,7 +83,9 @@ NORMS: list[tuple[str, Any]] = [
 def test_norms_between_convolutions(name: str) -> None:
     norm = dict(NORMS)[name]()
     unit = 12 // norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
-    single: Any = scrambled(nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 5, 3)))
+    single: Any = scrambled(
+        nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 5, 3))
+    )
     columns, rows = ColwiseParallel().aligned(unit), RowwiseParallel().aligned(unit)
     plan = {"0": columns, "1": ChannelParallel(), "3": rows}
     run = as_one_device(single, plan, all_ranks(), [torch.randn(4, 3, 7, 7, dtype=torch.double)])
@@ -92,7 +94,8 @@ def test_norms_between_convolutions(name: str) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("momentum", "compiled"), [(0.1, False), (None, False), pytest.param(0.1, True, marks=pytest.mark.slow)]
+    ("momentum", "compiled"),
+    [(0.1, False), (None, False), pytest.param(0.1, True, marks=pytest.mark.slow)],
 )
 def test_running_statistics_of_batch_norms(momentum: float | None, compiled: bool) -> None:
     """Five channels: two, two, one and none on a rank."""
@@ -115,20 +118,26 @@ def test_shards_through_groups_are_refused() -> None:
     parallelize_module(module, axis, {"0": ColwiseParallel(), "1": ChannelParallel()})
     with pytest.raises(LayoutError, match=r"aligned\(6\)"):
         module(torch.randn(2, 2, 5))
-    with pytest.raises(UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"):
+    with pytest.raises(
+        UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"
+    ):
         parallelize_module(nn.LayerNorm(4), axis, ChannelParallel())
     with pytest.raises(LayoutError, match="expected a tensor as the input, got str"):
         parallelize_module(nn.LayerNorm(4), axis, SequenceParallel())("x")
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("make", "bias"), [(nn.LayerNorm, True), (nn.LayerNorm, False), (nn.RMSNorm, None)])
+@pytest.mark.parametrize(
+    ("make", "bias"), [(nn.LayerNorm, True), (nn.LayerNorm, False), (nn.RMSNorm, None)]
+)
 @pytest.mark.parametrize("kind", ["local", "sharded", "replicated"])
 def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> None:
     axis, single = all_ranks(), make(12, **({} if bias is None else {"bias": bias})).double()
     for param in single.parameters():
         nn.init.normal_(param)
-    module: Any = parallelize_module(copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local"))
+    module: Any = parallelize_module(
+        copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local")
+    )
     full = torch.randn(2, 8, 12, dtype=torch.double, requires_grad=True)
     placement = Replicate() if kind == "replicated" else Shard(1)
     x: Tensor = distribute_tensor(full.detach(), axis, (placement,)).requires_grad_()
@@ -144,10 +153,14 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
     expected.backward(seed)
     with CommDebugMode() as mode:
         part.backward(own_shard(seed, 1))
-    # One reduction for all parameters of the norm; a replicated input gets its complete gradient by a gather.
-    assert counts(mode) == ({"all_reduce": 1, "all_gather": 1} if kind == "replicated" else {"all_reduce": 1})
+    # One reduction for all parameters of the norm; a replicated input gets its complete gradient by
+    # a gather.
+    assert counts(mode) == (
+        {"all_reduce": 1, "all_gather": 1} if kind == "replicated" else {"all_reduce": 1}
+    )
     assert full.grad is not None
     torch.testing.assert_close(
-        global_value(x.grad) if kind != "local" else x.grad, own_shard(full.grad, 1) if kind == "local" else full.grad
+        global_value(x.grad) if kind != "local" else x.grad,
+        own_shard(full.grad, 1) if kind == "local" else full.grad,
     )
     assert_same_gradients(module, single)

@@ -13,10 +13,17 @@ from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import all_ranks, on_ranks
-from shoal_tp_styles import ColwiseParallel, LayoutError, RowwiseParallel, UnsupportedModuleError, parallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    RowwiseParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
 from small_models import assert_same_parameters
 
-LAYOUTS: dict[str, tuple[Any, int]] = {  # layout of the input on four ranks -> chunks of (8, 8, 12)
+# layout of the input on four ranks -> chunks of (8, 8, 12)
+LAYOUTS: dict[str, tuple[Any, int]] = {
     "along the chunks": (Shard(0), 2),  # two rows of every rank
     "the same, counted from behind": (Shard(-3), 2),
     "beside the chunks": (Shard(1), 3),
@@ -33,7 +40,9 @@ def own(tensor: torch.Tensor, placement: Any) -> torch.Tensor:
     return tensor.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
 
 
-def columns_are_as_on_one_device(placement: Any, chunks: int, features: int, bias: bool, given: str) -> None:
+def columns_are_as_on_one_device(
+    placement: Any, chunks: int, features: int, bias: bool, given: str
+) -> None:
     """Two readers of one sharded input: outputs, gradients, and the number of collectives."""
     single = nn.ModuleList([nn.Linear(12, features, bias=bias), nn.Linear(12, 4)]).double()
     style = ColwiseParallel(input_layouts=placement, output_layouts=Replicate()).overlapped(3)
@@ -45,12 +54,17 @@ def columns_are_as_on_one_device(placement: Any, chunks: int, features: int, bia
         y * 1
         if given == "plain"
         else DTensor.from_local(
-            y, all_ranks(), (placement.on_dim(placement.dim % 3),), shape=shape, stride=full.stride()
+            y,
+            all_ranks(),
+            (placement.on_dim(placement.dim % 3),),
+            shape=shape,
+            stride=full.stride(),
         )
     )
     with CommDebugMode() as mode:
         outs = [module(read) for module in modules]
-    gathers = chunks if given == "plain" else 2 * chunks  # readers of a plain tensor share the gather
+    # readers of a plain tensor share the gather
+    gathers = chunks if given == "plain" else 2 * chunks
     assert mode.get_total_counts() == gathers + 2  # and those of the outputs
     expected = [module(x) for module in single]
     for out, one in zip(outs, expected, strict=True):
@@ -72,21 +86,27 @@ def test_columns_gather_in_chunks(layout: str, features: int, given: str) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(0, sizes=(8, 0)), Shard(1, sizes=(3, 5))])
+@pytest.mark.parametrize(
+    "placement", [Shard(0), Shard(1), Shard(0, sizes=(8, 0)), Shard(1, sizes=(3, 5))]
+)
 def test_columns_of_two_ranks(placement: Any) -> None:
     columns_are_as_on_one_device(placement, 3, 7, True, "plain")
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(0, sizes=(1, 4, 0, 3)), Replicate()])
-@pytest.mark.parametrize("features", [12, 3])  # of 3 a rank has none, and no fewer collectives
+@pytest.mark.parametrize(
+    "placement", [Shard(0), Shard(1), Shard(0, sizes=(1, 4, 0, 3)), Replicate()]
+)
+# of 3 a rank has none, and no fewer collectives
+@pytest.mark.parametrize("features", [12, 3])
 def test_rows_in_both_directions(placement: Any, features: int) -> None:
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=placement).overlapped(2)
     x = torch.randn(8, 8, features, dtype=torch.double)
     run = as_one_device(nn.Linear(features, 4).double(), style, all_ranks(), [x], leaving=placement)
     scattered = isinstance(placement, Shard)
     assert run.forward == {"reduce_scatter" if scattered else "all_reduce": 2}
-    assert sum(run.backward.values()) == (3 if scattered else 1)  # gathers of dy in chunks, then that of dx
+    # gathers of dy in chunks, then that of dx
+    assert sum(run.backward.values()) == (3 if scattered else 1)
 
 
 @on_ranks(2)
@@ -104,7 +124,8 @@ def test_few_rows_and_autocast() -> None:
         expected.float().square().sum().backward()
         out.float().square().sum().backward()
         assert x.grad is not None
-        torch.testing.assert_close(y.grad, own(x.grad, Shard(0)), rtol=2e-2, atol=2e-2)  # summed in bfloat16
+        # summed in bfloat16
+        torch.testing.assert_close(y.grad, own(x.grad, Shard(0)), rtol=2e-2, atol=2e-2)
 
 
 def test_what_does_not_overlap_is_refused() -> None:

@@ -41,7 +41,9 @@ PREPARE = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Repli
 @pytest.mark.parametrize("lower", [True, False])
 def test_mlps(make: Any, lower: bool) -> None:
     single: Any = make().double()
-    as_one_device(single, single.plan, all_ranks(), [torch.randn(6, 10, dtype=torch.double)], lower=lower)
+    as_one_device(
+        single, single.plan, all_ranks(), [torch.randn(6, 10, dtype=torch.double)], lower=lower
+    )
 
 
 @on_ranks(4)
@@ -49,7 +51,9 @@ def test_mlps(make: Any, lower: bool) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
-    args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied, checkpoint_activations=checkpointed)
+    args = ModelArgs(
+        dropout_p=0.0, vocab_size=10, weight_tying=tied, checkpoint_activations=checkpointed
+    )
     single: Any = Transformer(args).double()
     module: Any = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), transformer_plan(sequence))
@@ -70,15 +74,21 @@ class Tied(nn.Module):
         return out
 
 
-ROWS, COLUMNS = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+ROWS, COLUMNS = (
+    RowwiseParallel(input_layouts=Replicate()),
+    ColwiseParallel(output_layouts=Replicate()),
+)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "plan", [{"table": ROWS}, {"head": COLUMNS}, {"table": ColwiseParallel(output_layouts=Replicate())}]
+    "plan",
+    [{"table": ROWS}, {"head": COLUMNS}, {"table": ColwiseParallel(output_layouts=Replicate())}],
 )
 @pytest.mark.parametrize("lower", [True, False])
-def test_a_plan_that_names_one_of_two_tied_modules(plan: dict[str, ParallelStyle], lower: bool) -> None:
+def test_a_plan_that_names_one_of_two_tied_modules(
+    plan: dict[str, ParallelStyle], lower: bool
+) -> None:
     single = Tied().double()
     module = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
     assert module.head.weight is module.table.weight
@@ -131,7 +141,11 @@ AGAIN: dict[str, tuple[Any, Any, str]] = {
         "already has the style RowwiseParallel",
     ),
     "a boundary": ({"net1": PREPARE}, {"net1": PREPARE}, "PrepareModuleInput on module 'net1'"),
-    "an undeclared style": ({"net1": OwnStyle()}, {"net1": OwnStyle()}, "OwnStyle on module 'net1'"),
+    "an undeclared style": (
+        {"net1": OwnStyle()},
+        {"net1": OwnStyle()},
+        "OwnStyle on module 'net1'",
+    ),
 }
 
 
@@ -141,19 +155,26 @@ def test_a_plan_applied_twice_is_refused_before_anything_changes(name: str) -> N
     plan, again, message = AGAIN[name]
     mesh = init_device_mesh("cpu", (2,))
     module: Any = parallelize_module(MLP(), mesh, plan)
-    before = {path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()}
+    before = {
+        path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()
+    }
     params = [id(param) for param in module.parameters()]
     with pytest.raises(PlanError, match=f"(?s){message}.*unparallelize_module"):
         parallelize_module(module, mesh, again)
-    assert {path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()} == before
+    assert {
+        path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()
+    } == before
     assert [id(param) for param in module.parameters()] == params
     parallelize_module(unparallelize_module(module), mesh, again)
 
 
-@pytest.mark.parametrize("name", ["_pre_dp_module_transform", "_HeadTailLoadBalancer", "DTensorExtensions"])
+@pytest.mark.parametrize(
+    "name", ["_pre_dp_module_transform", "_HeadTailLoadBalancer", "DTensorExtensions"]
+)
 def test_a_name_of_torchs_that_is_not_here_says_what_is(name: str) -> None:
     with pytest.raises(ImportError, match=f"no {name}: .*(replicate|context_parallel|fully_shard)"):
-        __import__(shoal_tp_styles.__name__, fromlist=[name])  # as `from shoal_tp_styles import name`
+        # as `from shoal_tp_styles import name`
+        __import__(shoal_tp_styles.__name__, fromlist=[name])
     assert not hasattr(shoal_tp_styles, name)
 
 
@@ -180,7 +201,9 @@ def test_a_shared_module_is_made_parallel_under_one_of_its_names() -> None:
     single: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     single.head = single[0]
     module: Any = copy.deepcopy(single)
-    parallelize_module(module, init_device_mesh("cpu", (2,)), {"head": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(
+        module, init_device_mesh("cpu", (2,)), {"head": ColwiseParallel(output_layouts=Replicate())}
+    )
     x = torch.randn(3, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(module(x), single(x))
     assert module.head is module[0]
@@ -188,7 +211,8 @@ def test_a_shared_module_is_made_parallel_under_one_of_its_names() -> None:
 
 def test_a_module_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected module to be an nn\.Module, got str"):
-        parallelize_module("model", abstract_mesh((2,)), {"up": "colwise"})  # type: ignore[type-var]  # wrong on purpose
+        # wrong on purpose
+        parallelize_module("model", abstract_mesh((2,)), {"up": "colwise"})  # type: ignore[type-var]
 
 
 X = torch.zeros(1, 2, 4, 3)
@@ -204,7 +228,9 @@ X = torch.zeros(1, 2, 4, 3)
     ids=["parallelize_module", "preview", "context_parallel_attention"],
 )
 def test_what_is_no_mesh_is_refused_with_the_conversion(call: Any) -> None:
-    with pytest.raises(LayoutError, match=r"device_mesh is builtins.str; make one .*interop.mesh_from_torch"):
+    with pytest.raises(
+        LayoutError, match=r"device_mesh is builtins.str; make one .*interop.mesh_from_torch"
+    ):
         call("tp")
 
 
@@ -218,7 +244,9 @@ ENCODER_PLANS: list[dict[str, Any]] = [
 @on_ranks(4)
 @pytest.mark.parametrize("plan", ENCODER_PLANS)
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_torchs_fused_encoder_layers_call_modules_with_styles(plan: dict[str, Any], norm_first: bool) -> None:
+def test_torchs_fused_encoder_layers_call_modules_with_styles(
+    plan: dict[str, Any], norm_first: bool
+) -> None:
     options: Any = {"batch_first": True, "norm_first": norm_first}
     layer: Any = nn.TransformerEncoderLayer(16, 8, 32, **options).double().eval()
     encoder: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
@@ -227,15 +255,22 @@ def test_torchs_fused_encoder_layers_call_modules_with_styles(plan: dict[str, An
     causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.double)
     for single, where, mask in ((layer, "", "src_mask"), (encoder, "layers.*.", "mask")):
         module = copy.deepcopy(single)
-        parallelize_module(module, all_ranks(), {where + name: style for name, style in plan.items()})
+        parallelize_module(
+            module, all_ranks(), {where + name: style for name, style in plan.items()}
+        )
         with torch.no_grad():
             for how in ({}, {"src_key_padding_mask": padding}, {mask: causal, "is_causal": True}):
                 kept = ~padding if "src_key_padding_mask" in how else ...
                 torch.testing.assert_close(module(x, **how)[kept], single(x, **how)[kept])
         for again in (copy.deepcopy(module), unparallelize_module(module)):
             names = ("activation_relu_or_gelu", "use_nested_tensor")
-            held = [[vars(one).get(name) for one in tree.modules() for name in names] for tree in (again, single)]
-            assert (held[0] == held[1]) is (again is module), "what torch asks is as it was where no style is left"
+            held = [
+                [vars(one).get(name) for one in tree.modules() for name in names]
+                for tree in (again, single)
+            ]
+            assert (held[0] == held[1]) is (again is module), (
+                "what torch asks is as it was where no style is left"
+            )
 
 
 class Split(nn.Module):
@@ -274,12 +309,21 @@ class Split(nn.Module):
             "q (Linear, ColwiseParallel): weight (12, 12), here (6, 12); output S(-1)",
         ),
         ("assert", AssertionError, "the shape of x", "modules of Split return a rank's part"),
-        ("norm", RuntimeError, "normalized_shape", "0 (Linear, ColwiseParallel): weight (8, 12), here (4, 12)"),
+        (
+            "norm",
+            RuntimeError,
+            "normalized_shape",
+            "0 (Linear, ColwiseParallel): weight (8, 12), here (4, 12)",
+        ),
         ("other", KeyError, "nothing of shapes", ""),
     ],
 )
-def test_errors_that_local_tensors_may_cause_have_a_note(fails: str, error: Any, text: str, named: str) -> None:
-    block: Any = nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8)) if fails == "norm" else Split(fails)
+def test_errors_that_local_tensors_may_cause_have_a_note(
+    fails: str, error: Any, text: str, named: str
+) -> None:
+    block: Any = (
+        nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8)) if fails == "norm" else Split(fails)
+    )
     module: Any = nn.Sequential(block, nn.ReLU())
     plan: Any = {"0.0" if fails == "norm" else "0.*": ColwiseParallel()}
     for _ in range(2):

@@ -175,7 +175,10 @@ def test_the_chosen_dtype_and_the_gradient_stay_when_a_plan_comes_and_goes() -> 
     for param in model.parameters():
         param.grad_dtype, param.grad = torch.float32, torch.ones_like(param, dtype=torch.float32)
     plan = {"0": ColwiseParallel(), "1": HeadParallel()}
-    for change in (lambda: parallelize_module(model, all_ranks(), plan), lambda: unparallelize_module(model)):
+    for change in (
+        lambda: parallelize_module(model, all_ranks(), plan),
+        lambda: unparallelize_module(model),
+    ):
         changed: Any = change()
         for param in changed.parameters():
             assert param.grad_dtype is param.grad.dtype is torch.float32
@@ -192,9 +195,11 @@ def test_hooks_see_the_complete_gradient(after: bool) -> None:
     seen: dict[str, Any] = {}
     for name, param in module.named_parameters():
         if after:
-            param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))  # type: ignore[no-untyped-call]  # torch
+            # torch
+            param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))  # type: ignore[no-untyped-call]
         else:
-            param.register_hook(lambda grad, n=name: seen.update({n: grad}))  # type: ignore[no-untyped-call]  # torch
+            # torch
+            param.register_hook(lambda grad, n=name: seen.update({n: grad}))  # type: ignore[no-untyped-call]
     module(x).square().sum().backward()
     same(seen, expected)
     same(grads(module), expected)
@@ -319,8 +324,10 @@ def test_the_reduction_runs_beside_a_weight_gradient_that_takes_long(where: str)
             full = torch.cat(shards)
         params: list[Any] = list(module.parameters())
         weight, bias = (param.full_tensor() for param in params)
-        expected = torch.autograd.grad(nn.functional.linear(full.requires_grad_(), weight, bias).square().sum(), full)[
-            0
-        ]
+        expected = torch.autograd.grad(
+            nn.functional.linear(full.requires_grad_(), weight, bias).square().sum(), full
+        )[0]
         rank = torch.distributed.get_rank()
-        torch.testing.assert_close(x.grad, expected.chunk(2)[rank] if where == "sequence" else expected)
+        torch.testing.assert_close(
+            x.grad, expected.chunk(2)[rank] if where == "sequence" else expected
+        )

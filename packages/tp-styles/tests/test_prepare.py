@@ -84,7 +84,9 @@ def test_prepare_several_inputs() -> None:
 def test_prepare_output_and_both() -> None:
     axis, full = all_ranks(), torch.randn(8, 3)
     out = parallelize_module(
-        nn.Identity(), axis, PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+        nn.Identity(),
+        axis,
+        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
     )
     torch.testing.assert_close(out(full), own_shard(full, 0))
     both = PrepareModuleInputOutput(

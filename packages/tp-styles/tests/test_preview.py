@@ -42,10 +42,14 @@ def test_previewed_collectives_are_those_that_run(sequence: bool) -> None:
     parallelize_module(model, mesh, plan)
     with CommDebugMode() as mode:
         out = model(tokens)
-    assert {op: costs.count(op)[0] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    assert {op: costs.count(op)[0] for op in OPS} == {
+        op: mode.get_comm_counts()[key] for op, key in OPS.items()
+    }
     with CommDebugMode() as mode:
         out.sum().backward()
-    assert {op: costs.count(op)[1] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    assert {op: costs.count(op)[1] for op in OPS} == {
+        op: mode.get_comm_counts()[key] for op, key in OPS.items()
+    }
     held = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()}
     assert costs.parameter_bytes == sum(p.numel() * p.element_size() for p in held.values())
 
@@ -62,7 +66,8 @@ def test_a_preview_without_ranks() -> None:
     costs = preview(copy.deepcopy(model), plan, mesh, x)
     packed = costs.rows[0]
     assert packed.parameter_bytes == 3 * 8 * 65 * 4  # one head each of q, k and v
-    assert costs.count("all_reduce") == (0, 6)  # two activations; weight and bias of the replicated k and v
+    # two activations; weight and bias of the replicated k and v
+    assert costs.count("all_reduce") == (0, 6)
     text = str(costs)
     assert "all_reduce 1.0 KiB" in text and "ms of communication" in text
     assert preview(MLP(), MLP.plan, abstract_mesh((1,)), torch.zeros(2, 10)).seconds == 0
@@ -82,10 +87,14 @@ def test_rows_with_a_sharded_output_sum_the_gradient_of_their_bias() -> None:
     parallelize_module(model, mesh, plan)
     with CommDebugMode() as mode:
         out = model(x)
-    assert {op: costs.count(op)[0] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    assert {op: costs.count(op)[0] for op in OPS} == {
+        op: mode.get_comm_counts()[key] for op, key in OPS.items()
+    }
     with CommDebugMode() as mode:
         out.sum().backward()
-    assert {op: costs.count(op)[1] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    assert {op: costs.count(op)[1] for op in OPS} == {
+        op: mode.get_comm_counts()[key] for op, key in OPS.items()
+    }
 
 
 def test_bytes_of_a_transposed_fused_weight() -> None:
@@ -97,5 +106,7 @@ def test_bytes_of_a_transposed_fused_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight
 
-    costs = preview(Transposed(), PackedColwiseParallel(blocks=3), abstract_mesh((4,)), torch.zeros(2, 8))
+    costs = preview(
+        Transposed(), PackedColwiseParallel(blocks=3), abstract_mesh((4,)), torch.zeros(2, 8)
+    )
     assert costs.parameter_bytes == 8 * 6 * 4

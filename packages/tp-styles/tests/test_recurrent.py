@@ -20,7 +20,9 @@ from small_models import assert_same_parameters, own_shard
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("local", [True, False])
-def test_recurrent_modules_on_shards_of_the_batch(kind: str, batch_first: bool, local: bool) -> None:
+def test_recurrent_modules_on_shards_of_the_batch(
+    kind: str, batch_first: bool, local: bool
+) -> None:
     make = getattr(nn, kind)
     single: Any = make(3, 5, num_layers=2, bidirectional=True, batch_first=batch_first).double()
     batch = 0 if batch_first else 1
@@ -45,11 +47,14 @@ def test_recurrent_modules_on_shards_of_the_batch(kind: str, batch_first: bool, 
     assert x.grad is not None
     torch.testing.assert_close(y.grad, own_shard(x.grad, batch))
     assert_same_parameters(module, single)
-    torch.testing.assert_close(module(full)[0], single(full)[0])  # plain again, with its own weights
+    # plain again, with its own weights
+    torch.testing.assert_close(module(full)[0], single(full)[0])
 
 
 @on_ranks(4)
 def test_one_sequence_without_a_batch_dim_is_refused_on_all_ranks() -> None:
-    module = parallelize_module(nn.RNN(2, 2, batch_first=True), all_ranks(), SequenceParallel(sequence_dim=0))
+    module = parallelize_module(
+        nn.RNN(2, 2, batch_first=True), all_ranks(), SequenceParallel(sequence_dim=0)
+    )
     with pytest.raises(LayoutError, match=r"without a batch dim.* x\.unsqueeze\(0\)"):
         module(torch.randn(0 if all_ranks().get_local_rank() == 3 else 1, 2))

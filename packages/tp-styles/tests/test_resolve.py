@@ -21,7 +21,9 @@ from small_models import MLP, ModelArgs, StackedMLP, Transformer
 
 
 def test_entries_that_match_nothing_are_named() -> None:
-    resolved = resolve(StackedMLP(), {"layers.*.net1": ColwiseParallel(), "layers.*.net9": RowwiseParallel()})
+    resolved = resolve(
+        StackedMLP(), {"layers.*.net1": ColwiseParallel(), "layers.*.net9": RowwiseParallel()}
+    )
     assert [use.path for use in resolved.uses] == ["layers.0.net1", "layers.1.net1"]
     (line,) = resolved.unmatched
     assert "'layers.*.net9'" in line and "'net9'" in line and "StackedMLP" in line
@@ -31,10 +33,12 @@ def test_a_wrong_plan_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"got int"):
         resolve(MLP(), 3)  # type: ignore[arg-type]  # that it is refused is the test
     with pytest.raises(TypeError, match=r"expected a ParallelStyle or the name of one, got Linear"):
-        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
+        # that it is refused is the test
+        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]
     with pytest.raises(PlanError, match=r"unknown style 'colwize'; known are .*colwise"):
         resolve(MLP(), {"net1": "colwize"})
-    with pytest.raises(TypeError, match="unknown style 'colwize'"):  # as of torch, which knows no names
+    # as of torch, which knows no names
+    with pytest.raises(TypeError, match="unknown style 'colwize'"):
         resolve(MLP(), {"net1": "colwize"})
 
 
@@ -51,21 +55,32 @@ def test_two_entries_for_one_module_are_refused() -> None:
 
 def test_tied_weights_must_agree() -> None:
     model = Transformer(ModelArgs(n_layers=1))
-    agree = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}
+    agree = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(),
+    }
     resolve(model, agree).check()
     with pytest.raises(TiedWeightError, match=r"tok_embeddings.weight: .*output.weight"):
         resolve(model, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}).check()
 
 
-def test_a_module_that_holds_a_sharded_weight_gets_a_style_with_replicated_inputs_and_outputs() -> None:
+def test_a_module_that_holds_a_sharded_weight_gets_a_style_with_replicated_inputs_and_outputs() -> (
+    None
+):
     model = Transformer(ModelArgs(n_layers=1))
     for named, other in (("tok_embeddings", "output"), ("output", "tok_embeddings")):
-        style = RowwiseParallel(input_layouts=Replicate()) if named == "tok_embeddings" else ColwiseParallel()
+        style = (
+            RowwiseParallel(input_layouts=Replicate())
+            if named == "tok_embeddings"
+            else ColwiseParallel()
+        )
         resolved = resolve(model, {named: style})
         resolved.check()
         (_, implied) = resolved.uses
         assert (
-            implied.path == other and implied.sharding is not None and implied.sharding.parameters["weight"] == Shard(0)
+            implied.path == other
+            and implied.sharding is not None
+            and implied.sharding.parameters["weight"] == Shard(0)
         )
         assert implied.sharding.output_port().desired == Replicate()
 
@@ -82,7 +97,9 @@ def test_axes_of_a_mesh_with_several() -> None:
 
 def test_a_child_of_a_sharded_module_is_not_sharded_again() -> None:
     resolved = resolve(StackedMLP(), {"layers.0": SequenceParallel(), "**.net1": ColwiseParallel()})
-    with pytest.raises(PlanError, match=r"'layers.0.net1' is sharded by two entries: 'layers.0' .* and '\*\*.net1'"):
+    with pytest.raises(
+        PlanError, match=r"'layers.0.net1' is sharded by two entries: 'layers.0' .* and '\*\*.net1'"
+    ):
         resolved.check()
 
 

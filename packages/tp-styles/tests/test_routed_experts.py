@@ -18,16 +18,25 @@ from moe_models import WIDTH, mixture
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
-from shoal_tp_styles import ExpertParallel, LayoutError, parallelize_module, preview, unparallelize_module
+from shoal_tp_styles import (
+    ExpertParallel,
+    LayoutError,
+    parallelize_module,
+    preview,
+    unparallelize_module,
+)
 from tp_checks import counts
 
 SIZES = (5, 0, 3, 4)  # tokens of each rank
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("experts", "favourite"), [(8, None), (6, 1), (3, None)])  # even; idle ranks; empty ranks
+# even; idle ranks; empty ranks
+@pytest.mark.parametrize(("experts", "favourite"), [(8, None), (6, 1), (3, None)])
 @pytest.mark.parametrize("kind", ["packed", "transposed", "listed", "sorted"])
-def test_tokens_are_sent_to_their_experts_and_back(kind: str, experts: int, favourite: int | None) -> None:
+def test_tokens_are_sent_to_their_experts_and_back(
+    kind: str, experts: int, favourite: int | None
+) -> None:
     single = mixture(kind, experts, favourite=favourite)
     module = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), {"experts": ExpertParallel()})
@@ -36,9 +45,12 @@ def test_tokens_are_sent_to_their_experts_and_back(kind: str, experts: int, favo
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("experts", "favourite"), [(8, None), (6, 1), (3, None)])  # even; idle ranks; empty ranks
+# even; idle ranks; empty ranks
+@pytest.mark.parametrize(("experts", "favourite"), [(8, None), (6, 1), (3, None)])
 @pytest.mark.parametrize("kind", ["packed", "transposed", "listed", "sorted"])
-def test_every_rank_computes_its_experts_for_all_tokens(kind: str, experts: int, favourite: int | None) -> None:
+def test_every_rank_computes_its_experts_for_all_tokens(
+    kind: str, experts: int, favourite: int | None
+) -> None:
     single = mixture(kind, experts, favourite=favourite)
     module = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), {"experts": ExpertParallel(input_layouts=Replicate())})
@@ -85,8 +97,14 @@ def test_a_capacity_drops_the_last_tokens_of_all_ranks(layout: Placement) -> Non
         taken[expert] += 1
         kept[token, choice] *= taken[expert] <= room
     expected = single(x, chosen, kept)
-    parallelize_module(module, all_ranks(), ExpertParallel(input_layouts=layout, capacity_factor=0.75))
-    mine: Any = slice(None) if layout == Replicate() else slice(sum(SIZES[: comm.rank]), sum(SIZES[: comm.rank + 1]))
+    parallelize_module(
+        module, all_ranks(), ExpertParallel(input_layouts=layout, capacity_factor=0.75)
+    )
+    mine: Any = (
+        slice(None)
+        if layout == Replicate()
+        else slice(sum(SIZES[: comm.rank]), sum(SIZES[: comm.rank + 1]))
+    )
     torch.testing.assert_close(module(x[mine], chosen[mine], weights[mine]), expected[mine])
     assert max(taken) > room
 
@@ -96,7 +114,11 @@ def test_a_capacity_drops_the_last_tokens_of_all_ranks(layout: Placement) -> Non
 @pytest.mark.parametrize("axes", [1, 2])
 def test_previewed_collectives_are_those_that_run(axes: int, layout: Placement) -> None:
     module = mixture("packed", 4)
-    mesh, style = (all_ranks(), ExpertParallel(input_layouts=layout)) if axes == 1 else (grid(), two_axes(layout))
+    mesh, style = (
+        (all_ranks(), ExpertParallel(input_layouts=layout))
+        if axes == 1
+        else (grid(), two_axes(layout))
+    )
     x = torch.randn(5, WIDTH, dtype=torch.double, requires_grad=True)
     costs = preview(module, {"experts": style}, mesh, x)
     parallelize_module(module, mesh, {"experts": style})
@@ -107,7 +129,10 @@ def test_previewed_collectives_are_those_that_run(axes: int, layout: Placement) 
         out.sum().backward()
     for op in ("all_reduce", "all_gather", "all_to_all"):
         assert costs.count(op) == (forward.get(op, 0), counts(mode).get(op, 0)), op
-    held = module.experts.gate_up_proj.to_local().numel() + module.experts.down_proj.to_local().numel()  # type: ignore[operator,union-attr]  # DTensors
+    # DTensors
+    held = (
+        module.experts.gate_up_proj.to_local().numel() + module.experts.down_proj.to_local().numel()
+    )  # type: ignore[operator,union-attr]
     assert costs.rows[0].parameter_bytes == 8 * held
 
 

@@ -19,7 +19,8 @@ from shoal_tp_styles import (
     parallelize_module,
 )
 
-OVERLAPPED: dict[str, tuple[Any, int]] = {  # layout of the output -> chunks of eight rows
+# layout of the output -> chunks of eight rows
+OVERLAPPED: dict[str, tuple[Any, int]] = {
     "reduced": (Replicate(), 3),
     "scattered beside the chunks": (Shard(1), 3),
     "scattered along the chunks": (Shard(0), 2),  # two rows of every rank
@@ -63,7 +64,9 @@ def test_overlapped_reduction(layout: str, bias: bool, local: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("local", [True, False])
-def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
+def test_rowwise_linear(
+    layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool
+) -> None:
     style = RowwiseParallel(output_layouts=layout, use_local_output=local)
     x = torch.randn(8, 16, dtype=torch.double)
     single = nn.Linear(16, 12).double()
@@ -74,8 +77,12 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
 
 @fake_world(2)
 def test_an_input_with_all_features_is_told_from_a_shard() -> None:
-    layer: Any = parallelize_module(nn.Linear(6, 4), init_device_mesh("cpu", (2,)), RowwiseParallel())
-    with pytest.raises(LayoutError, match=r"3 of 6 features.*got shape \(2, 6\).*input_layouts=Replicate"):
+    layer: Any = parallelize_module(
+        nn.Linear(6, 4), init_device_mesh("cpu", (2,)), RowwiseParallel()
+    )
+    with pytest.raises(
+        LayoutError, match=r"3 of 6 features.*got shape \(2, 6\).*input_layouts=Replicate"
+    ):
         layer(torch.ones(2, 6))
     with pytest.raises(RuntimeError, match="dtype"):  # other errors stay torch's
         layer(torch.ones(2, 3, dtype=torch.float64))

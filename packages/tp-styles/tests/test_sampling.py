@@ -15,12 +15,15 @@ from tp_checks import sharded
 @on_ranks(4)
 def test_choices_are_those_of_the_full_logits() -> None:
     full = torch.randn(7, 11, dtype=torch.double)
-    full[0, 2] = full[0, 9] = 50.0  # equal maxima on two ranks: the smaller index
+    # equal maxima on two ranks: the smaller index
+    full[0, 2] = full[0, 9] = 50.0
     full[1] = 1.0
     x, _ = sharded(full, 1)
     assert choose.argmax(x).tolist() == full.argmax(1).tolist()
     mesh = all_ranks()
-    drawn = {choose.sample(x, generator=torch.Generator().manual_seed(3)).tolist()[2] for _ in range(2)}
+    drawn = {
+        choose.sample(x, generator=torch.Generator().manual_seed(3)).tolist()[2] for _ in range(2)
+    }
     assert len(drawn) == 1
     many = full[2].expand(4000, 11)
     tokens = choose.sample(sharded(many, 1)[0], generator=torch.Generator().manual_seed(0))
@@ -28,7 +31,9 @@ def test_choices_are_those_of_the_full_logits() -> None:
     torch.testing.assert_close(share.double(), full[2].softmax(0), atol=0.03, rtol=0)
     point = torch.rand(7, dtype=torch.double, generator=torch.Generator().manual_seed(5))
     ours = choose.sample(x, generator=torch.Generator().manual_seed(5))
-    single: Any = torch.searchsorted(full.softmax(1).cumsum(1), point[:, None], right=True).squeeze(1)
+    single: Any = torch.searchsorted(full.softmax(1).cumsum(1), point[:, None], right=True).squeeze(
+        1
+    )
     assert ours.tolist() == single.tolist()
     assert choose.sample(x, temperature=0).tolist() == full.argmax(1).tolist()
     padded = torch.cat([full, torch.full((7, 2), 99.0, dtype=torch.double)], 1)

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh.testing import all_ranks, on_ranks
@@ -45,7 +49,10 @@ def mlp() -> nn.Module:
 CASES: dict[str, tuple[Any, Any]] = {
     "columns and rows": (mlp, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
     "overlapped rows": (mlp, {"0": ColwiseParallel(), "2": RowwiseParallel().overlapped(2)}),
-    "adapters": (mlp, {"0": LoRA(base=ColwiseParallel(), rank=2), "2": LoRA(base=RowwiseParallel(), rank=2)}),
+    "adapters": (
+        mlp,
+        {"0": LoRA(base=ColwiseParallel(), rank=2), "2": LoRA(base=RowwiseParallel(), rank=2)},
+    ),
     "fused": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
         {"0": PackedColwiseParallel(blocks=2), "1": RowwiseParallel()},
@@ -73,7 +80,11 @@ def test_gradients_under_selective_checkpointing(name: str, policy: Any) -> None
     for selective in (False, True):
         torch.manual_seed(1)
         module = parallelize_module(copy.deepcopy(start), all_ranks(), plan)
-        x = torch.arange(8) % 9 if tokens else torch.ones(8, 8, dtype=torch.double).cumsum(0).requires_grad_()
+        x = (
+            torch.arange(8) % 9
+            if tokens
+            else torch.ones(8, 8, dtype=torch.double).cumsum(0).requires_grad_()
+        )
 
         def run(x: Tensor, module: nn.Module = module) -> Any:
             return module(x if tokens else x * 1)
@@ -84,17 +95,23 @@ def test_gradients_under_selective_checkpointing(name: str, policy: Any) -> None
         else:
             out = run(x)
         out.square().sum().backward()
-        grads.append([None if p.grad is None else p.grad.full_tensor() for p in module.parameters()])
+        grads.append(
+            [None if p.grad is None else p.grad.full_tensor() for p in module.parameters()]
+        )
     for plain, checkpointed in zip(*grads, strict=True):
         torch.testing.assert_close(checkpointed, plain)
 
 
 @on_ranks(4)
 def test_attention_under_selective_checkpointing() -> None:
-    module: Any = parallelize_module(nn.MultiheadAttention(8, 4, batch_first=True), all_ranks(), HeadParallel())
+    module: Any = parallelize_module(
+        nn.MultiheadAttention(8, 4, batch_first=True), all_ranks(), HeadParallel()
+    )
     x = torch.ones(2, 3, 8, requires_grad=True)
     contexts = partial(create_selective_checkpoint_contexts, save_products)
-    out: Any = checkpoint(lambda x: module(x, x, x)[0], x * 1, use_reentrant=False, context_fn=contexts)
+    out: Any = checkpoint(
+        lambda x: module(x, x, x)[0], x * 1, use_reentrant=False, context_fn=contexts
+    )
     out.sum().backward()
     assert x.grad is not None
 
@@ -111,14 +128,20 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, **self.options)
 
 
-@pytest.mark.parametrize("context_fn", [None, partial(create_selective_checkpoint_contexts, save_products)])
+@pytest.mark.parametrize(
+    "context_fn", [None, partial(create_selective_checkpoint_contexts, save_products)]
+)
 @on_ranks(4)
 def test_dropout_behind_a_plain_module_is_recomputed(context_fn: Any) -> None:
     torch.manual_seed(0)
     start = Checkpointed(context_fn).double()
     grads = []
     for plan in ({}, {"block.2": ColwiseParallel(output_layouts=Replicate())}):
-        module = parallelize_module(copy.deepcopy(start), all_ranks(), plan) if plan else copy.deepcopy(start)
+        module = (
+            parallelize_module(copy.deepcopy(start), all_ranks(), plan)
+            if plan
+            else copy.deepcopy(start)
+        )
         torch.manual_seed(1)
         x = torch.ones(4, 8, dtype=torch.double).cumsum(0).requires_grad_()
         module(x).square().sum().backward()

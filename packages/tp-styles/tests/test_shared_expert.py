@@ -39,7 +39,9 @@ def test_values_and_gradients_are_those_of_one_device(kind: str) -> None:
     assert_same_on_shards(module, single, (5, 0, 3, 4), rank, all_ranks().comm(0))
     x = torch.randn(3, WIDTH, dtype=torch.double)
     with torch.no_grad():
-        expected = parallelize_module(mixture(kind, 6), all_ranks(), {"experts": ExpertParallel()})(x)
+        expected = parallelize_module(mixture(kind, 6), all_ranks(), {"experts": ExpertParallel()})(
+            x
+        )
         assert torch.equal(copy.deepcopy(module)(x), expected)
         assert torch.equal(unparallelize_module(module)(x), single(x))
 
@@ -120,7 +122,8 @@ def test_parts_that_are_computed_again_in_backward(part: str, reentrant: bool) -
     for name, param in module.named_parameters():
         if "experts" not in name:
             param.grad = all_reduce(
-                param.grad if param.grad is not None else torch.zeros_like(param), all_ranks().comm(0)
+                param.grad if param.grad is not None else torch.zeros_like(param),
+                all_ranks().comm(0),
             )
     assert_same_gradients(module, single)
 
@@ -143,7 +146,8 @@ class SharedFirst(Mixture):
     """Calls its shared expert before the experts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared(x) + super().forward(x)  # type: ignore[no-any-return]  # a module's call has no type
+        # a module's call has no type
+        return self.shared(x) + super().forward(x)  # type: ignore[no-any-return]
 
 
 class Halved(Mixture):
@@ -152,7 +156,8 @@ class Halved(Mixture):
     detached = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.shared(x.detach() if self.detached else x * 2)  # type: ignore[no-any-return]  # as above
+        # as above
+        return super().forward(x) + self.shared(x.detach() if self.detached else x * 2)  # type: ignore[no-any-return]
 
 
 @on_ranks(2)
@@ -163,13 +168,17 @@ def test_blocks_that_do_something_else_are_refused(detached: bool | None) -> Non
     module.detached = detached
     parallelize_module(module, all_ranks(), PLAN)
     x = torch.randn(3, WIDTH, dtype=torch.double, requires_grad=True)
-    with pytest.raises(LayoutError, match="before the experts" if detached is None else "another tensor"):
+    with pytest.raises(
+        LayoutError, match="before the experts" if detached is None else "another tensor"
+    ):
         module(x)
 
 
 @on_ranks(2)
 def test_experts_that_dispatch_nothing_are_refused() -> None:
-    with pytest.raises(LayoutError, match="no module 'shared_experts'; it has router, experts, shared"):
+    with pytest.raises(
+        LayoutError, match="no module 'shared_experts'; it has router, experts, shared"
+    ):
         parallelize_module(mixture("packed", 4), all_ranks(), SharedExpertOverlap())
     plan = {**PLAN, "experts": ExpertParallel(input_layouts=Replicate())}
     module: nn.Module = parallelize_module(mixture("packed", 4), all_ranks(), plan)

@@ -42,7 +42,12 @@ class Readers(nn.Module):
         return out
 
 
-READERS = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+READERS = {
+    "q": ColwiseParallel(),
+    "k": ColwiseParallel(),
+    "v": ColwiseParallel(),
+    "o": RowwiseParallel(),
+}
 
 
 def interleaved(module: Readers, ways: int) -> Readers:
@@ -61,7 +66,8 @@ def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
     axis, start = all_ranks(), Readers().double()
     single: Any = interleaved(start, axis.size())
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
-    if inplace:  # a frozen projection saves no input, so its input may be written to
+    # a frozen projection saves no input, so its input may be written to
+    if inplace:
         module.q.requires_grad_(False)
         single.q.requires_grad_(False)
     full = torch.randn(5, 8, dtype=torch.double)
@@ -85,7 +91,8 @@ def test_shared_readers_under_partial_use() -> None:
     h, reference = module.norm(x), start.norm(x)
     q, k, v = module.q(h), module.k(h), module.v(h)
     expected = {name: getattr(start, name)(reference) for name in "qkv"}
-    # Only followers, only the leader, twice, and through autograd.grad: each an ordinary use of the graph.
+    # Only followers, only the leader, twice, and through autograd.grad: each an ordinary use of the
+    # graph.
     for name, out in (("k", k), ("q", q), ("v", v), ("k", k)):
         (ours,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
         (theirs,) = torch.autograd.grad(expected[name].sum(), x, retain_graph=True)
@@ -144,10 +151,13 @@ def test_an_activation_that_was_read_goes_into_a_file_and_back(gathered: bool) -
 
 @on_ranks(4)
 def test_an_activation_that_gets_other_data_is_read_again() -> None:
-    axis, sizes = all_ranks(), (2, 1, 1, 0)  # an empty shard has one address, whatever it is
+    # an empty shard has one address, whatever it is
+    axis, sizes = all_ranks(), (2, 1, 1, 0)
     start = nn.Linear(4, 8).double()
     linear = parallelize_module(
-        copy.deepcopy(start), axis, ColwiseParallel(input_layouts=Shard(0, sizes=sizes), use_local_output=False)
+        copy.deepcopy(start),
+        axis,
+        ColwiseParallel(input_layouts=Shard(0, sizes=sizes), use_local_output=False),
     )
     full = torch.randn(4, 4, dtype=torch.double)
     x = full.split_with_sizes(sizes)[axis.get_local_rank()].clone()

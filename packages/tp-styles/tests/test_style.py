@@ -45,7 +45,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Parameter(torch.randn(hidden, dim)), nn.Parameter(torch.randn(hidden, dim))
+        self.gate, self.up = (
+            nn.Parameter(torch.randn(hidden, dim)),
+            nn.Parameter(torch.randn(hidden, dim)),
+        )
         self.down = nn.Parameter(torch.randn(dim, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,11 +98,15 @@ def test_styles_are_values() -> None:
     "style",
     [
         ColwiseParallel(input_layouts=Shard(1)).overlapped(2).on("tp"),
-        ColwiseParallel(output_layouts=Replicate(), use_local_output=False).heads(2, 64).on(("dp", "tp")),
+        ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        .heads(2, 64)
+        .on(("dp", "tp")),
         RowwiseParallel().aligned(8).on(1),
         PackedColwiseParallel(blocks=3),
         SequenceParallel(sequence_dim=0),
-        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)),
+        PrepareModuleInput(
+            input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)
+        ),
         OwnParameters(dims={"sinks": 0}),
         OwnParameters(counts=("heads",)),
         LoRA(base=ColwiseParallel().aligned(4)),
@@ -107,7 +114,11 @@ def test_styles_are_values() -> None:
 )
 def test_the_text_of_a_style_is_python_that_makes_it(style: DeclaredStyle) -> None:
     assert (
-        eval(repr(style), {**vars(shoal_dtensor), **{name: getattr(styles, name) for name in styles.__all__}}) == style
+        eval(
+            repr(style),
+            {**vars(shoal_dtensor), **{name: getattr(styles, name) for name in styles.__all__}},
+        )
+        == style
     )
 
 
@@ -126,16 +137,31 @@ def test_the_text_of_a_style_leaves_out_what_is_not_given() -> None:
     assert repr(mine.aligned(2)) == "Mine(steps=3).aligned(2)"
 
 
-STYLES = [ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, HeadParallel]
+STYLES = [
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    HeadParallel,
+]
 HOOKS = [
-    *("_partition_embedding_fn", "_partition_fn", "_partition_linear_fn", "_prepare_input_arg", "_prepare_input_fn"),
+    *(
+        "_partition_embedding_fn",
+        "_partition_fn",
+        "_partition_linear_fn",
+        "_prepare_input_arg",
+        "_prepare_input_fn",
+    ),
     *("_prepare_input_kwarg_fn", "_prepare_out_fn", "_prepare_output_fn", "_replicate_module_fn"),
 ]
 
 
 @pytest.mark.parametrize("base", STYLES)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_extension_points_of_torch_are_refused_where_the_class_is_defined(base: Any, hook: str) -> None:
+def test_extension_points_of_torch_are_refused_where_the_class_is_defined(
+    base: Any, hook: str
+) -> None:
     with pytest.raises(StyleError, match=rf"Mine overrides {hook}.*sharding\(module\)"):
         type("Mine", (base,), {hook: staticmethod(lambda *_: None)})
 
@@ -167,7 +193,9 @@ def test_a_style_with_its_own_apply_may_call_what_it_likes() -> None:
 def test_sharding_and_apply_of_a_subclass_are_called() -> None:
     class Gathered(ColwiseParallel):
         def sharding(self, module: nn.Module) -> ModuleSharding:
-            return dataclasses.replace(super().sharding(module), outputs=(Port(Shard(-1), Replicate()),))
+            return dataclasses.replace(
+                super().sharding(module), outputs=(Port(Shard(-1), Replicate()),)
+            )
 
     with fake_world(2):
         module = parallelize_module(nn.Linear(4, 6), init_device_mesh("cpu", (2,)), Gathered())
@@ -175,8 +203,14 @@ def test_sharding_and_apply_of_a_subclass_are_called() -> None:
 
 
 def test_attributes_have_torchs_form() -> None:
-    assert (ColwiseParallel().input_layouts, ColwiseParallel().output_layouts) == ((Replicate(),), (Shard(-1),))
-    assert (RowwiseParallel().input_layouts, RowwiseParallel().output_layouts) == ((Shard(-1),), (Replicate(),))
+    assert (ColwiseParallel().input_layouts, ColwiseParallel().output_layouts) == (
+        (Replicate(),),
+        (Shard(-1),),
+    )
+    assert (RowwiseParallel().input_layouts, RowwiseParallel().output_layouts) == (
+        (Shard(-1),),
+        (Replicate(),),
+    )
     column = ColwiseParallel()
     column.desired_input_layouts = (Replicate(),)
     assert column == ColwiseParallel() and column.desired_input_layouts == (Replicate(),)
@@ -184,7 +218,11 @@ def test_attributes_have_torchs_form() -> None:
         column.desired_input_layouts = (Shard(0),)
     assert SequenceParallel(sequence_dim=2).sequence_sharding == (Shard(2),)
     inputs = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    assert (inputs.input_layouts, inputs.input_kwarg_layouts, inputs.with_kwargs) == ((Shard(0),), {}, False)
+    assert (inputs.input_layouts, inputs.input_kwarg_layouts, inputs.with_kwargs) == (
+        (Shard(0),),
+        {},
+        False,
+    )
     both = PrepareModuleInputOutput(
         input_layouts=(Shard(0),),
         desired_input_layouts=(Replicate(),),
@@ -196,7 +234,9 @@ def test_attributes_have_torchs_form() -> None:
     )
     assert both.prepare_module_output.desired_output_layouts == (Replicate(),)
     with pytest.raises(AssertionError, match="same length"):
-        PrepareModuleOutput(output_layouts=(Shard(0),), desired_output_layouts=(Replicate(), Replicate()))
+        PrepareModuleOutput(
+            output_layouts=(Shard(0),), desired_output_layouts=(Replicate(), Replicate())
+        )
 
 
 @fake_world(2)
@@ -216,7 +256,9 @@ def test_what_is_assigned_to_a_style_counts_for_later_modules() -> None:
     assert third(x).shape == (4, 3)
 
 
-@pytest.mark.parametrize("wrong", ["Replicate", Replicate, 3, {"x": Shard(0)}, [Shard(0), "R"], torch.ones(2)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", ["Replicate", Replicate, 3, {"x": Shard(0)}, [Shard(0), "R"], torch.ones(2)], ids=str
+)
 def test_layouts_that_are_no_placements_are_refused_where_they_are_given(wrong: Any) -> None:
     both: dict[str, Any] = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
     for make in (
@@ -225,7 +267,9 @@ def test_layouts_that_are_no_placements_are_refused_where_they_are_given(wrong: 
         lambda: HeadParallel(output_layouts=wrong),
         lambda: PrepareModuleOutput(**both | {"desired_output_layouts": wrong}),
         lambda: setattr(ColwiseParallel(), "input_layouts", wrong),
-        lambda: PrepareModuleInput(input_kwarg_layouts={"x": wrong}, desired_input_kwarg_layouts={"x": Replicate()}),
+        lambda: PrepareModuleInput(
+            input_kwarg_layouts={"x": wrong}, desired_input_kwarg_layouts={"x": Replicate()}
+        ),
     ):
         with pytest.raises(LayoutTypeError, match="takes a placement"):
             make()
@@ -241,13 +285,19 @@ def test_a_placement_of_torch_is_named() -> None:
 @pytest.mark.parametrize(
     ("style", "module", "way_out"),
     [
-        (RowwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
+        (
+            RowwiseParallel(),
+            nn.LSTM(4, 8),
+            r"Its batch can be sharded: SequenceParallel.sequence_dim=1.",
+        ),
         (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
         (ColwiseParallel(), nn.LSTMCell(4, 6), "distribute_module"),
         (HeadParallel(), nn.MultiheadAttention(8, 4, add_bias_kv=True), "distribute_module"),
     ],
     ids=["LSTM", "GRU", "LSTMCell", "bias_kv"],
 )
-def test_modules_without_a_sharding_are_refused_with_a_way_out(style: Any, module: nn.Module, way_out: str) -> None:
+def test_modules_without_a_sharding_are_refused_with_a_way_out(
+    style: Any, module: nn.Module, way_out: str
+) -> None:
     with pytest.raises(UnsupportedModuleError, match=way_out):
         style.sharding(module)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shoal_dtensor import Partial, Replicate
-from shoal_tp_styles import ColwiseParallel, PlanError, PrepareModuleOutput, RowwiseParallel, SequenceParallel
+from shoal_tp_styles import (
+    ColwiseParallel,
+    PlanError,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from shoal_tp_styles.plan.resolve import resolve
 from shoal_tp_styles.plan.style_names import REFUSED, style_named
 from small_models import MLP

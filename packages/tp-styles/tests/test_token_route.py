@@ -7,7 +7,13 @@ import torch
 
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import all_ranks, fake_world
-from shoal_tp_styles.experts.token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
+from shoal_tp_styles.experts.token_route import (
+    ExpertExchange,
+    counts_of,
+    first_pairs,
+    sorted_choices,
+    within_capacity,
+)
 from shoal_tp_styles.sharding.module_sharding import ExpertOwner, Heads, HeadShard
 
 
@@ -37,21 +43,39 @@ def test_the_last_tokens_of_all_ranks_exceed_the_capacity(factor: float) -> None
     room = -(-factor * len(chosen) // 3)
     pairs, bounds, counts = route_of(chosen, 3)
     whole = within_capacity([counts], factor, len(chosen))
-    ranks = [route_of(part, 3) for part in chosen.split([3, 0, 4])]  # type: ignore[no-untyped-call]  # torch
+    # torch
+    ranks = [route_of(part, 3) for part in chosen.split([3, 0, 4])]  # type: ignore[no-untyped-call]
     kept = within_capacity([route[2] for route in ranks], factor, len(chosen))
-    assert [sum(column) for column in zip(*kept, strict=True)] == whole[0] == [min(room, n) for n in (5, 1, 1)]
-    found = [first_pairs(*route[:2], row) + start for route, row, start in zip(ranks, kept, (0, 3, 3), strict=True)]
-    assert torch.equal(torch.cat(found).sort().values, first_pairs(pairs, bounds, whole[0]).sort().values)
+    assert (
+        [sum(column) for column in zip(*kept, strict=True)]
+        == whole[0]
+        == [min(room, n) for n in (5, 1, 1)]
+    )
+    found = [
+        first_pairs(*route[:2], row) + start
+        for route, row, start in zip(ranks, kept, (0, 3, 3), strict=True)
+    ]
+    assert torch.equal(
+        torch.cat(found).sort().values, first_pairs(pairs, bounds, whole[0]).sort().values
+    )
 
 
 def test_what_an_exchange_sends_and_receives() -> None:
     with fake_world(2):
-        exchange = ExpertExchange.of([[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0))
-    assert (exchange.sends, exchange.receives, exchange.own) == ([7, 0], [7, 4], [[2, 1, 4], [0, 3, 1]])
+        exchange = ExpertExchange.of(
+            [[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0)
+        )
+    assert (exchange.sends, exchange.receives, exchange.own) == (
+        [7, 0],
+        [7, 4],
+        [[2, 1, 4], [0, 3, 1]],
+    )
 
 
 def test_experts_and_features_of_each_rank() -> None:
-    assert HeadShard(1, Heads(5, 1, chunked=True), 2).on(2) == StridedShard(1, split_factor=2, sizes=(3, 2))
+    assert HeadShard(1, Heads(5, 1, chunked=True), 2).on(2) == StridedShard(
+        1, split_factor=2, sizes=(3, 2)
+    )
     assert [ExpertOwner(i, 3, 7).on(2) for i in range(3)] == [
         Shard(0, sizes=sizes) for sizes in ((7, 0), (7, 0), (0, 7))
     ]

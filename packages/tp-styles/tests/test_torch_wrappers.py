@@ -59,7 +59,8 @@ def wrap_by_mesh(module: nn.Module) -> nn.Module:
 @on_ranks(4)
 def test_ddp_of_modules_of_one_kind_trains_as_one_device(wrap: Any, plan: Any) -> None:
     coordinate = mesh_of().get_local_rank("data")
-    plain, wrapped = model(), wrap(model(plan, seed=coordinate))  # the ranks start from the values of the first
+    # the ranks start from the values of the first
+    plain, wrapped = model(), wrap(model(plan, seed=coordinate))
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, wrapped)]
     x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
@@ -67,7 +68,9 @@ def test_ddp_of_modules_of_one_kind_trains_as_one_device(wrap: Any, plan: Any) -
         wrapped(x.chunk(2)[coordinate]).square().mean().backward()
         for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
             grad: Any = other.grad
-            torch.testing.assert_close(grad.full_tensor() if isinstance(grad, DTensor) else grad, one.grad)
+            torch.testing.assert_close(
+                grad.full_tensor() if isinstance(grad, DTensor) else grad, one.grad
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -87,7 +90,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fully_shard on two axes": (lambda mesh: torch_fully_shard(model(), mesh=mesh), SHARDED),
     "replicate": (lambda mesh: torch_replicate(model(), mesh=mesh["data"]), SHARDED),
     "distribute_tensor": (
-        lambda mesh: torch_tensor.distribute_tensor(torch.ones(4), mesh["data"], [torch_tensor.Shard(0)]),
+        lambda mesh: torch_tensor.distribute_tensor(
+            torch.ones(4), mesh["data"], [torch_tensor.Shard(0)]
+        ),
         TENSORS,
     ),
     "distribute_tensor, replicated": (
@@ -96,11 +101,19 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         TENSORS,
     ),
-    "from_local": (lambda mesh: torch_tensor.DTensor.from_local(torch.ones(4), mesh["data"]), TENSORS),
+    "from_local": (
+        lambda mesh: torch_tensor.DTensor.from_local(torch.ones(4), mesh["data"]),
+        TENSORS,
+    ),
     "zeros": (lambda mesh: torch_tensor.zeros(4, device_mesh=mesh["data"]), TENSORS),
-    "distribute_module": (lambda mesh: torch_tensor.distribute_module(model(), mesh["data"]), TENSORS),
+    "distribute_module": (
+        lambda mesh: torch_tensor.distribute_module(model(), mesh["data"]),
+        TENSORS,
+    ),
     "parallelize_module": (
-        lambda mesh: torch_parallel.parallelize_module(model(), mesh["data"], {"0": torch_parallel.ColwiseParallel()}),
+        lambda mesh: torch_parallel.parallelize_module(
+            model(), mesh["data"], {"0": torch_parallel.ColwiseParallel()}
+        ),
         PARALLELIZE,
     ),
 }
@@ -139,6 +152,10 @@ def test_functional_collectives_take_a_group_of_the_mesh() -> None:
     assert functional.all_reduce(torch.ones(2), "sum", mesh.get_group("data")).tolist() == [2, 2]
     with pytest.raises(MeshTypeError, match=r"collectives of shoal_mesh.*mesh\.get_group\(axis\)"):
         functional.all_reduce(torch.ones(2), "sum", mesh["data"])
-    with pytest.raises(ValueError, match=r"\(DeviceMesh"):  # torch looks at the types of a pair alone
+    # torch looks at the types of a pair alone
+    with pytest.raises(ValueError, match=r"\(DeviceMesh"):
         functional.all_reduce(torch.ones(2), "sum", (mesh, 0))
-    assert functional.all_reduce(torch.ones(2), "sum", mesh_to_torch(mesh["data"])).tolist() == [2, 2]
+    assert functional.all_reduce(torch.ones(2), "sum", mesh_to_torch(mesh["data"])).tolist() == [
+        2,
+        2,
+    ]

@@ -32,7 +32,9 @@ HEAD_DIM = 4
 class Attention(nn.Module):
     """Grouped-query attention that reads the number of heads off the activations, or has its own."""
 
-    def __init__(self, heads: int, kv_heads: int, own_count: bool = False, norm: bool = False) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, own_count: bool = False, norm: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.own_count = heads, kv_heads, own_count
         dim = heads * HEAD_DIM
@@ -50,10 +52,13 @@ class Attention(nn.Module):
             q, k, v = (each.view(batch, length, -1, HEAD_DIM) for each in (q, k, v))
         k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], 2) for each in (k, v))
         by_head = [each.transpose(1, 2) for each in (self.q_norm(q), k, v)]
-        out = functional.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
+        out = functional.scaled_dot_product_attention(
+            by_head[0], by_head[1], by_head[2], is_causal=True
+        )
         out = out.transpose(1, 2).reshape(batch, -1, q.shape[2] * HEAD_DIM)
         if self.own_count and out.shape[1] != length:
-            out = out.reshape(batch, length, -1)  # the positions were taken for heads: values of other tokens
+            # the positions were taken for heads: values of other tokens
+            out = out.reshape(batch, length, -1)
         return self.o_proj(out)  # type: ignore[no-any-return]  # torch
 
 
@@ -87,12 +92,31 @@ PROVEN: dict[str, tuple[nn.Module, Any, Any]] = {
     "heads": (Attention(8, 4), plan(), torch.randn(2, 3, 32)),
     "replicated heads": (Attention(8, 2), plan(8, 2), torch.randn(2, 3, 32)),
     "sharded output": (nn.Sequential(nn.Linear(4, 8)), {"0": ColwiseParallel()}, torch.randn(3, 4)),
-    "uneven": (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"0": "colwise", "1": "rowwise"}, torch.randn(3, 4)),
+    "uneven": (
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
+        {"0": "colwise", "1": "rowwise"},
+        torch.randn(3, 4),
+    ),
 }
 WRONG: dict[str, tuple[nn.Module, Any, Any, str]] = {
-    "own number of heads": (Attention(4, 4, own_count=True), plan(), torch.randn(2, 8, 16), "differs|does not run"),
-    "norm of sharded queries": (Attention(4, 4, norm=True), plan(), torch.randn(2, 8, 16), "gradient of q_norm.weight"),
-    "12 query and 6 key heads": (Attention(12, 6), plan(12, 6), torch.randn(2, 3, 48), "differs|does not run"),
+    "own number of heads": (
+        Attention(4, 4, own_count=True),
+        plan(),
+        torch.randn(2, 8, 16),
+        "differs|does not run",
+    ),
+    "norm of sharded queries": (
+        Attention(4, 4, norm=True),
+        plan(),
+        torch.randn(2, 8, 16),
+        "gradient of q_norm.weight",
+    ),
+    "12 query and 6 key heads": (
+        Attention(12, 6),
+        plan(12, 6),
+        torch.randn(2, 3, 48),
+        "differs|does not run",
+    ),
     "a sum left out": (
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
         {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))},
@@ -142,7 +166,10 @@ def test_plans_that_compute_something_else_are_wrong(name: str) -> None:
 def test_what_was_not_run_is_not_proven() -> None:
     assert "give example inputs" in verify(MLP(), MLP.plan, MESH).unproven[0]
     assert "meta device" in verify(MLP("meta"), MLP.plan, MESH, torch.randn(3, 10)).unproven[0]
-    assert "the plain model does not run" in verify(MLP(), MLP.plan, MESH, torch.randn(3, 9)).unproven[0]
+    assert (
+        "the plain model does not run"
+        in verify(MLP(), MLP.plan, MESH, torch.randn(3, 9)).unproven[0]
+    )
     large = nn.Sequential(nn.Linear(1, MOST_PARAMETERS, bias=False))
     assert "too much" in verify(large, {"0": "colwise"}, MESH, torch.ones(1, 1)).unproven[0]
     assert not verify(MLP(), MLP.plan, MESH).proven
@@ -175,21 +202,33 @@ class Residual(nn.Module):
 
 
 def test_a_plan_that_does_not_run_is_told_with_the_line_of_the_model() -> None:
-    found = verify(nn.Sequential(Residual()), {"0.inner": ColwiseParallel()}, MESH, torch.randn(3, 8)).wrong[0]
+    found = verify(
+        nn.Sequential(Residual()), {"0.inner": ColwiseParallel()}, MESH, torch.randn(3, 8)
+    ).wrong[0]
     line = Residual.forward.__code__.co_firstlineno + 1
     assert found.endswith(f" (test_trial.py:{line}, in Residual.forward)")
 
 
-def test_random_numbers_are_those_of_one_device_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_are_those_of_one_device_in_training_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = {"self_attn": HeadParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-    layer, x = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.3, batch_first=True), torch.randn(3, 5, 8)
+    layer, x = (
+        nn.TransformerEncoderLayer(8, 4, 16, dropout=0.3, batch_first=True),
+        torch.randn(3, 5, 8),
+    )
     before = torch.get_rng_state()
     found = verify(layer, plan, MESH, x)
     assert found.proven and layer.training
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr("shoal_tp_styles.lowering.collective_functions.in_memory_as", lambda like, tensor: tensor)
-    found = verify(layer, plan, MESH, x)  # what is drawn fills memory in another order
-    assert found.wrong and all(line.endswith("in training mode, with random numbers") for line in found.wrong)
+    monkeypatch.setattr(
+        "shoal_tp_styles.lowering.collective_functions.in_memory_as", lambda like, tensor: tensor
+    )
+    # what is drawn fills memory in another order
+    found = verify(layer, plan, MESH, x)
+    assert found.wrong and all(
+        line.endswith("in training mode, with random numbers") for line in found.wrong
+    )
     assert not verify(nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0), plan, MESH, x).wrong
 
 
@@ -198,7 +237,8 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
 
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
-            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]  # of torch
+            # of torch
+            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]
             return out * random.random() if self.training else out
 
     class Fused(nn.Module):
@@ -211,7 +251,11 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
             return self.out(q * k * v)
 
     x = torch.randn(3, 8)
-    found = verify(Own(nn.Linear(8, 8)), {"0": ColwiseParallel(output_layouts=Replicate())}, MESH, x)
+    found = verify(
+        Own(nn.Linear(8, 8)), {"0": ColwiseParallel(output_layouts=Replicate())}, MESH, x
+    )
     assert found.ok and re.search("one seed does not fix .* in training mode", found.unproven[0])
-    found = verify(Fused(), {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()}, MESH, x)
+    found = verify(
+        Fused(), {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()}, MESH, x
+    )
     assert found.ok and re.search("does not run in training mode.*LayoutError", found.unproven[0])

@@ -28,9 +28,18 @@ def test_the_verdict_comes_first() -> None:
     plan = {"0": "colwise", "1": "rowwise"}
     remarks = verify(mlp, plan, MESH, x)
     assert remarks.proven and remarks.empty
-    assert str(remarks).startswith("the plan fits\n") and "<p>the plan fits</p><table>" in remarks._repr_html_()
-    assert str(verify(mlp, plan, MESH)).startswith("nothing is wrong with the plan, but it was not run\n")
-    for wrong in ({"0": "colwise", "1": "colwise"}, {"7": "colwise"}, {"0": SequenceParallel(sequence_dim=9)}):
+    assert (
+        str(remarks).startswith("the plan fits\n")
+        and "<p>the plan fits</p><table>" in remarks._repr_html_()
+    )
+    assert str(verify(mlp, plan, MESH)).startswith(
+        "nothing is wrong with the plan, but it was not run\n"
+    )
+    for wrong in (
+        {"0": "colwise", "1": "colwise"},
+        {"7": "colwise"},
+        {"0": SequenceParallel(sequence_dim=9)},
+    ):
         assert str(verify(mlp, wrong, MESH, x)).startswith("the plan does not fit\n")
 
 
@@ -46,7 +55,10 @@ def test_verify_finds_everything_without_a_process_group() -> None:
     found = verify(model, plan, MESH)
     assert not found.ok and not found.errors
     assert "'layers.*.attention.w0'" in found.unmatched[0]
-    assert any("tok_embeddings.weight: dim 0 of 10 in shards of [3, 3, 3, 1] along tp" in line for line in found.uneven)
+    assert any(
+        "tok_embeddings.weight: dim 0 of 10 in shards of [3, 3, 3, 1] along tp" in line
+        for line in found.uneven
+    )
     assert any("wq.weight" in line and "[16, 0, 0, 0]" in line for line in found.empty)
     assert any(line.startswith("output.weight (10, 16) is replicated") for line in found.unsharded)
     with pytest.raises(PlanError, match=r"unmatched: plan entry"):

@@ -6,7 +6,18 @@ import pytest
 
 from shoal_tp_styles.plan.wildcards import Tree
 
-PATHS = ["", "tok", "layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.1", "layers.1.wq", "head", "head.wq"]
+PATHS = [
+    "",
+    "tok",
+    "layers",
+    "layers.0",
+    "layers.0.wq",
+    "layers.0.wk",
+    "layers.1",
+    "layers.1.wq",
+    "head",
+    "head.wq",
+]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +31,10 @@ PATHS = ["", "tok", "layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.
         ("layers.[1-9].wq", ["layers.1.wq"]),
         ("*.wq", ["head.wq"]),
         ("**.wq", ["layers.0.wq", "layers.1.wq", "head.wq"]),
-        ("layers.**", ["layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.1", "layers.1.wq"]),
+        (
+            "layers.**",
+            ["layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.1", "layers.1.wq"],
+        ),
         ("**", PATHS),
         ("**.0.**.wq", ["layers.0.wq"]),
     ],

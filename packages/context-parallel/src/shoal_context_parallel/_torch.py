@@ -11,14 +11,17 @@ from torch.nn import functional
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
-# Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes queries, keys and
-# values, whether it is causal (then there are as many queries as keys), what is added to the scores, and their factor;
-# it returns the output and the log-sum-exp of each row.  A backward takes the gradient first, and after the values the
-# output and the log-sums, which may be those of more keys.
+# Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes
+# queries, keys and values, whether it is causal (then there are as many queries as keys), what is
+# added to the scores, and their factor; it returns the output and the log-sum-exp of each row.  A
+# backward takes the gradient first, and after the values the output and the log-sums, which may be
+# those of more keys.
 _aten = torch.ops.aten
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None) -> Outputs:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None
+) -> Outputs:
     """Output and log-sum-exp of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu.default
     out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -32,32 +35,53 @@ def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
     return dq, dk, dv
 
 
-def cuda_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
+def cuda_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> Outputs:
     """Output and log-sum-exp of the flash kernel of CUDA, which takes no mask."""
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(
+        q, k, v, 0.0, causal, scale=scale
+    )
     return out, lse
 
 
-def cuda_flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def cuda_flash_attention_backward(
+    *tensors: Tensor, causal: bool, mask: Mask, scale: float
+) -> Gradients:
     """Gradients of the flash kernel of CUDA, which reads log-sums by their address alone."""
     *others, lse = tensors
     lengths = (tensor.shape[-2] for tensor in others[1:3])
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    dq, dk, dv = op(*others, lse.contiguous(), None, None, *lengths, 0.0, causal, *_no_random_state(lse), scale=scale)
+    dq, dk, dv = op(
+        *others,
+        lse.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        causal,
+        *_no_random_state(lse),
+        scale=scale,
+    )
     return dq, dk, dv
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> Outputs:
     """Output and log-sum-exp of the memory-efficient kernel of CUDA."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
     return out, lse.narrow(-1, 0, q.shape[-2])  # it has a multiple of 32 rows
 
 
-def efficient_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def efficient_attention_backward(
+    *tensors: Tensor, causal: bool, mask: Mask, scale: float
+) -> Gradients:
     """Gradients of the memory-efficient kernel of CUDA."""
     grad, q, k, v, out, lse = tensors
-    lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)  # exp(-inf) of rows that are none
+    # exp(-inf) of rows that are none
+    lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
     inputs = grad, q, k, v, _aligned(mask, q), out, lse, *_no_random_state(lse)
     op = _aten._scaled_dot_product_efficient_attention_backward.default
     dq, dk, dv, _ = op(*inputs, 0.0, [True, True, True, False], causal, scale=scale)
@@ -80,4 +104,8 @@ def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
 def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
     """Whether torch uses a kernel of CUDA, "flash" or "efficient", on this device and under `sdpa_kernel`."""
     cuda: Any = torch.backends.cuda
-    return bool(getattr(cuda, f"can_use_{kernel}_attention")(cuda.SDPAParams(q, q, v, None, 0.0, False, False)))
+    return bool(
+        getattr(cuda, f"can_use_{kernel}_attention")(
+            cuda.SDPAParams(q, q, v, None, 0.0, False, False)
+        )
+    )

@@ -1,15 +1,16 @@
 """Attention of this rank's queries to the keys and values of all ranks, block by block.
 
-q, k, v: S(sequence) -> S(sequence).  What is saved for backward is the rank's own; blocks come again in backward.
+q, k, v: S(sequence) -> S(sequence). What is saved for backward is the rank's own; blocks come again
+in backward.
 
-A block is one flat tensor: keys, then values, of one rank.  Blocks go around a ring, or are gathered; their gradients
-go back likewise.  Each generator of blocks yields the rank's own first and starts the next message before it does, so
-that blocks travel while the one before is computed.
+A block is one flat tensor: keys, then values, of one rank. Blocks go around a ring, or are
+gathered; their gradients go back likewise. Each generator of blocks yields the rank's own first and
+starts the next message before it does, so that blocks travel while the one before is computed.
 
-Of each block come the part of the softmax, its log-sum, and both gradients.  Queries are (n, group, length, width) and
-keys (n, 1, length, width): n counts batch rows and heads of keys, `group` query heads share a head of keys.  The kernel
-is one of torch's that gives log-sums, where the device has one for these tensors; else the same in plain operators,
-some queries at a time.
+Of each block come the part of the softmax, its log-sum, and both gradients. Queries are (n, group,
+length, width) and keys (n, 1, length, width): n counts batch rows and heads of keys, `group` query
+heads share a head of keys. The kernel is one of torch's that gives log-sums, where the device has
+one for these tensors; else the same in plain operators, some queries at a time.
 
 May import: _torch, sequence_layout.
 """
@@ -33,19 +34,23 @@ from . import _torch
 from ._torch import Gradients, Mask, Outputs
 from .sequence_layout import UNBOUNDED, AttentionMask, SequenceLayout, Tile, TileKind, tiles
 
-# Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere 128.
+# Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere
+# 128.
 _SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block to what was computed before, in place: the online softmax.
 
-    `softmax` over both key sets is a mean of the two outputs (..., queries, width), weighted by the sums of their
-    exponentials, whose logarithms are (..., queries); -inf where nothing was read yet.
+    `softmax` over both key sets is a mean of the two outputs (..., queries, width), weighted by the
+    sums of their exponentials, whose logarithms are (..., queries); -inf where nothing was read
+    yet.
     """
-    total = torch.logaddexp(lse, block_lse)  # sums of exponentials 1 before, 3 here: log 4
+    # sums of exponentials 1 before, 3 here: log 4
+    total = torch.logaddexp(lse, block_lse)
     finite = total.masked_fill(total == -torch.inf, 0)  # of queries that read nothing
-    weight = (block_lse - finite).exp_().unsqueeze(-1)  # of sums 1 and 3: 3 / 4 here, 1 / 4 for what was there
+    # of sums 1 and 3: 3 / 4 here, 1 / 4 for what was there
+    weight = (block_lse - finite).exp_().unsqueeze(-1)
     out.mul_((lse - finite).exp_().unsqueeze(-1)).addcmul_(block_out.to(out.dtype), weight)
     lse.copy_(total)
 
@@ -53,14 +58,19 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 class AttentionKernel(NamedTuple):
     """A kernel of attention that gives the log-sums of its rows, and what it takes."""
 
-    # output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale follow
+    # output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale
+    # follow
     forward: Callable[..., Outputs]
     backward: Callable[..., Gradients]
-    multiple: int = 1  # what the widths of keys and values are multiples of
+    # what the widths of keys and values are multiples of
+    multiple: int = 1
     equal_widths: bool = False  # whether these two are equal
-    masks: bool = True  # whether something may be added to the scores
-    groups: bool = False  # whether query heads may share a head of keys
-    name: str = ""  # under which torch says whether it runs for a dtype on a device; "" for always
+    # whether something may be added to the scores
+    masks: bool = True
+    # whether query heads may share a head of keys
+    groups: bool = False
+    # under which torch says whether it runs for a dtype on a device; "" for always
+    name: str = ""
 
     def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
         """Whether it computes such tensors."""
@@ -68,11 +78,15 @@ class AttentionKernel(NamedTuple):
         fits = all(width % self.multiple == 0 for width in widths) and (self.masks or not masked)
         if not fits or (self.equal_widths and widths[0] != widths[1]):
             return False
-        samples = (x.new_empty(1, 1, 16, x.shape[-1], requires_grad=q.requires_grad) for x in (q, v))
+        samples = (
+            x.new_empty(1, 1, 16, x.shape[-1], requires_grad=q.requires_grad) for x in (q, v)
+        )
         return not self.name or _torch.can_use(self.name, *samples)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float) -> Outputs:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> Outputs:
     """Output and log-sum-exp in plain operators, for any dtype, widths and mask."""
     outs, sums = [], []
     for _, scores in _scores(q, k, causal, mask, scale):
@@ -97,29 +111,46 @@ def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float) -> Iterator[tuple[slice, Tensor]]:
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float
+) -> Iterator[tuple[slice, Tensor]]:
     """Some queries after others: which, and their scores, in float32 or more."""
     limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
-    step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))  # 6 x 4 heads, 8192 keys: 21 queries
+    # 6 x 4 heads, 8192 keys: 21 queries
+    step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
     for start in range(0, q.shape[-2], step):
         rows = slice(start, start + step)
-        scores = (q[..., rows, :] @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        scores = (q[..., rows, :] @ k.transpose(-1, -2)).to(
+            torch.promote_types(q.dtype, torch.float32)
+        ) * scale
         if mask is not None:
             scores.add_(mask[..., rows, :])
         if causal:
-            scores.masked_fill_(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + start), -torch.inf)
+            scores.masked_fill_(
+                scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + start), -torch.inf
+            )
         yield rows, scores
 
 
 _PLAIN = AttentionKernel(plain_attention, plain_attention_backward)
 # By type of device, the one that is preferred first.
 _KERNELS = {
-    "cpu": [AttentionKernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)],
+    "cpu": [
+        AttentionKernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)
+    ],
     "cuda": [
         AttentionKernel(
-            _torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, False, True, "flash"
+            _torch.cuda_flash_attention,
+            _torch.cuda_flash_attention_backward,
+            8,
+            True,
+            False,
+            True,
+            "flash",
         ),
-        AttentionKernel(_torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"),
+        AttentionKernel(
+            _torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"
+        ),
     ],
 }
 
@@ -135,10 +166,13 @@ class BlockKernel:
     """Attention inside a tile."""
 
     scale: float  # factor of the scores
-    reach: tuple[int, int]  # keys before and behind a query that it may read, for tiles at a window's edge
-    attn_mask: Mask  # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
+    # keys before and behind a query that it may read, for tiles at a window's edge
+    reach: tuple[int, int]
+    # (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none
+    attn_mask: Mask
     unmasked: AttentionKernel  # the kernel of tiles without a mask
-    masked: AttentionKernel  # that of tiles to whose scores something is added
+    # that of tiles to whose scores something is added
+    masked: AttentionKernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
@@ -146,7 +180,8 @@ class BlockKernel:
         if not kernel.groups:
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         out, lse = kernel.forward(q, k, v, causal, mask, self.scale)
-        if self.attn_mask is not None and mask is not None:  # of a row without a key kernels give other numbers
+        # of a row without a key kernels give other numbers
+        if self.attn_mask is not None and mask is not None:
             empty = mask.amax(-1) == -torch.inf
             out, lse = out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
         return out, lse
@@ -157,8 +192,13 @@ class BlockKernel:
         """Gradients of a tile's queries, keys and values; `out` and `lse` are those of all keys."""
         kernel, causal, mask = self._computed_by(q, k, tile)
         keys, values = (x if kernel.groups else x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        dq, *grads = kernel.backward(grad, q, keys, values, out, lse, causal=causal, mask=mask, scale=self.scale)
-        dk, dv = (x if x.shape == like.shape else x.sum(1, keepdim=True) for x, like in zip(grads, (k, v), strict=True))
+        dq, *grads = kernel.backward(
+            grad, q, keys, values, out, lse, causal=causal, mask=mask, scale=self.scale
+        )
+        dk, dv = (
+            x if x.shape == like.shape else x.sum(1, keepdim=True)
+            for x, like in zip(grads, (k, v), strict=True)
+        )
         return dq, dk, dv
 
     def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Mask]:
@@ -170,11 +210,16 @@ class BlockKernel:
             given = given[..., tile.queries, tile.first_key : tile.first_key + columns]
             if tile.row is not None and given.shape[0] > 1:
                 size = q.shape[0]
-                given = given[tile.row * size : (tile.row + 1) * size]  # 2 heads of keys, batch row 1: 2:4
+                # 2 heads of keys, batch row 1: 2:4
+                given = given[tile.row * size : (tile.row + 1) * size]
         if tile.kind is TileKind.FULL:
             return self.masked, False, given
         left, right = self.reach if tile.kind is TileKind.BAND else (UNBOUNDED, 0)
-        ahead = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(-1) - tile.offset
+        ahead = (
+            torch.arange(columns, device=q.device)
+            - torch.arange(rows, device=q.device).unsqueeze(-1)
+            - tile.offset
+        )
         band = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
         band.masked_fill_((ahead > right) | (ahead < -left), -torch.inf)
         return self.masked, False, band.expand(1, 1, -1, -1) if given is None else given + band
@@ -185,11 +230,14 @@ class Task:
     """What all blocks of one attention share."""
 
     layout: SequenceLayout  # positions of each rank
-    comm: Comm  # the axis; where the layout has one rank, this one holds the whole sequence
+    # the axis; where the layout has one rank, this one holds the whole sequence
+    comm: Comm
     mask: AttentionMask  # which keys a query reads
     kernel: BlockKernel  # attention inside a tile
-    rotation: str  # "ring", also of one rank, or "allgather"
-    batch: int  # number of batch rows; the first dim of folded tensors is `batch * heads of keys`
+    # "ring", also of one rank, or "allgather"
+    rotation: str
+    # number of batch rows; the first dim of folded tensors is `batch * heads of keys`
+    batch: int
 
     @property
     def rank(self) -> int:
@@ -200,23 +248,28 @@ class Task:
         """The batch row of a tile, of a folded tensor."""
         if tile.row is None:
             return folded
-        heads = folded.shape[0] // self.batch  # 6 rows of a batch of 3: 2 heads of keys each
-        return folded[tile.row * heads : (tile.row + 1) * heads]  # batch row 1 of 3, 2 heads each: 2:4
+        # 6 rows of a batch of 3: 2 heads of keys each
+        heads = folded.shape[0] // self.batch
+        # batch row 1 of 3, 2 heads each: 2:4
+        return folded[tile.row * heads : (tile.row + 1) * heads]
 
 
 Blocks = Iterator[tuple[int, Tensor]]  # whose block, and the block
-Gradient = Callable[[int, Tensor], Tensor]  # of whose block: the summand of this rank's queries
+# of whose block: the summand of this rank's queries
+Gradient = Callable[[int, Tensor], Tensor]
 
 
 def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     """Each rank's block in turn, from this rank's on; two, of `sizes` elements, are in memory at a time."""
-    owner = comm.rank % len(sizes)  # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the one of 0
+    # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the one of 0
+    owner = comm.rank % len(sizes)
     for step in range(len(sizes)):
         last = step == len(sizes) - 1
         pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
         yield owner, block
         if pending is not None:
-            block, owner = pending.wait(), (owner - 1) % comm.size  # of 3 ranks, after the block of 0 that of 2
+            # of 3 ranks, after the block of 0 that of 2
+            block, owner = pending.wait(), (owner - 1) % comm.size
 
 
 def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
@@ -237,7 +290,8 @@ def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str)
     """Send a block to the next rank, and receive the one of the rank before, which is of the owner before."""
     send, receive = [0] * comm.size, [0] * comm.size
     send[(comm.rank + 1) % comm.size] = block.numel()
-    receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]  # rank 1 sends block 1 to 2, gets 0 from 0
+    # rank 1 sends block 1 to 2, gets 0 from 0
+    receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]
     with purpose(f"ring attention: {what}"):
         return all_to_all_v(block, comm, send, receive, async_op=True)
 
@@ -249,14 +303,16 @@ def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     yield comm.rank, block
     blocks = torch.split_with_sizes(pending.wait(), sizes)
     for step in range(1, comm.size):
-        owner = (comm.rank - step) % comm.size  # rank 1 of 3: after its own those of 0 and 2
+        # rank 1 of 3: after its own those of 0 and 2
+        owner = (comm.rank - step) % comm.size
         yield owner, blocks[owner]
 
 
 def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
     """The gradient of this rank's block: the ranks' summands, by one reduce-scatter."""
     summands = {owner: gradient(owner, block) for owner, block in blocks}
-    flat = torch.cat([summands[owner] for owner in range(comm.size)])  # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
+    # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
+    flat = torch.cat([summands[owner] for owner in range(comm.size)])
     with purpose("attention: gradients of keys and values"):
         return reduce_scatter_v(flat, comm, sizes)
 
@@ -271,12 +327,14 @@ class _Sizes:
     def __init__(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
         self.widths = k.shape[-1], v.shape[-1]
         self.shapes = [(k.shape[0], 1, length) for length in layout.sizes]
-        self.flat = [prod(shape) * sum(self.widths) for shape in self.shapes]  # 6 * 4 * (8 + 8) = 384
+        # 6 * 4 * (8 + 8) = 384
+        self.flat = [prod(shape) * sum(self.widths) for shape in self.shapes]
 
     def keys_and_values(self, flat: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """Views of a flat block: (n, 1, length, width) each."""
         shape = self.shapes[owner]
-        k, v = torch.split_with_sizes(flat, [prod(shape) * width for width in self.widths])  # 6 * 4 * 8 = 192, twice
+        # 6 * 4 * 8 = 192, twice
+        k, v = torch.split_with_sizes(flat, [prod(shape) * width for width in self.widths])
         return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
 
 
@@ -334,7 +392,8 @@ class _RotatedAttention(Function):
 
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     """The rank's rows of the attention: (batch, heads, local length, width) to that of values."""
-    # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that read each in the next.
+    # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that
+    # read each in the next.
     folded = k.shape[0] * k.shape[1]  # batch 3, 2 heads of keys: 6
     keys, values = (x.reshape(folded, 1, *x.shape[2:]) for x in (k, v))
     queries = q.reshape(folded, q.shape[1] // max(k.shape[1], 1), *q.shape[2:]).contiguous()

@@ -51,27 +51,29 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
 ) -> Iterator[SequenceLayout | None]:
     """A block in which buffers are this rank's shards, and `F.scaled_dot_product_attention` is that of the sequence.
 
-    Run forward and backward inside: what backward needs of a buffer is gone after the block (an error says so). What
-    `torch.utils.checkpoint` runs again is attention of the sequence, in the block or after it.
+    Run forward and backward inside: what backward needs of a buffer is gone after the block (an
+    error says so). What `torch.utils.checkpoint` runs again is attention of the sequence, in the
+    block or after it.
 
     Args:
         mesh: with one axis.
-        buffers: the same on all ranks: inputs, labels, positions, tables of rotary embeddings. They are sharded in
-            place, and get their contents back after the block.
+        buffers: the same on all ranks: inputs, labels, positions, tables of rotary embeddings. They
+            are sharded in place, and get their contents back after the block.
         buffer_seq_dims: the dim of each buffer that is the sequence.
         no_restore_buffers: those of `buffers` that stay sharded.
-        layout: which positions each rank holds. By default early and late ones, so that a causal mask leaves all ranks
-            equal work.
+        layout: which positions each rank holds. By default early and late ones, so that a causal
+            mask leaves all ranks equal work.
         method: as of `context_parallel_attention`; if left out, what `set_rotate_method` said.
         window, documents: as of that.
 
     Yields:
-        The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None where there are no
+        The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None
+            where there are no
         buffers and `layout` is a name.
 
     Raises:
-        LayoutError: before anything is changed, if the mesh has several axes, lists have different lengths, sequences
-            have, or a buffer needs a gradient.
+        LayoutError: before anything is changed, if the mesh has several axes, lists have different
+            lengths, sequences have, or a buffer needs a gradient.
         UnsupportedAttentionError: at an attention with dropout, and at `nn.MultiheadAttention`.
 
     Example:
@@ -94,12 +96,17 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in sequences] if known else []
-    with _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()), RoutedAttention(mesh, options):
+    with (
+        _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()),
+        RoutedAttention(mesh, options),
+    ):
         yield known
 
 
 @contextmanager
-def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
+def _replaced(
+    buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]
+) -> Iterator[None]:
     with ExitStack() as after:
         for buffer, shard in zip(buffers, shards, strict=True):
             if not any(buffer is other for other in unrestored):
@@ -122,7 +129,9 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
             got = f"{type(values).__name__} {values!r:.60}"
             raise LayoutTypeError(f"{call}: {what} are a list of {kind.__name__}, got {got}")
     if len(buffers) != len(dims):
-        raise LayoutError(f"{call}: one dim for each buffer; got {len(dims)} for {len(buffers)} buffers")
+        raise LayoutError(
+            f"{call}: one dim for each buffer; got {len(dims)} for {len(buffers)} buffers"
+        )
     return list(zip(buffers, dims, strict=True))
 
 
@@ -132,21 +141,27 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
     for buffer, dim in sequences:
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
-                "context_parallel: buffers are plain tensors without gradients (inputs, labels, tables of positions); "
-                f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor that needs a gradient "
+                "context_parallel: buffers are plain tensors without gradients (inputs, labels, "
+                "tables of positions); "
+                f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor "
+                "that needs a gradient "
                 "with SequenceLayout.shard"
             )
         first, of_first = sequences[0]
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != first.shape[of_first]:
             raise LayoutError(
-                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no sequence of as many "
+                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no "
+                "sequence of as many "
                 f"positions as dim {of_first} of the first buffer, of shape {tuple(first.shape)}"
             )
 
 
 @torch.no_grad()
 def context_parallel_unshard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: SequenceLayout | None = None
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: SequenceLayout | None = None,
 ) -> list[Tensor]:
     """The global tensors of which the ranks hold shards, with positions in order.
 
@@ -154,8 +169,8 @@ def context_parallel_unshard(
         mesh: with one axis.
         buffers: this rank's shards; all of the same positions.
         seq_dims: the dim of each that is the sequence.
-        load_balancer: the layout of the sequence; if left out that of the `context_parallel` block around the call,
-            and the default of such a block where there is none.
+        load_balancer: the layout of the sequence; if left out that of the `context_parallel` block
+            around the call, and the default of such a block where there is none.
 
     Raises:
         LayoutError: on all ranks, if the ranks' shards are none of the layout.
@@ -173,19 +188,25 @@ def context_parallel_unshard(
         return []
     lengths = [x.shape[dim] for x, dim in sequences]
     sizes = all_gather(upload([lengths], device_of_numbers(comm, buffers[0].device)), comm).tolist()
-    layout = load_balancer or next((mode.options.layout for mode in RoutedAttention.active()), "head_tail")
+    layout = load_balancer or next(
+        (mode.options.layout for mode in RoutedAttention.active()), "head_tail"
+    )
     if isinstance(layout, str):
         layout = getattr(SequenceLayout, layout)(sum(row[0] for row in sizes), comm.size)
     if sizes != [[size] * len(sequences) for size in layout.sizes]:
         raise LayoutError(
-            f"context_parallel_unshard: the ranks hold {[row[0] if len({*row}) == 1 else row for row in sizes]} "
-            f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they were sharded by as "
+            "context_parallel_unshard: the ranks hold "
+            f"{[row[0] if len({*row}) == 1 else row for row in sizes]} "
+            f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they "
+            "were sharded by as "
             "load_balancer"
         )
     whole = []
     for shard, dim in sequences:
         gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
-        whole.append(layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim))
+        whole.append(
+            layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim)
+        )
     return whole
 
 
@@ -203,7 +224,9 @@ def set_rotate_method(rotate_method: str) -> None:
         >>> set_rotate_method("allgather")
     """
     if rotate_method not in (*_ROTATE_METHODS,):  # a list cannot be looked up
-        raise UnsupportedAttentionError(f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}")
+        raise UnsupportedAttentionError(
+            f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}"
+        )
     _default[0] = _ROTATE_METHODS[rotate_method]
 
 
@@ -217,12 +240,17 @@ class RoutedAttention(ReplacedAttention):
         self._agreed = self.comm.size == 1
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is functional.multi_head_attention_forward:
             raise UnsupportedAttentionError(
                 "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
-                "F.scaled_dot_product_attention from outside of torch. Project queries, keys and values with Linear "
+                "F.scaled_dot_product_attention from outside of torch. Project queries, keys and "
+                "values with Linear "
                 "modules and call F.scaled_dot_product_attention"
             )
         if func is torch.diff and sys._getframe(1).f_code.co_name == "find_packed_sequence_indices":
@@ -236,24 +264,29 @@ class RoutedAttention(ReplacedAttention):
         if isinstance(layout, str):
             layout = self.options.layout_of(length, self.comm)
         if layout.sizes[self.comm.rank] != length:
-            return torch.diff(position_ids, **how)  # refused by all ranks at the first attention
+            # refused by all ranks at the first attention
+            return torch.diff(position_ids, **how)
         if self.options.documents is not None:  # which are known
             return torch.ones_like(position_ids)
         return position_ids - layout.positions(self.comm.rank, position_ids.device) + 1
 
-    def _agree(self, qkv: Any, attn_mask: Tensor | None, enable_gqa: bool, options: ContextOptions) -> None:
+    def _agree(
+        self, qkv: Any, attn_mask: Tensor | None, enable_gqa: bool, options: ContextOptions
+    ) -> None:
         """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
         failure: StyleError | None = None
         try:
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options)
         except StyleError as error:
             failure = error
-        with unwatched():  # a selective checkpoint compares with a recomputation, which asks no more
+        # a selective checkpoint compares with a recomputation, which asks no more
+        with unwatched():
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=qkv[0].device)
             wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
-                f"attention of a sharded sequence: the arguments of ranks {wrong} along {'x'.join(self.comm.axes)} do "
+                f"attention of a sharded sequence: the arguments of ranks {wrong} along "
+                f"{'x'.join(self.comm.axes)} do "
                 "not fit; their errors say what is wrong, and nothing of it was sent"
             )
         self._agreed = True
@@ -272,8 +305,10 @@ class RoutedAttention(ReplacedAttention):
         """Attention of the global sequence, at this rank's positions."""
         if dropout_p:
             raise UnsupportedAttentionError(
-                f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
-                "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
+                f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no "
+                "rank has the "
+                "weights that one device would draw for. Use dropout_p=0, and dropout after the "
+                "output projection"
             )
         qkv: Any = query, key, value
         options = self.options
@@ -284,11 +319,15 @@ class RoutedAttention(ReplacedAttention):
         with unwatched_functions():
             if not self._agreed:
                 self._agree(qkv, attn_mask, enable_gqa, options)
-            out = sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, self.mesh, options)
+            out = sharded_attention(
+                qkv, attn_mask, is_causal, scale, enable_gqa, self.mesh, options
+            )
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
                 stride = torch.empty(shape, device="meta").stride()
-                return DTensor.from_local(out, spec.mesh, spec.placements, shape=shape, stride=stride)
+                return DTensor.from_local(
+                    out, spec.mesh, spec.placements, shape=shape, stride=stride
+                )
         layout = layout_of(query)
         if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)
@@ -301,11 +340,16 @@ class RoutedAttention(ReplacedAttention):
         if (
             first is None
             or isinstance(attn_mask, DTensor)
-            or any(spec is None or (spec.mesh, spec.placements) != (first.mesh, first.placements) for spec in specs)
+            or any(
+                spec is None or (spec.mesh, spec.placements) != (first.mesh, first.placements)
+                for spec in specs
+            )
         ):
             raise LayoutError(
-                "attention of a sharded sequence takes query, key and value all plain or all DTensors of one layout, "
-                f"and a plain attn_mask; got {', '.join(str(spec or 'a plain tensor') for spec in specs)}"
+                "attention of a sharded sequence takes query, key and value all plain or all "
+                "DTensors of one layout, "
+                "and a plain attn_mask; got "
+                f"{', '.join(str(spec or 'a plain tensor') for spec in specs)}"
             )
         sequence = len(first.shape) - 2
         options = self.options
@@ -316,13 +360,15 @@ class RoutedAttention(ReplacedAttention):
                 layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
                 if options.layout not in ("contiguous", layout):
                     raise LayoutError(
-                        f"DTensors that are {placement} hold contiguous positions, this block has the layout "
+                        f"DTensors that are {placement} hold contiguous positions, this block has "
+                        "the layout "
                         f"{options.layout}; pass plain local tensors"
                     )
                 options = replace(options, layout=layout)
             elif own or along or not isinstance(placement, Shard | Replicate):
                 raise LayoutError(
-                    f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on the axis of the "
+                    f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on "
+                    "the axis of the "
                     f"sequence and sharded by batch or heads, or replicated, on others; got {first}"
                 )
         return options

@@ -1,8 +1,9 @@
 """`context_parallel_attention`: scaled dot-product attention of a sequence that is sharded over an axis.
 
-Ulysses sends positions for heads, all to all: from some positions of all heads to all positions of some heads, and
-back.  With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets query heads 2 and 3 and head 0 of the keys, which
-rank 0 gets too.  Heads that the ranks do not divide are shared out as `torch.chunk` does: some ranks may have none.
+Ulysses sends positions for heads, all to all: from some positions of all heads to all positions of
+some heads, and back. With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets query heads 2 and
+3 and head 0 of the keys, which rank 0 gets too. Heads that the ranks do not divide are shared out
+as `torch.chunk` does: some ranks may have none.
 
 May import: block_attention, errors, sequence_layout.
 """
@@ -51,9 +52,14 @@ class ContextOptions:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
-            raise LayoutError(f"methods of context parallelism are {', '.join(get_args(Method))}; got {self.method!r}")
+            raise LayoutError(
+                f"methods of context parallelism are {', '.join(get_args(Method))}; got "
+                f"{self.method!r}"
+            )
         if isinstance(self.layout, str) and self.layout not in ("contiguous", "head_tail"):
-            raise LayoutError(f"layouts with a name are contiguous and head_tail, got {self.layout!r}")
+            raise LayoutError(
+                f"layouts with a name are contiguous and head_tail, got {self.layout!r}"
+            )
         AttentionMask(window=self.window)
 
     def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
@@ -66,16 +72,21 @@ class ContextOptions:
             raise LayoutError(f"a sequence layout for {layout.ranks} ranks does not fit {axis}")
         if layout.sizes[comm.rank] != local_length:
             raise LayoutError(
-                f"attention of a sequence of {layout.length} positions over {axis}: this rank holds "
-                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}. Attention of other tensors "
+                f"attention of a sequence of {layout.length} positions over {axis}: this rank "
+                "holds "
+                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}. Attention "
+                "of other tensors "
                 "(cross-attention, another sequence) belongs outside of context parallelism"
             )
         if self.documents is not None and self.documents.length != layout.length:
-            raise LayoutError(f"documents of {self.documents.length} positions in a sequence of {layout.length}")
+            raise LayoutError(
+                f"documents of {self.documents.length} positions in a sequence of {layout.length}"
+            )
         return layout
 
 
-def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention, and what is sharded
+# those of scaled_dot_product_attention, and what is sharded
+def context_parallel_attention(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,23 +103,26 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
 ) -> Tensor:
     """This rank's rows of `F.scaled_dot_product_attention` of the global sequence, forward and backward.
 
-    "allgather" moves keys and values, gathered once; a rank holds those of the sequence. "ring" moves them too, one
-    rank's block at a time beside the computation; a rank holds two blocks. "ulysses" moves queries, keys, values and
-    outputs, heads for positions, all to all; a rank holds the sequence of its heads.
+    "allgather" moves keys and values, gathered once; a rank holds those of the sequence. "ring"
+    moves them too, one rank's block at a time beside the computation; a rank holds two blocks.
+    "ulysses" moves queries, keys, values and outputs, heads for positions, all to all; a rank holds
+    the sequence of its heads.
 
     Args:
         query: (..., heads, local length, width): this rank's positions, in the order of the layout.
         key: (..., heads, local length, width).
         value: (..., heads, local length, width of values).
         mesh: with one axis.
-        attn_mask: broadcastable to (..., heads, local length, length of the sequence): this rank's rows of a mask
-            whose columns are in global order; True, or what is added to the scores. Without a gradient of its own.
+        attn_mask: broadcastable to (..., heads, local length, length of the sequence): this rank's
+            rows of a mask whose columns are in global order; True, or what is added to the scores.
+            Without a gradient of its own.
         is_causal: queries read keys up to their own global position.
         scale: of the scores; `1 / sqrt(width)` if left out.
         enable_gqa: several query heads may share a head of keys.
         method: how keys and values reach the queries.
         layout: which positions each rank holds. The name of one, for ranks that hold equally many.
-        window: (left, right): keys before and behind the query's own position that it may read; None: no bound.
+        window: (left, right): keys before and behind the query's own position that it may read;
+            None: no bound.
         documents: of a packed sequence; queries read keys of their own document only.
 
     Raises:
@@ -121,8 +135,8 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         >>> with fake_world(1):
         ...     q, k, v = torch.randn(3, 1, 2, 5, 4)
         ...     out = context_parallel_attention(q, k, v, init_device_mesh("cpu", (1,)), is_causal=True, method="ring")
-        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
-        True
+        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v,
+        is_causal=True), atol=1e-6) True
     """
     options, qkv = ContextOptions(method, layout, window, documents), (query, key, value)
     axis_of(mesh)
@@ -135,7 +149,8 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     if mesh.ndim != 1:
         raise LayoutError(
             f"context parallelism acts on one mesh axis, the mesh has "
-            f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the sub-mesh of one axis"
+            f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the "
+            "sub-mesh of one axis"
         )
     return mesh.comm(0)
 
@@ -155,10 +170,16 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    added = None if attn_mask is None else _folded_mask(attn_mask, query, key.shape[-3], layout.length)
-    kernel = BlockKernel(scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
+    added = (
+        None if attn_mask is None else _folded_mask(attn_mask, query, key.shape[-3], layout.length)
+    )
+    kernel = BlockKernel(
+        scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True))
+    )
     if options.method == "ulysses":
-        whole = Task(SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0])
+        whole = Task(
+            SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0]
+        )
         out = _in_heads(q, k, v, whole, layout, mesh)
     else:
         rotation = options.method if comm.size > 1 else "ring"
@@ -166,23 +187,32 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _in_heads(q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
+def _in_heads(
+    q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
+) -> Tensor:
     """(batch, all heads, local length, width) to that, by attention of (batch, own heads, global length, width)."""
     heads, shared, rank = q.shape[1], k.shape[1], mesh.comm(0).rank
     group: int = heads // max(shared, 1)
-    # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2) (2, 3) (0, 0).
+    # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2)
+    # (2, 3) (0, 0).
     queries = spans(shard_sizes(heads, Shard(0), mesh.size()))
     keys = [(a // group, -(-b // group)) if a < b else (0, 0) for a, b in queries]
 
     def move(like: Tensor, shares: Sequence[Range], count: int) -> tuple[Spec, Spec]:
         """S(sequence) and S(heads) of a tensor with so many heads; ranks' positions follow one another."""
-        shape, sizes = (like.shape[0], count, layout.length, like.shape[-1]), tuple(b - a for a, b in shares)
+        shape, sizes = (
+            (like.shape[0], count, layout.length, like.shape[-1]),
+            tuple(b - a for a, b in shares),
+        )
         source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, like.dtype)
         return source, source.with_(placements=[Shard(1, sizes=sizes)])
 
-    if sum(b - a for a, b in keys) > shared:  # several ranks read a head: a copy for each
+    # several ranks read a head: a copy for each
+    if sum(b - a for a, b in keys) > shared:
         k, v = (torch.cat([x[:, a:b] for a, b in keys], 1) for x in (k, v))
-    moves = [move(x, own, x.shape[1]) for x, own in zip((q, k, v), (queries, keys, keys), strict=True)]
+    moves = [
+        move(x, own, x.shape[1]) for x, own in zip((q, k, v), (queries, keys, keys), strict=True)
+    ]
     with unwatched():
         moved = apply(_Exchange, moves, q, k, v)
     q, k, v = (layout.in_order(x.split(layout.sizes, 2), 2) for x in moved)
@@ -235,8 +265,10 @@ def check_attention(
     )
     if not fits:
         raise LayoutError(
-            "attention of a sharded sequence takes query, key and value of (..., heads, local length, width) with one "
-            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor of them; got "
+            "attention of a sharded sequence takes query, key and value of (..., heads, local "
+            "length, width) with one "
+            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor "
+            "of them; got "
             f"{', '.join(str(tuple(x.shape)) for x in qkv)}{'' if enable_gqa else ' without enable_gqa'}"
         )
     layout = options.layout_of(query.shape[-2], comm)
@@ -251,15 +283,20 @@ def check_attention(
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
     if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != layout.length:
         raise LayoutError(
-            f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global order, got "
-            f"{tuple(mask.shape)}; shard its rows as the queries are. A model of transformers makes masks of a rank's "
-            "own columns for padding and for packed documents: leave out attention_mask, give documents=, and as "
+            f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global "
+            "order, got "
+            f"{tuple(mask.shape)}; shard its rows as the queries are. A model of transformers "
+            "makes masks of a rank's "
+            "own columns for padding and for packed documents: leave out attention_mask, give "
+            "documents=, and as "
             "position_ids the rank's own, layout.positions(rank)"
         )
     if method == "ulysses" or mask.requires_grad:
         raise UnsupportedAttentionError(
-            "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of its heads; use "
-            "method='ring' and a constant mask, or say what the mask means: is_causal, window=, documents="
+            "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of "
+            "its heads; use "
+            "method='ring' and a constant mask, or say what the mask means: is_causal, window=, "
+            "documents="
         )
 
 
@@ -272,4 +309,6 @@ def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tens
         return mask.expand(1, 1, rows, columns)
     # A head of keys has one mask, or one for each query head of its group.
     own, group = (shared, 1) if mask.shape[-3] == 1 else (heads, heads // shared)
-    return mask.expand(*batch, own, rows, columns).reshape(math.prod(batch) * shared, group, rows, columns)
+    return mask.expand(*batch, own, rows, columns).reshape(
+        math.prod(batch) * shared, group, rows, columns
+    )

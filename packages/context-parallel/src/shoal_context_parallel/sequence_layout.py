@@ -1,7 +1,7 @@
 """`SequenceLayout`: which positions of a sequence each rank holds; `AttentionMask`: which keys a query reads.
 
-`tiles` is the queries and keys that the two leave to compute.  No mask is a tensor of queries times keys: it splits
-ranges of positions into tiles of which most are full.
+`tiles` is the queries and keys that the two leave to compute. No mask is a tensor of queries times
+keys: it splits ranges of positions into tiles of which most are full.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes, spans
 
-Range = tuple[int, int]  # first position, and the one behind the last
-UNBOUNDED = 1 << 62  # reach of a query to keys of any position
-_BAND_ROWS = 512  # queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
+# first position, and the one behind the last
+Range = tuple[int, int]
+# reach of a query to keys of any position
+UNBOUNDED = 1 << 62
+# queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
+_BAND_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class SequenceLayout:
         LayoutError: if the ranges overlap or leave positions out.
 
     Example:
-        Under a causal mask late positions have more to do; with the head and the tail, ranks have equal work:
+        Under a causal mask late positions have more to do; with the head and the tail, ranks have
+        equal work:
 
         >>> SequenceLayout.head_tail(8, ranks=2).ranges
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -48,15 +52,19 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         ordered = sorted(each for own in self.ranges for each in own)
-        if any(start >= stop for start, stop in ordered) or any(a[1] != b[0] for a, b in pairwise([(0, 0), *ordered])):
+        if any(start >= stop for start, stop in ordered) or any(
+            a[1] != b[0] for a, b in pairwise([(0, 0), *ordered])
+        ):
             raise LayoutError(
-                f"a sequence layout holds every position once, in non-empty ranges (start, stop); got {ordered}"
+                "a sequence layout holds every position once, in non-empty ranges (start, stop); "
+                f"got {ordered}"
             )
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> SequenceLayout:
         """One range per rank, of the sizes that `torch.chunk` and `Shard(dim)` give; the last ranks may have none."""
-        return cls._of([[own] for own in spans(shard_sizes(length, Shard(0), ranks))])  # 10 on 4 ranks: 3, 3, 3, 1
+        # 10 on 4 ranks: 3, 3, 3, 1
+        return cls._of([[own] for own in spans(shard_sizes(length, Shard(0), ranks))])
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
@@ -78,14 +86,18 @@ class SequenceLayout:
         held: list[list[Range]] = [[] for _ in range(ranks)]
         chunks = 2 * ranks
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-            bounds = [start + length * i // chunks for i in range(chunks + 1)]  # 8 from 4 on, 2 ranks: 4 6 8 10 12
+            # 8 from 4 on, 2 ranks: 4 6 8 10 12
+            bounds = [start + length * i // chunks for i in range(chunks + 1)]
             for rank, own in enumerate(held):
-                own += [(bounds[i], bounds[i + 1]) for i in (rank, chunks - 1 - rank)]  # rank 0 of 2: 4:6, 10:12
+                # rank 0 of 2: 4:6, 10:12
+                own += [(bounds[i], bounds[i + 1]) for i in (rank, chunks - 1 - rank)]
         return cls._of(held)
 
     @classmethod
     def _of(cls, held: Sequence[Sequence[Range]]) -> SequenceLayout:
-        return cls(tuple(tuple((start, stop) for start, stop in own if start < stop) for own in held))
+        return cls(
+            tuple(tuple((start, stop) for start, stop in own if start < stop) for own in held)
+        )
 
     @property
     def ranks(self) -> int:
@@ -115,7 +127,8 @@ class SequenceLayout:
         """
         if tensor.shape[dim] != self.length:
             raise LayoutError(
-                f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} positions, the length of "
+                f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} "
+                "positions, the length of "
                 "this layout"
             )
         ranges = self.ranges[rank] or ((0, 0),)
@@ -131,9 +144,15 @@ class SequenceLayout:
         """
         found = []
         for own, shard in zip(self.ranges, shards, strict=True):
-            blocks = torch.split_with_sizes(shard, [stop - start for start, stop in own] or [0], dim)  # 0:2, 6:8: 2, 2
-            found += list(zip(own, blocks, strict=False))  # later sorted by range: 0:2, 2:4, 4:6, 6:8
-        return torch.cat([block for _, block in sorted(found, key=lambda each: each[0])] or [shards[0]], dim)
+            # 0:2, 6:8: 2, 2
+            blocks = torch.split_with_sizes(
+                shard, [stop - start for start, stop in own] or [0], dim
+            )
+            # later sorted by range: 0:2, 2:4, 4:6, 6:8
+            found += list(zip(own, blocks, strict=False))
+        return torch.cat(
+            [block for _, block in sorted(found, key=lambda each: each[0])] or [shards[0]], dim
+        )
 
 
 class TileKind(Enum):
@@ -151,7 +170,8 @@ class Tile(NamedTuple):
     queries: slice  # slice of the rank's queries
     keys: slice  # slice of the block's keys
     kind: TileKind  # which keys each query reads
-    offset: int  # position of the first query less that of the first key
+    # position of the first query less that of the first key
+    offset: int
     first_key: int  # global position of the first key
 
 
@@ -166,7 +186,8 @@ class Documents:
     """Which document each position of a packed sequence belongs to; queries read keys of their own document only.
 
     Attributes:
-        rows: for each batch row, or once for all of them, runs of positions: (start, stop, document).
+        rows: for each batch row, or once for all of them, runs of positions: (start, stop,
+            document).
 
     Example:
         >>> Documents.from_cu_seqlens([0, 3, 8]) == Documents.from_ids([7, 7, 7, 9, 9, 9, 9, 9])
@@ -184,7 +205,9 @@ class Documents:
         """
         bounds = [int(bound) for bound in cu_seqlens]
         if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
-            raise LayoutError(f"cumulative lengths of documents start with 0 and do not go down, got {bounds}")
+            raise LayoutError(
+                f"cumulative lengths of documents start with 0 and do not go down, got {bounds}"
+            )
         filled = [span for span in pairwise(bounds) if span[0] < span[1]]
         return cls((tuple(_Segment(*span, number) for number, span in enumerate(filled)),))
 
@@ -197,12 +220,17 @@ class Documents:
         """
         table = torch.as_tensor(ids)
         if table.ndim not in (1, 2):
-            raise LayoutError(f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}")
+            raise LayoutError(
+                f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}"
+            )
         rows = []
         for row in table if table.ndim == 2 else [table]:
-            documents, counts = (each.tolist() for each in row.unique_consecutive(return_counts=True))
+            documents, counts = (
+                each.tolist() for each in row.unique_consecutive(return_counts=True)
+            )
             numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
-            runs = zip(spans(counts), documents, strict=True)  # 7 7 9: 0:2 of document 0, 2:3 of document 1
+            # 7 7 9: 0:2 of document 0, 2:3 of document 1
+            runs = zip(spans(counts), documents, strict=True)
             rows.append(tuple(_Segment(*span, numbers[document]) for span, document in runs))
         return cls(tuple(rows))
 
@@ -223,7 +251,9 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         if any(side is not None and side < 0 for side in self.window):
-            raise LayoutError(f"a window is (left, right), each None or at least 0, got {self.window}")
+            raise LayoutError(
+                f"a window is (left, right), each None or at least 0, got {self.window}"
+            )
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -238,10 +268,13 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
 
     Example:
         >>> layout = SequenceLayout.head_tail(8, ranks=2)
-        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
-        [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
+        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1,
+        AttentionMask(causal=True))] [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4,
+        None), slice(2, 4, None), 'FULL')]
     """
-    rows = mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)
+    rows = (
+        mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)
+    )
     found = []
     for number, segments in enumerate(rows):
         row = number if len(rows) > 1 else None
@@ -267,16 +300,20 @@ def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple
         at += stop - start
 
 
-def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[tuple[Range, Range, TileKind]]:
+def _pairs(
+    queries: Range, keys: Range, left: int, right: int
+) -> Iterator[tuple[Range, Range, TileKind]]:
     """The tiles of a range of queries and one of keys, every query with a key to read."""
-    # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which are 2 and 3.
+    # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which
+    # are 2 and 3.
     c, d = keys
     a, b = max(queries[0], c - right), min(queries[1], d + left)
     if a >= b:
         return
     if left == right == UNBOUNDED:
         yield (a, b), keys, TileKind.FULL
-    elif left == UNBOUNDED and right == 0:  # two ranges of a layout are the same, or apart
+    elif left == UNBOUNDED and right == 0:
+        # two ranges of a layout are the same, or apart
         yield (a, b), keys, TileKind.CAUSAL if a == c else TileKind.FULL
     else:
         for start in range(a, b, _BAND_ROWS):

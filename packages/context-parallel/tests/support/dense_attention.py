@@ -52,7 +52,10 @@ def sample(  # sizes
     """Random tensors of two batch rows, the same on all ranks, their attention and its gradients."""
     generator = torch.Generator().manual_seed(length)
     sizes = (heads, width), (shared, width), (shared, value_width)
-    tensors = [torch.randn(2, h, length, w, dtype=dtype, generator=generator).requires_grad_() for h, w in sizes]
+    tensors = [
+        torch.randn(2, h, length, w, dtype=dtype, generator=generator).requires_grad_()
+        for h, w in sizes
+    ]
     q, k, v = tensors
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     seed = torch.randn(out.shape, dtype=dtype, generator=generator)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-# Inside the block, writes to these tensors do not count: autograd takes what it saved of them for unchanged.
+# Inside the block, writes to these tensors do not count: autograd takes what it saved of them for
+# unchanged.
 preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter
 # The functions (pack, unpack) for tensors that autograd saves now; None without hooks.
-outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, False
+outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = (
+    partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 )
 
 

@@ -44,34 +44,41 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     *,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # an immutable value, as in torch's signature
+    # an immutable value, as in torch's signature
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
-) -> Any:  # of the module's class and an `FSDPModule`, which no type says
+    # of the module's class and an `FSDPModule`, which no type says
+) -> Any:
     """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
 
-    Parameters become DTensors whose gradients are averaged over the data axes; those that styles have placed on other
-    axes of the same mesh stay so there, and are sharded over the data axes too. Styles may also come afterwards: each
-    unit that they concern is gathered for them, and sharded again. Make the optimizer when all of this is done.
+    Parameters become DTensors whose gradients are averaged over the data axes; those that styles
+    have placed on other axes of the same mesh stay so there, and are sharded over the data axes
+    too. Styles may also come afterwards: each unit that they concern is gathered for them, and
+    sharded again. Make the optimizer when all of this is done.
 
     Args:
-        module: changed in place; its class becomes a subclass that is an `FSDPModule` too. Descendants that were
-            passed before are units of their own: call it on blocks first, and on the model last. Several modules that
-            run one after another can be one unit, as a list.
-        mesh: the data axes: one, over which parameters are sharded; or two, over the first of which they are
-            replicated. The whole world when left out.
-        reshard_after_forward: free the gathered parameters after the forward, and gather them again in backward. By
-            default all units do but the outermost.
-        shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first dim.
+        module: changed in place; its class becomes a subclass that is an `FSDPModule` too.
+            Descendants that were passed before are units of their own: call it on blocks first, and
+            on the model last. Several modules that run one after another can be one unit, as a
+            list.
+        mesh: the data axes: one, over which parameters are sharded; or two, over the first of which
+            they are replicated. The whole world when left out.
+        reshard_after_forward: free the gathered parameters after the forward, and gather them again
+            in backward. By default all units do but the outermost.
+        shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first
+            dim.
         mp_policy: the dtypes of computation, reduction and outputs.
         offload_policy: where the shards are kept.
         ignored_params: parameters that stay as they are.
 
     Raises:
-        LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
-            is placed on a data axis, partial, or replicated by `replicate`.
-        StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights are.
-        TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
+        LayoutError: if the mesh has more than two axes, the module is sharded already or has no
+            forward, or a parameter is placed on a data axis, partial, or replicated by `replicate`.
+        StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
+            are.
+        TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit
+            already.
 
     Example:
         >>> from shoal_mesh.testing import fake_world
@@ -84,7 +91,14 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     axes = _checked_axes(modules, reshard_after_forward, mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     policies = mp_policy, offload_policy
-    unit = Unit(modules, axes, [*(ignored_params or ())], shard_placement_fn, policies, reshard_after_forward)
+    unit = Unit(
+        modules,
+        axes,
+        [*(ignored_params or ())],
+        shard_placement_fn,
+        policies,
+        reshard_after_forward,
+    )
     _check_own(modules, [param for param, _ in unit.own()])
     unit.take()
     lead(unit, [inner for module in modules for inner in units_of(module)])
@@ -96,39 +110,57 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     return module
 
 
-def _checked_axes(modules: Sequence[nn.Module], reshard_after_forward: object, mesh: DeviceMesh | None) -> DataAxes:
+def _checked_axes(
+    modules: Sequence[nn.Module], reshard_after_forward: object, mesh: DeviceMesh | None
+) -> DataAxes:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise LayoutError(
-            f"fully_shard: reshard_after_forward is True, False or None, got {reshard_after_forward!r}; to shard over "
+            "fully_shard: reshard_after_forward is True, False or None, got "
+            f"{reshard_after_forward!r}; to shard over "
             "fewer ranks after the forward is not offered"
         )
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):
-            raise LayoutError(f"fully_shard: this {kind} is sharded already; it can be one unit only")
+            raise LayoutError(
+                f"fully_shard: this {kind} is sharded already; it can be one unit only"
+            )
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass the modules in it"
+                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass "
+                "the modules in it"
             )
     if mesh is None:
-        mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
+        mesh = init_device_mesh(
+            accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",)
+        )
     axes = DataAxes(mesh)
     if mesh.ndim > 2:
-        raise LayoutError(f"fully_shard: expected one or two data axes, got {mesh!r}; pass them as mesh['data']")
+        raise LayoutError(
+            f"fully_shard: expected one or two data axes, got {mesh!r}; pass them as mesh['data']"
+        )
     return axes
 
 
 def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
-    owners = [owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"]
+    owners = [
+        owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"
+    ]
     replicated = {id(param) for owner in owners for param in owner.held()}
     if any(id(param) in replicated for param in params):
-        raise LayoutError("fully_shard: `replicate` has a parameter; of two axes fully_shard replicates over the first")
+        raise LayoutError(
+            "fully_shard: `replicate` has a parameter; of two axes fully_shard replicates over the "
+            "first"
+        )
     check_plain_tensors("fully_shard", params)
     if any(param.grad is not None for param in params):
-        raise StyleError("fully_shard: parameters have gradients, averaged or not; drop them first, with zero_grad()")
+        raise StyleError(
+            "fully_shard: parameters have gradients, averaged or not; drop them first, with "
+            "zero_grad()"
+        )
 
 
-# --- what users call on sharded modules, and functions for other forwards and stages ----------------------------------
+# --- what users call on sharded modules, and functions for other forwards and stages --------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +184,15 @@ class FSDPModule(ReducingModule):
     _made_by = "fully_shard"
     _divides_inside = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # no hooks: a module compiled in place would trace them
+    # no hooks: a module compiled in place would trace them
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its hooks, compiled or not, between gathering and freeing."""
         forward = super().__call__
-        return as_forward(self, forward, args, kwargs) if STATE in vars(self) else forward(*args, **kwargs)
+        return (
+            as_forward(self, forward, args, kwargs)
+            if STATE in vars(self)
+            else forward(*args, **kwargs)
+        )
 
     def _reducers(self, recurse: bool = True) -> list[Unit]:
         return units_of(self, recurse)
@@ -201,8 +238,8 @@ class FSDPModule(ReducingModule):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.
 
-        Without it, and in a copy of the module, it is the one whose forward came next the last time; with
-        an empty list, none.
+        Without it, and in a copy of the module, it is the one whose forward came next the last
+        time; with an empty list, none.
 
         Args:
             modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
@@ -224,7 +261,9 @@ class FSDPModule(ReducingModule):
 def _units(modules: Sequence[nn.Module]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise StyleError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+            raise StyleError(
+                f"expected modules that fully_shard was called on, got {type(module).__name__}"
+            )
     return [unit_of(module) for module in modules]
 
 
@@ -254,14 +293,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise LayoutError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
+        raise LayoutError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}"
+        )
     vars(module)[method_name] = lambda *args, **kwargs: as_forward(module, method, args, kwargs)
 
 
 def reduce_after_last_microbatch(stage: Any) -> None:
     """Have a stage of `torch.distributed.pipelining` reduce gradients once per step: after its last microbatch.
 
-    Backwards keep gradients on each rank.  Without this call they are reduced for every microbatch, to the same values.
+    Backwards keep gradients on each rank. Without this call they are reduced for every microbatch,
+    to the same values.
 
     Args:
         stage: a pipeline stage whose `submod` is an `FSDPModule`; changed in place.
@@ -281,7 +323,8 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     module = submodule_of("reduce_after_last_microbatch", stage)
     if not isinstance(module, FSDPModule):
         raise LayoutError(
-            f"reduce_after_last_microbatch: expected a stage whose submod fully_shard was called on, got a stage of "
+            "reduce_after_last_microbatch: expected a stage whose submod fully_shard was called "
+            "on, got a stage of "
             f"{type(module).__name__}"
         )
     scale = stage.perform_reduce_grad

@@ -1,12 +1,14 @@
 """Gradients of replicated parameters: reduced in buckets while backward goes on, and delivered at its end.
 
-Autograd accumulates the gradient of this rank's rows in `.grad`.  A pass first sets aside what is there, takes each
-bucket's gradients away when the last of them has arrived, and puts the means in their place when it is over.
-`torch.autograd.grad` accumulates nothing: what it is to return is a tensor that gets the mean when the pass is over.
+Autograd accumulates the gradient of this rank's rows in `.grad`. A pass first sets aside what is
+there, takes each bucket's gradients away when the last of them has arrived, and puts the means in
+their place when it is over. `torch.autograd.grad` accumulates nothing: what it is to return is a
+tensor that gets the mean when the pass is over.
 
-A rank may update a shard of its replica only, and have the optimizer's state of that (ZeRO-1): with 2 ranks of a weight
-(8, 6), which its forward sees, the module holds a DTensor [Shard(0)], local (4, 6), a view of these rows.  Gradients
-are reduced to that layout; the next forward gathers the rows that other ranks have updated.
+A rank may update a shard of its replica only, and have the optimizer's state of that (ZeRO-1): with
+2 ranks of a weight (8, 6), which its forward sees, the module holds a DTensor [Shard(0)], local (4,
+6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
+that other ranks have updated.
 
 May import: _torch, reduction, sharded_parameters.
 """
@@ -25,7 +27,14 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Replicate, Spec
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import backward_number, first_order_only, grad_hooked, leaf_route, local_of, running_pass
+from shoal_dtensor.internal import (
+    backward_number,
+    first_order_only,
+    grad_hooked,
+    leaf_route,
+    local_of,
+    running_pass,
+)
 from shoal_mesh import all_gather
 
 from ._torch import run_when_ready
@@ -40,7 +49,8 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if (bound := found()) is None:
             raise StyleError(
-                "replicate: the module of a parameter in this pass is gone; keep what replicate() returned"
+                "replicate: the module of a parameter in this pass is gone; keep what replicate() "
+                "returned"
             )
         return bound(*args)
 
@@ -52,10 +62,14 @@ class Replica:
     """A parameter that every data-parallel rank has a replica of."""
 
     leaf: nn.Parameter  # where autograd accumulates
-    target: ShardedParameter  # to what gradients are reduced: the parameter itself, or a shard that optimizers update
-    version: tuple[object, ...] | None = None  # of the shard when the replica was gathered; None if it has to be
-    seen: Tensor | None = None  # what modules see of a leaf that is trained and whose shard they hold
-    asked: tuple[Any, ...] = ()  # what `ask` was given, the leaf's node, and the hook
+    # to what gradients are reduced: the parameter itself, or a shard that optimizers update
+    target: ShardedParameter
+    # of the shard when the replica was gathered; None if it has to be
+    version: tuple[object, ...] | None = None
+    # what modules see of a leaf that is trained and whose shard they hold
+    seen: Tensor | None = None
+    # what `ask` was given, the leaf's node, and the hook
+    asked: tuple[Any, ...] = ()
 
     @property
     def held(self) -> nn.Parameter:
@@ -69,10 +83,16 @@ class Replica:
         """
         leaf: Any = self.leaf
         if self.held is not self.leaf:
-            self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
-            run_when_ready(seen.grad_fn)  # it is older than all forwards: its gradient would wait for the pass's end
+            # torch
+            self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]
+            # it is older than all forwards: its gradient would wait for the pass's end
+            run_when_ready(seen.grad_fn)
             return []
-        self.asked = take, torch.autograd.graph.get_gradient_edge(leaf).node, leaf.register_hook(_weak(self._hook))
+        self.asked = (
+            take,
+            torch.autograd.graph.get_gradient_edge(leaf).node,
+            leaf.register_hook(_weak(self._hook)),
+        )
         return [self.asked[-1]]
 
     def _hook(self, grad: Tensor | None) -> Any:
@@ -81,8 +101,10 @@ class Replica:
             return None
         if [*leaf._backward_hooks][-1] != handle.id:
             raise StyleError(
-                "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
-                "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
+                "replicate: a parameter has a gradient hook that was registered after "
+                "replicate(...), so it would "
+                "change the gradient of this rank's rows that torch.autograd.grad is to return the "
+                "mean of; "
                 "register it before, or call backward()"
             )
         return take(grad)
@@ -91,12 +113,15 @@ class Replica:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
         if self.held is not self.leaf and grad_hooked(self.held):
             raise StyleError(
-                "replicate: a parameter has a gradient hook, and autograd does not know the shards that the optimizer "
+                "replicate: a parameter has a gradient hook, and autograd does not know the shards "
+                "that the optimizer "
                 "updates; call what it does after backward(), when gradients are reduced"
             )
-        if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:  # one is of the buckets
+        # one is of the buckets
+        if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
             raise StyleError(
-                "replicate: a parameter has a post-accumulate-grad hook, which would see the gradient of this rank's "
+                "replicate: a parameter has a post-accumulate-grad hook, which would see the "
+                "gradient of this rank's "
                 "rows; call what it does after backward(), when gradients are reduced"
             )
 
@@ -122,19 +147,26 @@ class Replica:
 def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> Replica:
     """Of a parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction."""
     shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
-    spec = Spec(axes.mesh, axes.placements(Replicate()), shape, None, dtype or leaf.grad_dtype or leaf.dtype)
+    spec = Spec(
+        axes.mesh, axes.placements(Replicate()), shape, None, dtype or leaf.grad_dtype or leaf.dtype
+    )
     return Replica(leaf, ShardedParameter((), leaf, spec, spec, None, spec))
 
 
 class _Seen(Function):
     """A leaf and its shard -> what modules see, in any number of forwards and passes.
 
-    Backward: the gradient goes to the leaf, or is taken for the shard where a pass is asked for that by name.
+    Backward: the gradient goes to the leaf, or is taken for the shard where a pass is asked for
+    that by name.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, replica: Replica, take: Callable[[Tensor], Tensor | None], leaf: Tensor, shard: Tensor
+        ctx: Any,
+        replica: Replica,
+        take: Callable[[Tensor], Tensor | None],
+        leaf: Tensor,
+        shard: Tensor,
     ) -> Tensor:
         ctx.take = take
         ctx.set_materialize_grads(False)
@@ -178,20 +210,37 @@ class GradientBuckets:
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
         self.buckets = buckets  # in the order in which they are reduced
         self.owner = owner  # says whether passes reduce gradients
-        self.parameters: list[Replica] = [replica for bucket in buckets for replica in bucket.replicas]
-        self._place = {id(p.leaf): (at, i) for at, bucket in enumerate(buckets) for i, p in enumerate(bucket.replicas)}
+        self.parameters: list[Replica] = [
+            replica for bucket in buckets for replica in bucket.replicas
+        ]
+        self._place = {
+            id(p.leaf): (at, i)
+            for at, bucket in enumerate(buckets)
+            for i, p in enumerate(bucket.replicas)
+        }
         self.running: bool = False
-        with torch.inference_mode(False), torch.enable_grad():  # a leaf's node lives no longer than somebody holds it
-            self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters]
+        # a leaf's node lives no longer than somebody holds it
+        with torch.inference_mode(False), torch.enable_grad():
+            self._nodes: list[Any] = [
+                torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters
+            ]
             # Those of the parameters that optimizers see.
-            self.held: list[Any] = [torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters]
+            self.held: list[Any] = [
+                torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters
+            ]
             self._handles = [
-                handle for at, p in enumerate(self.parameters) for handle in p.ask(partial(self._take, at))
+                handle
+                for at, p in enumerate(self.parameters)
+                for handle in p.ask(partial(self._take, at))
             ]
         self._handles += [node.register_prehook(_weak(self.begin)) for node in self._nodes]
-        # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes before it.
+        # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes
+        # before it.
         for parameter in self.parameters:
-            self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived)))  # type: ignore[no-untyped-call]  # torch
+            # torch
+            self._handles.append(
+                parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived))
+            )  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -211,7 +260,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.check_kept()
         self._number = backward_number()
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of this rank's rows, and what gets the means
+        # gradients of this rank's rows, and what gets the means
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}
         self._before = [parameter.leaf.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.leaf.grad = None
@@ -227,17 +277,21 @@ class GradientBuckets:
     def _arrived(self, leaf: Tensor) -> None:
         """Hook: a gradient has been accumulated; buckets are reduced in order as soon as they are complete."""
         at, i = self._place[id(leaf)]
-        if i in self.buckets[at].kept:  # otherwise both were held until the pass is over
+        # otherwise both were held until the pass is over
+        if i in self.buckets[at].kept:
             self.buckets[at].keep(i)
         self._missing[at] -= 1
-        # Reentrant checkpointing runs passes inside of this one, each of which may bring a parameter's gradient.
+        # Reentrant checkpointing runs passes inside of this one, each of which may bring a
+        # parameter's gradient.
         if at < len(self._reductions):
             self._late.add(at)
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
         in_turn = all(len(part._reductions) == len(part.buckets) for part in self._earlier)
         if not in_turn or not self.owner.syncs or backward_number() != self._number:
             return
-        while len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0:
+        while (
+            len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0
+        ):
             self._reduce(len(self._reductions))
 
     def _take(self, at: int, grad: Tensor) -> Tensor | None:
@@ -245,13 +299,18 @@ class GradientBuckets:
         self.begin()
         parameter = self.parameters[at]
         if leaf_route(self.held[at]) != "return":
-            parameter.leaf.grad = grad if parameter.leaf.grad is None else parameter.leaf.grad + grad
+            parameter.leaf.grad = (
+                grad if parameter.leaf.grad is None else parameter.leaf.grad + grad
+            )
             return None
         if backward_number() != self._number:
-            return None  # the pass around this one reduces what is made of it
+            # the pass around this one reduces what is made of it
+            return None
         first_order_only(
-            "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the mean over ranks has "
-            "no derivative. Ask for gradients of inputs, or differentiate the module before it is replicated"
+            "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the "
+            "mean over ranks has "
+            "no derivative. Ask for gradients of inputs, or differentiate the module before it is "
+            "replicated"
         )
         self._given[at] = grad, torch.empty_like(parameter.held.detach())
         return self._given[at][1]
@@ -260,18 +319,26 @@ class GradientBuckets:
         """Reduce what `torch.autograd.grad` was asked for, and fill what it returns."""
         axes, asked = self.buckets[0].axes, sorted(self._given)
         comm = axes.comm
-        own = torch.tensor([[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type)
+        own = torch.tensor(
+            [[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type
+        )
         ranks = all_gather(own, comm).sum(0).tolist()
         for parameter, count in zip(self.parameters, ranks, strict=True):
             if 0 < count < comm.size:
                 raise LayoutError(
-                    f"replicate: torch.autograd.grad of a parameter of shape {tuple(parameter.leaf.shape)} that only "
-                    f"{count} of {comm.size} data-parallel ranks have used: the others would get None for it. Use "
+                    "replicate: torch.autograd.grad of a parameter of shape "
+                    f"{tuple(parameter.leaf.shape)} that only "
+                    f"{count} of {comm.size} data-parallel ranks have used: the others would get "
+                    "None for it. Use "
                     "backward(), which gives all ranks the mean with zeros"
                 )
-        bucket = Bucket("gradients that were asked for", [self.parameters[at] for at in asked], axes)
+        bucket = Bucket(
+            "gradients that were asked for", [self.parameters[at] for at in asked], axes
+        )
         bucket.divisor = self.owner.divisor
-        means = GroupReduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
+        means = GroupReduction(
+            bucket, {i: self._given[at][0] for i, at in enumerate(asked)}
+        ).gradients()
         for at, mean in zip(asked, means, strict=True):
             local_of(self._given[at][1]).copy_(mean)
 

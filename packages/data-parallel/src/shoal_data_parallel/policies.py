@@ -12,10 +12,12 @@ class MixedPrecisionPolicy:
     """The dtypes of a unit; the shards themselves, which the optimizer sees, keep theirs.
 
     Attributes:
-        param_dtype: of the gathered parameters, so of the computation; that of the shards when None.
+        param_dtype: of the gathered parameters, so of the computation; that of the shards when
+            None.
         reduce_dtype: in which gradients are reduced; that of the computation when None.
         output_dtype: to which floating outputs of the unit's forward are cast; None leaves them.
-        cast_forward_inputs: whether floating inputs of the unit's forward are cast to `param_dtype`.
+        cast_forward_inputs: whether floating inputs of the unit's forward are cast to
+            `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -34,8 +36,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, their gradients and so the optimizer's state are kept in the memory of the host.
 
     Attributes:
-        pin_memory: whether that memory is pinned, where the mesh is of an accelerator's devices; what of a unit is on
-            its way to or from the device is anyway.
+        pin_memory: whether that memory is pinned, where the mesh is of an accelerator's devices;
+            what of a unit is on its way to or from the device is anyway.
     """
 
     pin_memory: bool = True

@@ -15,21 +15,31 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import FakeTensor, ShardsInFlight, download, given_away, redistribute_shards, takes
+from shoal_dtensor.internal import (
+    FakeTensor,
+    ShardsInFlight,
+    download,
+    given_away,
+    redistribute_shards,
+    takes,
+)
 from shoal_mesh import DeviceMesh, purpose
 
 from .sharded_parameters import DataAxes, ShardedParameter
 
 Grads = dict[int, Tensor | None]  # by parameter
-Kept = dict[int, tuple[Tensor, Spec]]  # likewise, with the layouts that they have
+# likewise, with the layouts that they have
+Kept = dict[int, tuple[Tensor, Spec]]
 
 
 class Reducer:
     """What of a module reduces gradients."""
 
     axes: DataAxes
-    syncs: bool = True  # whether backward does; otherwise this rank keeps them for the next backward that does
-    divisor: float  # what summed gradients are divided by: by default the number of ranks
+    # whether backward does; otherwise this rank keeps them for the next backward that does
+    syncs: bool = True
+    # what summed gradients are divided by: by default the number of ranks
+    divisor: float
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -45,22 +55,27 @@ class Reducer:
 class Group(Reducer):
     """Parameters whose gradients travel together."""
 
-    owner: str  # the function that made it, for messages and profiles
+    # the function that made it, for messages and profiles
+    owner: str
     parameters: Sequence[ShardedParameter]
-    trained: list[int]  # the indices of those that require gradients
+    # the indices of those that require gradients
+    trained: list[int]
 
     def __init__(self, name: str, axes: DataAxes) -> None:
         self.name = name  # for messages and profiles
         self.axes = axes
-        self.kept: Kept = {}  # by parameter the local gradient of earlier passes, and its layout
-        self.spoiled = False  # whether a pass that added to the kept gradients was not finished
+        # by parameter the local gradient of earlier passes, and its layout
+        self.kept: Kept = {}
+        # whether a pass that added to the kept gradients was not finished
+        self.spoiled = False
         self.divisor = float(axes.mesh.size())
 
     def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
         """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
 
-        A copy of that would be held for all groups until the pass is over, only to be given back if it fails.  The
-        first one is copied itself: autograd may hand one tensor to several parameters.
+        A copy of that would be held for all groups until the pass is over, only to be given back if
+        it fails. The first one is copied itself: autograd may hand one tensor to several
+        parameters.
         """
         self.spoiled = True
         local, spec = self.parameters[i].gradient(grad)
@@ -74,8 +89,10 @@ class Group(Reducer):
         """Raise StyleError if a backward that raised may have added to kept gradients."""
         if self.spoiled:
             raise StyleError(
-                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
-                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
+                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, "
+                "so some kept ones are "
+                "of that backward. Drop them with the outermost module's zero_grad(), and begin "
+                "the step again"
             )
 
     def drop_kept(self) -> None:
@@ -86,15 +103,19 @@ class ReducingModule(nn.Module):
     """What is added to a module's class: control over the reduction of gradients, as torch names it."""
 
     _made_by: str  # the function
-    _divides_inside = True  # whether a divisor is also that of the modules in it that have been passed before
-    _reducers: Callable[..., Sequence[Reducer]]  # those of the module and, unless with `recurse=False`, of those in it
+    # whether a divisor is also that of the modules in it that have been passed before
+    _divides_inside = True
+    # those of the module and, unless with `recurse=False`, of those in it
+    _reducers: Callable[..., Sequence[Reducer]]
 
     def extra_repr(self) -> str:
         """What the module shows of itself when it is printed."""
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
     @takes(requires_gradient_sync=bool)
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
         for reducer in self._reducers(recurse):
             reducer.syncs = requires_gradient_sync
@@ -113,8 +134,8 @@ class ReducingModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what summed gradients are divided by: the number of ranks on the data axes by default.
 
-        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
-        1 here. `fully_shard` takes it for this unit alone.
+        With batches of different sizes, let every rank divide its summed loss by the size of the
+        global batch, and set 1 here. `fully_shard` takes it for this unit alone.
         """
         for reducer in self._reducers(self._divides_inside):
             reducer.divisor = float(factor)
@@ -129,17 +150,21 @@ class ReducingModule(nn.Module):
 class GroupReduction:
     """The gradients of a group of parameters on their way to the layout of its leaves, by default with kept ones.
 
-    `grads` are taken out one by one, so that none is held beside its sum with a kept one. Those of `returned` go to
-    autograd, and not to the leaves.
+    `grads` are taken out one by one, so that none is held beside its sum with a kept one. Those of
+    `returned` go to autograd, and not to the leaves.
     """
 
     __slots__ = ("_flags", "_gradients", "_in_flight", "_kept", "_own", "group", "returned")
 
-    def __init__(self, group: Group, grads: Grads, returned: Collection[int] = (), *, with_kept: bool = True) -> None:
+    def __init__(
+        self, group: Group, grads: Grads, returned: Collection[int] = (), *, with_kept: bool = True
+    ) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
-        self._gradients: Callable[[], list[Tensor]] | None = None  # of a reduction that has been waited for
-        self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
+        # of a reduction that has been waited for
+        self._gradients: Callable[[], list[Tensor]] | None = None
+        # of the ranks together, where this one cannot know them
+        self._flags: Tensor | None = None
         kept: Kept = {}
         if with_kept:  # otherwise the group goes on keeping it
             kept, group.kept = group.kept, {}
@@ -147,11 +172,16 @@ class GroupReduction:
         shards, specs = self._taken(grads, kept)
         partial = [group.parameters[i].partial for i in group.trained]
         shards = _converted(shards, specs, partial)
-        moves = [(spec, group.parameters[i].reduced) for i, spec in zip(group.trained, partial, strict=True)]
-        # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
+        moves = [
+            (spec, group.parameters[i].reduced)
+            for i, spec in zip(group.trained, partial, strict=True)
+        ]
+        # Which gradients there are travels with them: one row of flags for each rank that holds a
+        # shard.
         moves.append(_move_of_flags(partial[0], group.axes, len(moves), moves[0][1].dtype))
         shards.append(shards[0].new_ones((group.axes.ranks_of_shards, len(self._own))))
-        for at, there in enumerate(self._own):  # written on the device: the host waits for no copy
+        # written on the device: the host waits for no copy
+        for at, there in enumerate(self._own):
             if not there:
                 shards[-1][:, at].zero_()
         with purpose(f"{group.owner} reduces {group.name}"):
@@ -162,7 +192,11 @@ class GroupReduction:
         shards, specs = [], []
         self._own: list[bool] = []  # whether this rank has one
         for i in self.group.trained:
-            parameter, grad, before = self.group.parameters[i], grads.pop(i, None), kept.pop(i, None)
+            parameter, grad, before = (
+                self.group.parameters[i],
+                grads.pop(i, None),
+                kept.pop(i, None),
+            )
             self._own.append(grad is not None or before is not None)
             local, spec = parameter.gradient(grad) if grad is not None or before is None else before
             if grad is not None and before is not None:
@@ -183,9 +217,12 @@ class GroupReduction:
         *reduced, flags = self._in_flight.wait()
         if self.group.divisor != 1:
             torch._foreach_div_(reduced, self.group.divisor)
-        del self._in_flight  # which holds the gradients on the device
+        # which holds the gradients on the device
+        del self._in_flight
         group = self.group
-        on_host = group.axes.mesh.device_type != "cpu" and any(group.parameters[i].leaf.is_cpu for i in group.trained)
+        on_host = group.axes.mesh.device_type != "cpu" and any(
+            group.parameters[i].leaf.is_cpu for i in group.trained
+        )
         self._gradients = download(reduced) if on_host else lambda: reduced
         # A gradient that this rank has is there: nobody has to look.
         if not all(self._own) and not isinstance(flags, FakeTensor):
@@ -210,7 +247,8 @@ class GroupReduction:
 def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
     """Of each reduction the gradients by parameter, without those that no rank had.
 
-    The host reads flags from the device only where this rank lacks a gradient: once, those of all reductions.
+    The host reads flags from the device only where this rank lacks a gradient: once, those of all
+    reductions.
     """
     for reduction in reductions:
         reduction.wait()
@@ -236,12 +274,13 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
 def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]) -> list[Tensor]:
     """Local gradients in the layouts that all ranks expect, or that kept ones have.
 
-    Inputs may leave them partial or sharded over the styles' axes where the parameters are replicated. A rank that has
-    no gradient of a parameter cannot know that of the others.
+    Inputs may leave them partial or sharded over the styles' axes where the parameters are
+    replicated. A rank that has no gradient of a parameter cannot know that of the others.
     """
     others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
     if others:
-        sources = [grads[at].to(wanted[at].dtype) for at in others]  # the model may have changed its dtype since
+        # the model may have changed its dtype since
+        sources = [grads[at].to(wanted[at].dtype) for at in others]
         moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]
         for at, local in zip(others, redistribute_shards(sources, moves).wait(), strict=True):
             grads[at] = local
@@ -249,7 +288,9 @@ def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec
 
 
 @lru_cache(maxsize=1024)
-def _move_of_flags(partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype) -> tuple[Spec, Spec]:
+def _move_of_flags(
+    partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype
+) -> tuple[Spec, Spec]:
     """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
     data, inner = [Partial()] * axes.mesh.ndim, [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
     flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype)

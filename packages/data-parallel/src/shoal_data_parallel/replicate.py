@@ -1,7 +1,7 @@
 """`replicate`: data parallelism with a replica of every parameter on each rank, under torch's name.
 
-Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
-in `.grad` is the mean over the data axes.
+Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
+backward pass leaves in `.grad` is the mean over the data axes.
 
 May import: gradient_buckets, policies, reduction, sharded_parameters.
 """
@@ -38,7 +38,14 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Reducer, ReducingModule
-from .sharded_parameters import DataAxes, Site, check_leaf, make_whole, shard_parameter, start_to_gather
+from .sharded_parameters import (
+    DataAxes,
+    Site,
+    check_leaf,
+    make_whole,
+    shard_parameter,
+    start_to_gather,
+)
 
 _STATE = "_shoal_replicated"
 
@@ -53,32 +60,40 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     src_data_rank: int | None = 0,
     ignored_params: Iterable[nn.Parameter] = (),
     shard_optimizer: bool = False,
-) -> Any:  # of the module's class and a `ReplicateModule`, which no type says
+    # of the module's class and a `ReplicateModule`, which no type says
+) -> Any:
     """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
 
-    It is called before or after styles, and before or after the optimizer is made.  All of a pass's
-    gradients are delivered when it ends, so one that raises leaves every `.grad` as it was.  A parameter that only some
-    ranks have used gets the mean of their gradients and zeros; one that no rank has used gets none.  Tensor hooks of a
-    parameter see the gradient of this rank's rows.  `torch.autograd.grad` returns means too.
+    It is called before or after styles, and before or after the optimizer is made. All of a pass's
+    gradients are delivered when it ends, so one that raises leaves every `.grad` as it was. A
+    parameter that only some ranks have used gets the mean of their gradients and zeros; one that no
+    rank has used gets none. Tensor hooks of a parameter see the gradient of this rank's rows.
+    `torch.autograd.grad` returns means too.
 
-    Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count their rank's rows.
+    Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count
+    their rank's rows.
 
     Args:
-        module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.  Descendants that were
-            passed before reduce their parameters themselves.
-        mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing `with mesh:`.
-        bucket_bytes: gradients are reduced together, last registered first, until they are this many bytes.
+        module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.
+            Descendants that were passed before reduce their parameters themselves.
+        mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing
+            `with mesh:`.
+        bucket_bytes: gradients are reduced together, last registered first, until they are this
+            many bytes.
         reduce_dtype: in which gradients are reduced; by default their own.
-        src_data_rank: the rank along the data axes whose parameters and buffers all get; None leaves every rank its
-            own, which then must be equal.
+        src_data_rank: the rank along the data axes whose parameters and buffers all get; None
+            leaves every rank its own, which then must be equal.
         ignored_params: parameters whose gradients stay this rank's own.
-        shard_optimizer: shard what the optimizer updates, and so its state, over the data axes (ZeRO-1). Then
-            `module.parameters()` are DTensors that are sharded over them too, and so are gradients; make the optimizer
-            afterwards. The forward sees replicas, of which every rank keeps all; it gathers those that were updated.
+        shard_optimizer: shard what the optimizer updates, and so its state, over the data axes
+            (ZeRO-1). Then `module.parameters()` are DTensors that are sharded over them too, and so
+            are gradients; make the optimizer afterwards. The forward sees replicas, of which every
+            rank keeps all; it gathers those that were updated.
 
     Raises:
-        LayoutError: if the module is replicated already, or a parameter is placed on a data axis (by `fully_shard`).
-        StyleError: if an axis is named without a mesh, `bucket_bytes` is not positive, or a parameter is quantized.
+        LayoutError: if the module is replicated already, or a parameter is placed on a data axis
+            (by `fully_shard`).
+        StyleError: if an axis is named without a mesh, `bucket_bytes` is not positive, or a
+            parameter is quantized.
         LockstepError: on all ranks, if they have other parameters.
 
     Example:
@@ -97,11 +112,16 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     if isinstance(mesh, str):
         around = current_mesh()
         if around is None:
-            raise StyleError(f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with mesh:`")
+            raise StyleError(
+                f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with "
+                "mesh:`"
+            )
         mesh = around[mesh]
     axes = DataAxes(mesh, sharded=0)
     axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
-    _install(Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params), module, src_data_rank)
+    _install(
+        Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params), module, src_data_rank
+    )
     return module
 
 
@@ -109,8 +129,13 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
     if "fake" not in axes.comm.backend:
-        rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-        own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(axes.mesh.device_type)
+        rows = [
+            (name, tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in module.named_parameters()
+        ]
+        own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(
+            axes.mesh.device_type
+        )
         check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
     for tensor in (*state.held(), *module.buffers()):
         local = local_of(tensor).detach()
@@ -133,13 +158,19 @@ class Replicas(Reducer):
     owner = "replicate"
 
     def __init__(
-        self, module: Any, axes: DataAxes, bucket_bytes: int, dtype: torch.dtype | None, ignored: Iterable[nn.Parameter]
+        self,
+        module: Any,
+        axes: DataAxes,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        ignored: Iterable[nn.Parameter],
     ) -> None:
         self.module = module
         self.axes = axes
         self.divisor = float(axes.mesh.size())
         self._bucket_bytes = bucket_bytes
-        self.dtype = dtype  # in which gradients are reduced; None for their own
+        # in which gradients are reduced; None for their own
+        self.dtype = dtype
         self.ignored: list[nn.Parameter] = list(ignored)  # parameters that it leaves alone
         self.gradients: GradientBuckets = GradientBuckets([], self)
         # Of shards, which the optimizer updates, the replicas; and whether modules see these.
@@ -152,7 +183,13 @@ class Replicas(Reducer):
         """Of a copy of the module, whose own parameters are attached, and replicas filled, at its first forward."""
         state = {name: value for name, value in vars(self).items() if name != "gradients"}
         replicas = [replace(replica, version=None, seen=None) for replica in self.replicas]
-        return {**state, "replicas": replicas, "_shows_replicas": False, "_attached": [], "_depth": 0}
+        return {
+            **state,
+            "replicas": replicas,
+            "_shows_replicas": False,
+            "_attached": [],
+            "_depth": 0,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradients=GradientBuckets([], self))
@@ -184,14 +221,17 @@ class Replicas(Reducer):
         """Replicate the parameters that the module holds now; give it shards of them if optimizers update shards."""
         if not self.axes.sharded:
             return
-        own: dict[int, tuple[nn.Parameter, list[Site]]] = {id(param): (param, []) for param in self.held()}
+        own: dict[int, tuple[nn.Parameter, list[Site]]] = {
+            id(param): (param, []) for param in self.held()
+        }
         for owner in self.module.modules():
             for name, param in owner._parameters.items():
                 if id(param) in own:
                     own[id(param)][1].append((owner, name))
         policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
         self.replicas, self._shows_replicas = [], False
-        for param, sites in own.values():  # which modules go on to see in their forward, and its shard otherwise
+        # which modules go on to see in their forward, and its shard otherwise
+        for param, sites in own.values():
             shard = shard_parameter(param, sites, self.axes, None, policies, view=True)
             shard.put(shard.leaf)
             self.replicas.append(Replica(param, shard, shard.version()))
@@ -199,14 +239,20 @@ class Replicas(Reducer):
     def check(self) -> None:
         """Raise if a parameter is no leaf, placed on a data axis, sharded by `fully_shard`, or quantized."""
         data, owners = set(self.axes.mesh.axis_names), owners_of(self.module)
-        of_units = {id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()}
+        of_units = {
+            id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()
+        }
         check_plain_tensors("replicate", self.held())
         for param in self.held():
             check_leaf(param, "replicate: a parameter")
-            if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
+            if isinstance(param, DTensor) and (
+                data & set(param.spec.mesh.axis_names) or id(param) in of_units
+            ):
                 raise LayoutError(
-                    f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "
-                    f"over {self.axes.mesh.axis_names}. fully_shard averages those of its parameters itself (over two "
+                    f"replicate: a parameter is placed on {param.spec!r} already; its gradients "
+                    "are to be averaged "
+                    f"over {self.axes.mesh.axis_names}. fully_shard averages those of its "
+                    "parameters itself (over two "
                     "axes to replicate too); others can be passed in ignored_params"
                 )
 
@@ -215,21 +261,26 @@ class Replicas(Reducer):
         if self.axes.sharded:
             trained = [replica for replica in self.replicas if replica.adopt()]
             pairs = [(replica.leaf, replica.held) for replica in trained]
-            if {id(param) for param in self.held()} - {id(replica.held) for replica in self.replicas}:
+            if {id(param) for param in self.held()} - {
+                id(replica.held) for replica in self.replicas
+            }:
                 raise StyleError(
-                    "replicate: the module has got another parameter since replicate(..., shard_optimizer=True), of "
+                    "replicate: the module has got another parameter since replicate(..., "
+                    "shard_optimizer=True), of "
                     "which the optimizer's state cannot be sharded; add parameters before"
                 )
         else:
             pairs = [(param, param) for param in self.held() if param.requires_grad]
-        attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both
+        # the buckets hold both
+        attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]
         if attached == self._attached:
             return
         for bucket in self.gradients.buckets:
             bucket.check_kept()
         if self.keeps_gradients:
             raise StyleError(
-                "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
+                "replicate: the trained parameters are not those of the last backward, whose "
+                "gradients this rank keeps "
                 "for the next one that reduces; run that one first"
             )
         if not self.axes.sharded:
@@ -241,10 +292,19 @@ class Replicas(Reducer):
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
 
-        def size_of(one: Replica) -> int:  # of uneven shards the mean: the ranks of a style make the same groups
+        # of uneven shards the mean: the ranks of a style make the same groups
+        def size_of(one: Replica) -> int:
             leaf = one.leaf
-            axes = zip(leaf.placements, leaf.device_mesh.shape, strict=True) if isinstance(leaf, DTensor) else ()
-            return leaf.numel() * one.target.reduced.dtype.itemsize // prod(n for p, n in axes if p.is_shard())
+            axes = (
+                zip(leaf.placements, leaf.device_mesh.shape, strict=True)
+                if isinstance(leaf, DTensor)
+                else ()
+            )
+            return (
+                leaf.numel()
+                * one.target.reduced.dtype.itemsize
+                // prod(n for p, n in axes if p.is_shard())
+            )
 
         groups = in_groups(reversed(trained), size_of, self._bucket_bytes)
         return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
@@ -274,16 +334,22 @@ class Replicas(Reducer):
     def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again.
 
-        A pass begins in the replicated modules inside first, whether it reaches them or not: in one order on all ranks.
+        A pass begins in the replicated modules inside first, whether it reaches them or not: in one
+        order on all ranks.
         """
         shows = running or self._depth > 0
         if shows is not self._shows_replicas:
             self._shows_replicas = shows
             for replica in self.replicas:
-                seen = replica.seen if replica.leaf.requires_grad and replica.seen is not None else replica.leaf
+                seen = (
+                    replica.seen
+                    if replica.leaf.requires_grad and replica.seen is not None
+                    else replica.leaf
+                )
                 replica.target.put(seen if shows else replica.held)
         inside = self.module._reducers()[1:] if running else []
-        if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):  # torch.autograd.grad
+        # torch.autograd.grad
+        if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):
             for state in reversed(inside):
                 state.gradients.begin()
 
@@ -292,8 +358,12 @@ class Replicas(Reducer):
         """Fill the replicas of shards that were written to; one group is on its way while another is copied."""
         for replica in self.replicas:
             replica.adopt()
-        stale = (replica for replica in self.replicas if replica.version != replica.target.version())
-        groups = in_groups(stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes)
+        stale = (
+            replica for replica in self.replicas if replica.version != replica.target.version()
+        )
+        groups = in_groups(
+            stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes
+        )
         what = "replicate gathers updated parameters"
         coming = (start_to_gather([replica.target for replica in group], what) for group in groups)
         in_flight = [*islice(coming, 1)]
@@ -309,4 +379,8 @@ class ReplicateModule(ReducingModule):
     _made_by = "replicate"
 
     def _reducers(self, recurse: bool = True) -> list[Replicas]:
-        return [vars(owner)[_STATE] for owner in (self.modules() if recurse else [self]) if _STATE in vars(owner)]
+        return [
+            vars(owner)[_STATE]
+            for owner in (self.modules() if recurse else [self])
+            if _STATE in vars(owner)
+        ]

@@ -48,12 +48,14 @@ class DataAxes:
     """The axes of data parallelism."""
 
     mesh: DeviceMesh  # the mesh of these axes alone
-    sharded: int = 1  # how many of them, the last ones, shard parameters; over the others parameters are replicated
+    # how many of them, the last ones, shard parameters; over the others parameters are replicated
+    sharded: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
             raise LayoutError(
-                f"expected a shoal_mesh.DeviceMesh of the data axes, got {type(self.mesh).__name__}; "
+                "expected a shoal_mesh.DeviceMesh of the data axes, got "
+                f"{type(self.mesh).__name__}; "
                 "shoal_dtensor.interop converts torch's"
             )
 
@@ -74,20 +76,27 @@ class DataAxes:
 class ShardedParameter:
     """A parameter of a unit."""
 
-    sites: tuple[Site, ...]  # the modules that hold it, and under which name; none of one that stays what it is
-    leaf: nn.Parameter  # the sharded parameter: what optimizers and checkpoints see
-    resting: Spec  # the leaf's layout, in the dtype of the computation: from where it is gathered
+    # the modules that hold it, and under which name; none of one that stays what it is
+    sites: tuple[Site, ...]
+    # the sharded parameter: what optimizers and checkpoints see
+    leaf: nn.Parameter
+    # the leaf's layout, in the dtype of the computation: from where it is gathered
+    resting: Spec
     gathered: Spec  # the layout in which it is used
-    # the spec of the DTensor that modules see, on the axes of their styles; None if they see a plain tensor
+    # the spec of the DTensor that modules see, on the axes of their styles; None if they see a
+    # plain tensor
     inner: Spec | None
-    reduced: Spec  # the leaf's layout in the dtype of the reduction: where gradients arrive
+    # the leaf's layout in the dtype of the reduction: where gradients arrive
+    reduced: Spec
     # the dtypes of computation and reduction, where they are not the leaf's
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
 
     @property
     def partial(self) -> Spec:
         """The layout of gradients before their reduction over the data axes."""
-        return _partial_over_data(self.reduced, self.inner.placements if self.inner is not None else ())
+        return _partial_over_data(
+            self.reduced, self.inner.placements if self.inner is not None else ()
+        )
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
@@ -101,11 +110,16 @@ class ShardedParameter:
 
     def view(self, local: Tensor) -> Tensor:
         """What modules see of a gathered local tensor; shares its memory."""
-        return local.detach() if self.inner is None else cast(Tensor, DTensor(local.detach(), self.inner))
+        return (
+            local.detach()
+            if self.inner is None
+            else cast(Tensor, DTensor(local.detach(), self.inner))
+        )
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:
-            module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
+            # a gathered parameter is no nn.Parameter
+            module._parameters[name] = tensor  # type: ignore[assignment]
 
     def adopt(self) -> None:
         """Take the parameter that the first module holds now: `to`, `to_empty` and `load_state_dict` may replace it."""
@@ -113,10 +127,17 @@ class ShardedParameter:
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
             asked = self.resting
-            if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
-                got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
+            if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(
+                asked
+            ):
+                got = (
+                    repr(held.spec)
+                    if isinstance(held, DTensor)
+                    else f"a plain {type(held).__name__}"
+                )
                 raise LayoutError(
-                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay sharded as "
+                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it "
+                    "must stay sharded as "
                     f"{asked!r}"
                 )
             check_leaf(held, f"{name!r} of {type(module).__name__}")
@@ -126,11 +147,19 @@ class ShardedParameter:
     def set_dtypes(self) -> None:
         """Have the layouts the dtypes that follow from that of the leaf."""
         leaf, precision = self.leaf, self.precision
-        computed = precision.param_dtype if precision.param_dtype and leaf.is_floating_point() else leaf.dtype
-        chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None  # by the user, to sum gradients in
+        computed = (
+            precision.param_dtype
+            if precision.param_dtype and leaf.is_floating_point()
+            else leaf.dtype
+        )
+        # by the user, to sum gradients in
+        chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None
         reduced = precision.reduce_dtype or chosen or computed
         if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
-            self.resting, self.gathered = self.resting.with_(dtype=computed), self.gathered.with_(dtype=computed)
+            self.resting, self.gathered = (
+                self.resting.with_(dtype=computed),
+                self.gathered.with_(dtype=computed),
+            )
             self.inner = self.inner.with_(dtype=computed) if self.inner else None
             self.reduced = self.reduced.with_(dtype=reduced)
 
@@ -138,14 +167,18 @@ class ShardedParameter:
         """The local gradient of what modules saw, dense, with layout and dtype before the reduction; None is zeros."""
         spec = self.partial
         if grad is None:
-            return torch.zeros(spec.local_shape, dtype=spec.dtype, device=self.gathered.mesh.device_type), spec
+            return torch.zeros(
+                spec.local_shape, dtype=spec.dtype, device=self.gathered.mesh.device_type
+            ), spec
         if grad.is_sparse:
             raise LayoutError(
-                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: "
+                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients "
+                "are averaged dense: "
                 "make the embedding with sparse=False, or pass its weight in ignored_params"
             )
         if isinstance(grad, DTensor):
-            if self.inner is not None:  # it may be placed differently on the styles' axes
+            # it may be placed differently on the styles' axes
+            if self.inner is not None:
                 spec = _partial_over_data(self.reduced, grad.placements)
             grad = local_shard(grad)
         return grad, spec
@@ -157,7 +190,8 @@ class ShardedParameter:
         grad = reduced.to(leaf.device, dtype)
         if isinstance(leaf, DTensor):
             grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
-        if self.sites and grad_hooked(leaf):  # those of a replica have seen the gradient of this rank's rows
+        # those of a replica have seen the gradient of this rank's rows
+        if self.sites and grad_hooked(leaf):
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
             leaf.grad = grad
@@ -169,7 +203,8 @@ def check_leaf(held: Tensor, what: str) -> None:
     """Raise LayoutError if a module holds the result of an operation in place of a parameter."""
     if not held.is_leaf:
         raise LayoutError(
-            f"{what} was replaced by the result of an operation, whose gradient would not be averaged: pass "
+            f"{what} was replaced by the result of an operation, whose gradient would not be "
+            "averaged: pass "
             "parameters, or tensors that are detached"
         )
 
@@ -185,11 +220,14 @@ def shard_parameter(
 ) -> ShardedParameter:
     """The parameter, plain or on other axes, sharded over the data axes too: each rank keeps its shard of what it has.
 
-    `placement` says which dim to shard, by default the first. With `view` the shard may share the parameter's memory.
+    `placement` says which dim to shard, by default the first. With `view` the shard may share the
+    parameter's memory.
     """
     precision, offload = policies
     inner = param.spec if isinstance(param, DTensor) else None
-    resting, gathered = _layouts(param, axes, inner, placement(param) if placement and param.ndim else None)
+    resting, gathered = _layouts(
+        param, axes, inner, placement(param) if placement and param.ndim else None
+    )
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
@@ -201,7 +239,8 @@ def shard_parameter(
 
     if inner is not None and grad_hooked(param):
         raise LayoutError(
-            "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
+            "fully_shard: a parameter that a style has placed has gradient hooks, which would not "
+            "see the reduced "
             "gradient; register them after fully_shard, on the parameter that it leaves"
         )
     leaf = _replacement(param, rows, styled=inner is not None)
@@ -212,8 +251,12 @@ def shard_parameter(
 
 def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
     """Send the shards, in the dtypes of the computation and on the device of the mesh: from the host all together."""
-    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
-    device, dtypes = torch.device(parameters[0].gathered.mesh.device_type), [p.resting.dtype for p in parameters]
+    # Parameters that hold DTensors
+    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]
+    device, dtypes = (
+        torch.device(parameters[0].gathered.mesh.device_type),
+        [p.resting.dtype for p in parameters],
+    )
     on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
     if on_host:
         sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
@@ -229,19 +272,34 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
     """Have the modules hold the parameters as before data axes sharded them, with gradients: one collective for all."""
     for parameter in parameters:
         parameter.adopt()
-    moving = [(p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta]
+    moving = [
+        (p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta
+    ]
     moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
-    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
+    # DTensors
+    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]
     with purpose("styles after data parallelism"):
         arrived = iter(redistribute_shards(shards, moves).wait() if moving else ())
 
     def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
         spec = parameter.gathered
-        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta") if tensor.is_meta else next(arrived)
-        return local if parameter.inner is None else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
+        local = (
+            torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
+            if tensor.is_meta
+            else next(arrived)
+        )
+        return (
+            local
+            if parameter.inner is None
+            else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
+        )
 
     for parameter in parameters:
-        parameter.put(_replacement(parameter.leaf, partial(whole, parameter), styled=parameter.inner is not None))
+        parameter.put(
+            _replacement(
+                parameter.leaf, partial(whole, parameter), styled=parameter.inner is not None
+            )
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -251,7 +309,9 @@ def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
     return Spec(reduced.mesh, (*data, *own), reduced.shape, None, reduced.dtype)
 
 
-def _replacement(old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styled: bool) -> nn.Parameter:
+def _replacement(
+    old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styled: bool
+) -> nn.Parameter:
     """A parameter of converted values and gradient, with the attributes and hooks of the one that it replaces."""
     new = nn.Parameter(convert(old), requires_grad=old.requires_grad)
     carry_gradient(old, new, None if old.grad is None else convert(old.grad))
@@ -263,21 +323,28 @@ def _replacement(old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styl
     return new
 
 
-def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None) -> tuple[Spec, Spec]:
+def _layouts(
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None
+) -> tuple[Spec, Spec]:
     """At rest, where the data axes shard what the axes of the style have left, and gathered."""
     if asked is not None and not isinstance(asked, Shard):
-        raise LayoutError(f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}")
+        raise LayoutError(
+            f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}"
+        )
     shard = (asked or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
     placements, whole = axes.placements(shard), [Replicate()] * axes.mesh.ndim
     meta = param.shape, None, param.dtype
     if inner is None:
         return Spec(axes.mesh, placements, *meta), Spec(axes.mesh, whole, *meta)
     if inner.partials:
-        raise LayoutError(f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}")
+        raise LayoutError(
+            f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}"
+        )
     shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
     if shared:
         raise LayoutError(
-            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded over the data axes "
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded "
+            "over the data axes "
             f"{axes.mesh.axis_names}; an axis can do one of both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
@@ -288,13 +355,16 @@ def _layouts(param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Sha
         dim = shard.dim % len(inner.shape)
         order[dim] = (*order.get(dim, ()), *range(first, axes.mesh.ndim))
         placements[first:] = _within(inner.placements, shard.on_dim(dim), axes)
-    return Spec(mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))), gathered
+    return Spec(
+        mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))
+    ), gathered
 
 
 def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
     """The placements on the sharding data axes of a parameter that styles have placed: within its runs if it has some.
 
-    3 runs of 8 rows, 4 of each on a rank of the style's axis: data axes shard the 4, so that every rank has 3 runs.
+    3 runs of 8 rows, 4 of each on a rank of the style's axis: data axes shard the 4, so that every
+    rank has 3 runs.
     """
     shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
     runs = next((p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim), None)
@@ -302,12 +372,17 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
         return [shard] * axes.sharded
     if shard.sizes is not None:
         raise LayoutError(
-            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no sizes: {runs!r}"
+            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no "
+            f"sizes: {runs!r}"
         )
     placements: list[Placement] = []
     sizes = list(runs.sizes)
     for ranks in shape:
-        sizes = [n for size in sizes for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)]
+        sizes = [
+            n
+            for size in sizes
+            for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)
+        ]
         placements.append(StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes))
     return placements
 
@@ -317,6 +392,7 @@ def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
     if target.coordinate is None:
         return local.new_empty(target.local_shape)
     if target.is_strided:
-        (shard,) = redistribute_shards([local], [(source, target)]).wait()  # every rank has all that it is to have
+        # every rank has all that it is to have
+        (shard,) = redistribute_shards([local], [(source, target)]).wait()
         return shard
     return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]

@@ -1,7 +1,7 @@
 """A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
 
-What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors, and they are filled
-again before the unit's backward.
+What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors,
+and they are filled again before the unit's backward.
 
 May import: _torch, policies, reduction, sharded_parameters.
 """
@@ -25,7 +25,14 @@ from shoal_dtensor.internal import ShardsInFlight, register_owner
 from ._torch import preserving_versions
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Group
-from .sharded_parameters import DataAxes, ShardedParameter, Site, make_whole, shard_parameter, start_to_gather
+from .sharded_parameters import (
+    DataAxes,
+    ShardedParameter,
+    Site,
+    make_whole,
+    shard_parameter,
+    start_to_gather,
+)
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""
@@ -37,11 +44,13 @@ Versions = list[tuple[object, ...]]
 class Gathered:
     """The gathered parameters of a unit, from a forward to its backward."""
 
-    versions: Versions  # of the leaves when they were gathered (`Unit.versions`)
+    # of the leaves when they were gathered (`Unit.versions`)
+    versions: Versions
     # the gathered local tensors, one per parameter; without memory while they are freed
     tensors: list[Tensor] = field(default_factory=list)
     filled: bool = False  # whether the tensors have memory
-    written: Sequence[int] = ()  # how often each tensor had been written to when it was filled
+    # how often each tensor had been written to when it was filled
+    written: Sequence[int] = ()
 
 
 class Views(list[Tensor]):
@@ -54,22 +63,27 @@ class Forward:
 
     unit: Unit  # the unit
     gathered: Gathered  # the values that it used
-    trained: list[int]  # indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to
+    # indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to
+    trained: list[int]
     views: ref[Views]
     units: Sequence[Unit]  # all units of the same outermost module
     nodes: Sequence[Any] = ()
-    before: Sequence[Unit] = ()  # the unit whose forward ended before, so that its backward begins next
+    # the unit whose forward ended before, so that its backward begins next
+    before: Sequence[Unit] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Schedule:
     """The units below one outermost module, and the order in which their forwards run."""
 
-    units: list[Unit]  # all of them, in one order on all ranks, the outermost first
-    order: list[Unit] = field(default_factory=list)  # in which units began in the forward that runs, or was last
+    # all of them, in one order on all ranks, the outermost first
+    units: list[Unit]
+    # in which units began in the forward that runs, or was last
+    order: list[Unit] = field(default_factory=list)
     ended: list[Unit] = field(default_factory=list)  # in which they ended
     previous: list[Unit] = field(default_factory=list)  # in which they began in the one before
-    running: bool = False  # whether the outermost module's forward is
+    # whether the outermost module's forward is
+    running: bool = False
 
 
 class Unit(Group):
@@ -88,34 +102,50 @@ class Unit(Group):
         reshards: bool | None,
     ) -> None:
         super().__init__("+".join(type(module).__name__ for module in modules), axes)
-        self.modules: list[nn.Module] = list(modules)  # gathered from the forward of the first to that of the last
+        # gathered from the forward of the first to that of the last
+        self.modules: list[nn.Module] = list(modules)
         self.ignored, self.placement, self.policies = ignored, placement, policies
         self.parameters = []
-        self.trained: list[int] = []  # those that required gradients in the last forward
-        # What the user said of freeing after a forward, and what follows from it, as the outermost unit or inside.
+        # those that required gradients in the last forward
+        self.trained: list[int] = []
+        # What the user said of freeing after a forward, and what follows from it, as the outermost
+        # unit or inside.
         self.reshards, self.frees = reshards, True
-        self.stands_in = False  # whether torch.autograd.grad gets zeros while gradients are kept, for a pipeline stage
-        # Those that start to gather when this one's forward, or backward, begins; None: what came next the last time.
+        # whether torch.autograd.grad gets zeros while gradients are kept, for a pipeline stage
+        self.stands_in = False
+        # Those that start to gather when this one's forward, or backward, begins; None: what came
+        # next the last time.
         self.next_forward: Sequence[Unit] | None = None
         self.next_backward: Sequence[Unit] | None = None
         self.schedule: Schedule = Schedule([self])  # of the outermost module
-        self.backward: Any = None  # of the one that leads a schedule: the pass that reached it first, and runs
-        self.current = Gathered([])  # the gathered parameters; of no version before the first forward
+        # of the one that leads a schedule: the pass that reached it first, and runs
+        self.backward: Any = None
+        # the gathered parameters; of no version before the first forward
+        self.current = Gathered([])
         self.used: Forward | None = None  # the last forward
         self.open: set[Forward] = set()  # the forwards whose backward is running
-        self.shown: Views | None = None  # what the modules see of gathered parameters, rather than the leaves
+        # what the modules see of gathered parameters, rather than the leaves
+        self.shown: Views | None = None
         self._coming: tuple[ShardsInFlight, Versions] | None = None
         self.running: Forward | None = None
-        self.waiting: set[nn.Module] = set()  # the modules whose forward is still to come in the one that is running
+        # the modules whose forward is still to come in the one that is running
+        self.waiting: set[nn.Module] = set()
         self.guards: list[AbstractContextManager[Any]] = []
-        self.called: nn.Module | None = None  # one of the unit's, outside of the unit's forward
+        # one of the unit's, outside of the unit's forward
+        self.called: nn.Module | None = None
         self.handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
-        copied = Unit(self.modules, self.axes, self.ignored, self.placement, self.policies, self.reshards)
+        copied = Unit(
+            self.modules, self.axes, self.ignored, self.placement, self.policies, self.reshards
+        )
         copied.divisor, copied.frees, copied.syncs = self.divisor, self.frees, self.syncs
-        copied.parameters, copied.schedule, copied.handles = self.parameters, self.schedule, self.handles
+        copied.parameters, copied.schedule, copied.handles = (
+            self.parameters,
+            self.schedule,
+            self.handles,
+        )
         copied.trained = copied.find_trained()
         return vars(copied)
 
@@ -123,7 +153,7 @@ class Unit(Group):
         vars(self).update(state)
         register_owner(self)
 
-    # --- where the parameters are from --------------------------------------------------------------------------------
+    # --- where the parameters are from ------------------------------------------------------------
 
     @property
     def keeps_gradients(self) -> bool:
@@ -144,8 +174,10 @@ class Unit(Group):
                     continue
                 if hasattr(param, STATE):
                     raise TiedWeightError(
-                        f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of "
-                        "another unit; make one unit of the modules that share it, or of a module that contains them"
+                        f"fully_shard: the parameter {key!r} of {name!r} is shared with a module "
+                        "that is part of "
+                        "another unit; make one unit of the modules that share it, or of a module "
+                        "that contains them"
                     )
                 owned.setdefault(id(param), (param, []))[1].append((owner, key))
         return list(owned.values())
@@ -153,7 +185,12 @@ class Unit(Group):
     def take(self) -> None:
         """Shard the parameters that the modules hold now."""
         owned = self.own()
-        self._reset([shard_parameter(p, sites, self.axes, self.placement, self.policies) for p, sites in owned])
+        self._reset(
+            [
+                shard_parameter(p, sites, self.axes, self.placement, self.policies)
+                for p, sites in owned
+            ]
+        )
         for param, _ in owned:
             setattr(param, STATE, True)
         register_owner(self)
@@ -166,7 +203,12 @@ class Unit(Group):
 
     def _reset(self, parameters: list[ShardedParameter]) -> None:
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
-        self.current, self.used, self._coming, self.parameters = Gathered([]), None, None, parameters
+        self.current, self.used, self._coming, self.parameters = (
+            Gathered([]),
+            None,
+            None,
+            parameters,
+        )
         self.trained = self.find_trained()
         self.show()
 
@@ -174,7 +216,7 @@ class Unit(Group):
         """The parameters that require gradients now, or have kept ones."""
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 
-    # --- gathering ----------------------------------------------------------------------------------------------------
+    # --- gathering --------------------------------------------------------------------------------
 
     @property
     def versions(self) -> Versions:
@@ -186,15 +228,23 @@ class Unit(Group):
         """Start to gather, unless the values are here or on their way."""
         versions = self.versions
         here = self.current.filled and self.current.versions == versions
-        if not self.parameters or here or (self._coming is not None and self._coming[1] == versions):
+        if (
+            not self.parameters
+            or here
+            or (self._coming is not None and self._coming[1] == versions)
+        ):
             return
-        self._coming = start_to_gather(self.parameters, f"fully_shard gathers {self.name}"), versions
+        self._coming = (
+            start_to_gather(self.parameters, f"fully_shard gathers {self.name}"),
+            versions,
+        )
 
     def gather(self) -> Gathered:
         self.start()
         coming, self._coming = self._coming, None
         versions = self.versions if coming is None else coming[1]
-        if self.current.versions != versions:  # with nothing on its way: there are no parameters
+        # with nothing on its way: there are no parameters
+        if self.current.versions != versions:
             self.current = Gathered(versions)
         current = self.current
         if coming is None:
@@ -202,14 +252,20 @@ class Unit(Group):
 
         def memory() -> list[Tensor]:
             specs = [p.gathered for p in self.parameters] if not current.tensors else []
-            current.tensors += [torch.empty(s.local_shape, dtype=s.dtype, device=s.mesh.device_type) for s in specs]
+            current.tensors += [
+                torch.empty(s.local_shape, dtype=s.dtype, device=s.mesh.device_type) for s in specs
+            ]
             for tensor in current.tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             return current.tensors
 
-        # What is gathered under inference_mode is used by later forwards too. Autograd does not count it as a write:
-        # the values are those that the forward used.
-        with torch.inference_mode(False), torch.no_grad(), preserving_versions(tuple(current.tensors)):
+        # What is gathered under inference_mode is used by later forwards too. Autograd does not
+        # count it as a write: the values are those that the forward used.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            preserving_versions(tuple(current.tensors)),
+        ):
             coming[0].wait(memory)
         current.filled, current.written = True, [tensor._version for tensor in current.tensors]
         return current
@@ -220,16 +276,19 @@ class Unit(Group):
         if not current.filled:
             return
         lost = current.written != [tensor._version for tensor in current.tensors]
-        for tensor in current.tensors:  # the tensors stay, for autograd's graph holds them
+        # the tensors stay, for autograd's graph holds them
+        for tensor in current.tensors:
             tensor.untyped_storage().resize_(0)
         current.filled = False
         if lost:
             raise StyleError(
-                f"fully_shard: gathered parameters of {self.name!r} were written to, which changes no shard: the "
-                "values are lost. Write to the parameters outside of the module's forward and of unshard()"
+                f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
+                "no shard: the "
+                "values are lost. Write to the parameters outside of the module's forward and of "
+                "unshard()"
             )
 
-    # --- what modules see -----------------------------------------------------------------------------------------
+    # --- what modules see -------------------------------------------------------------------------
 
     def show(self, tensors: Views | None = None) -> None:
         """Have the modules see these tensors; the leaves when left out."""

@@ -1,8 +1,9 @@
 """The passes of a unit: its parameters are gathered before its forward and before its backward, and freed after each.
 
-Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters arrive when the last of
-them has been computed.  Hooks of autograd's nodes gather again in backward.  Gradients are reduced beside it, and those
-of all units are delivered when the pass is over: a pass that raises leaves every `.grad` as it was.
+Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters
+arrive when the last of them has been computed. Hooks of autograd's nodes gather again in backward.
+Gradients are reduced beside it, and those of all units are delivered when the pass is over: a pass
+that raises leaves every `.grad` as it was.
 
 May import: _torch, reduction, unit.
 """
@@ -95,13 +96,16 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     unit.guards.append(nullcontext())
     if not continues:
         unit.running, unit.waiting = None, set(unit.modules)
-        with unwatched():  # what was gathered ahead the first time is gathered here when the forward runs again
+        # what was gathered ahead the first time is gathered here when the forward runs again
+        with unwatched():
             unit.running = _begin(unit)
     if torch.is_grad_enabled() and unit.running is not None:
         unit.guards[-1] = _guard(unit.running)
         unit.guards[-1].__enter__()
     precision = unit.policies[0]
-    cast: tuple[Any, Any] = _cast((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
+    cast: tuple[Any, Any] = _cast(
+        (args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None
+    )
     return cast
 
 
@@ -114,12 +118,16 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.guards.pop().__exit__(None, None, None)
     output = _cast(output, unit.policies[0].output_dtype)
     for tensor in pytree.tree_leaves(output) if forward is not None else ():
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # gathered when its backward begins
+        # gathered when its backward begins
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn
-            node.register_prehook(lambda grads, forward=forward: running_backward().open(forward, views))
+            node.register_prehook(
+                lambda grads, forward=forward: running_backward().open(forward, views)
+            )
     unit.waiting.discard(module)
     if not unit.waiting and not unit.guards:
-        if forward is not None:  # units begin their backward in the opposite order, the outermost first
+        # units begin their backward in the opposite order, the outermost first
+        if forward is not None:
             ended, recomputes = schedule.ended, in_backward()
             at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
             forward.before = ended[max(at - 1, 0) : at]
@@ -138,21 +146,27 @@ def _leave(unit: Unit) -> None:
     """The forward of the unit's modules is over."""
     unit.running = None
     if unit.open:
-        return  # recomputed in a backward that needs the parameters
+        # recomputed in a backward that needs the parameters
+        return
     if in_backward() and torch.is_grad_enabled():
-        running_backward().gathered.append(unit)  # a backward of what was recomputed follows
+        # a backward of what was recomputed follows
+        running_backward().gathered.append(unit)
         return
     unit.show()
     if unit.frees or (unit.reshards is None and not torch.is_grad_enabled()):
         unit.free()
 
 
-# --- the order of units -----------------------------------------------------------------------------------------------
+# --- the order of units ---------------------------------------------------------------------------
 
 
 def _begin(unit: Unit) -> Forward:
     """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
-    schedule, recomputes, is_outermost = unit.schedule, in_backward(), unit is unit.schedule.units[0]
+    schedule, recomputes, is_outermost = (
+        unit.schedule,
+        in_backward(),
+        unit is unit.schedule.units[0],
+    )
     if not recomputes and (is_outermost or not schedule.running):
         schedule.previous, schedule.order, schedule.ended = schedule.order, [], []
         schedule.running = is_outermost
@@ -170,7 +184,7 @@ def _begin(unit: Unit) -> Forward:
     return forward
 
 
-# --- what modules see -------------------------------------------------------------------------------------------------
+# --- what modules see -----------------------------------------------------------------------------
 
 
 def enter(unit: Unit) -> Forward:
@@ -179,12 +193,15 @@ def enter(unit: Unit) -> Forward:
         for parameter in unit.parameters:
             parameter.adopt()
     gathered = unit.gather()
-    views = Views(p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True))
+    views = Views(
+        p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True)
+    )
     unit.trained = unit.find_trained()
     forward = Forward(unit, gathered, unit.trained, ref(views), [unit])
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
-        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
+        # torch
+        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
@@ -199,7 +216,9 @@ def _enter_again(unit: Unit) -> Forward:
     views = used.views() if used is not None and used.gathered.filled else None
     if used is None or views is None or used.gathered.versions != unit.versions:
         return enter(unit)
-    recorded = used.trained == unit.find_trained() and all(views[i].requires_grad for i in used.trained)
+    recorded = used.trained == unit.find_trained() and all(
+        views[i].requires_grad for i in used.trained
+    )
     if torch.is_grad_enabled() and not recorded:
         return enter(unit)
     unit.show(views)
@@ -210,7 +229,9 @@ class _GatheredUnit(Function):
     """Sharded leaves -> what modules see of them; backward: hands the gradients to the pass."""
 
     @staticmethod
-    def forward(ctx: Any, used: Forward, views: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, used: Forward, views: list[Tensor], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.used = used
         ctx.set_materialize_grads(False)
         return tuple(views)
@@ -227,27 +248,34 @@ def _show_arriving(forward: Forward) -> None:
         views[i] = views[i].view_as(views[i])
         node: Any = views[i].grad_fn
         run_when_ready(node)
-        node.register_hook(lambda grads, _, i=i: (None,) if running_backward().arrive(forward, i, *grads) else None)
+        node.register_hook(
+            lambda grads, _, i=i: (None,) if running_backward().arrive(forward, i, *grads) else None
+        )
     forward.unit.show(views)
 
 
 def _guard(forward: Forward) -> saved_tensors_hooks:
     """A block in which what autograd saves of gathered parameters is gathered again before it is read.
 
-    Usually the unit's outputs have seen to that.  What leaves a unit otherwise (an auxiliary loss kept in an
-    attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
-    given back.  All else goes to the hooks outside, such as those of a checkpoint or an offload around the unit.
+    Usually the unit's outputs have seen to that. What leaves a unit otherwise (an auxiliary loss
+    kept in an attribute) or is differentiated in two passes (first to inputs, then to parameters)
+    must not read memory that was given back. All else goes to the hooks outside, such as those of a
+    checkpoint or an offload around the unit.
     """
     gathered, views, outside = forward.gathered, forward.views(), outer_saved_tensors_hooks()
-    own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
+    own = {
+        t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)
+    }
 
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
-            return forward, tensor  # a tensor that may have no memory when it is read
+            # a tensor that may have no memory when it is read
+            return forward, tensor
         if outside is not None:
             return outside[0](tensor)
-        return tensor if tensor.grad_fn is None else tensor.detach()  # the node of an output would hold itself
+        # the node of an output would hold itself
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(saved: Any) -> Any:
         if not (isinstance(saved, tuple) and saved and saved[0] is forward):
@@ -263,12 +291,15 @@ def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
     """Floating tensors, in whatever holds them, in a dtype; None leaves them."""
     if dtype is None:
         return tensors
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors
+    )
 
 
-# --- a backward pass over units ---------------------------------------------------------------------------------------
+# --- a backward pass over units -------------------------------------------------------------------
 
-# Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank keeps them.
+# Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank
+# keeps them.
 Routes = tuple[dict[int, GradRoute], set[int], bool]
 
 
@@ -276,9 +307,12 @@ class UnitBackward:
     """What one backward pass has done to units, and has still to deliver."""
 
     def __init__(self) -> None:
-        self._units: dict[Unit, Unit] = {}  # those of its schedules, in one order on all ranks, and which leads them
-        self.gathered: list[Unit] = []  # which stay so until their gradients have arrived, or the pass ends
-        self._opened: set[Forward] = set()  # not those that a pass around this one has opened
+        # those of its schedules, in one order on all ranks, and which leads them
+        self._units: dict[Unit, Unit] = {}
+        # which stay so until their gradients have arrived, or the pass ends
+        self.gathered: list[Unit] = []
+        # not those that a pass around this one has opened
+        self._opened: set[Forward] = set()
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, Routes] = {}
 
@@ -290,8 +324,10 @@ class UnitBackward:
         self._reach(forward)
         if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
             raise StyleError(
-                f"fully_shard: parameters of {unit.name!r} were written to between a forward and its backward, so the "
-                "values that the forward used are gone; call the optimizer's step after the backward"
+                f"fully_shard: parameters of {unit.name!r} were written to between a forward and "
+                "its backward, so the "
+                "values that the forward used are gone; call the optimizer's step after the "
+                "backward"
             )
         unit.gather()
         unit.show(views)
@@ -307,8 +343,10 @@ class UnitBackward:
     def _reach(self, forward: Forward) -> None:
         """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
         first_order_only(
-            "fully_shard: a backward with create_graph=True; second derivatives need parameters that are not freed: "
-            "differentiate the module before it is sharded, or use replicate() and ask for gradients of inputs"
+            "fully_shard: a backward with create_graph=True; second derivatives need parameters "
+            "that are not freed: "
+            "differentiate the module before it is sharded, or use replicate() and ask for "
+            "gradients of inputs"
         )
         lead = forward.units[0]
         if lead.backward is None:
@@ -320,10 +358,22 @@ class UnitBackward:
     def _routes_of(self, forward: Forward) -> Routes:
         if forward not in self._routes:
             self._reach(forward)
-            unit, leaves = forward.unit, {i: forward.unit.parameters[i].leaf for i in forward.trained}
-            routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}
-            captured = {i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)}
-            self._routes[forward] = routes, captured, not unit.syncs and (unit.stands_in or not captured)
+            unit, leaves = (
+                forward.unit,
+                {i: forward.unit.parameters[i].leaf for i in forward.trained},
+            )
+            routes = {
+                i: grad_route(n, leaf)
+                for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)
+            }
+            captured = {
+                i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)
+            }
+            self._routes[forward] = (
+                routes,
+                captured,
+                not unit.syncs and (unit.stands_in or not captured),
+            )
         return self._routes[forward]
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
@@ -347,7 +397,8 @@ class UnitBackward:
         wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
         if stays:
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
-        # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
+        # At most one unit's gradients are on their way; behind them travels a shard of another's,
+        # to the replicas.
         for reduction in self._reductions[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
@@ -361,10 +412,15 @@ class UnitBackward:
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
-        reduced, opened = {reduction.group for reduction in self._reductions}, {each.unit for each in self._opened}
-        captures = any(captured for _, captured, _ in self._routes.values())  # it is a pass of torch.autograd.grad
+        reduced, opened = (
+            {reduction.group for reduction in self._reductions},
+            {each.unit for each in self._opened},
+        )
+        # it is a pass of torch.autograd.grad
+        captures = any(captured for _, captured, _ in self._routes.values())
         for unit, lead in self._units.items():
-            # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
+            # A rank on which none of a unit's parameters was used takes part in the reduction all
+            # the same.
             late = unit in opened or (unit.kept and not captures and lead.backward is self)
             if unit.syncs and unit.trained and late and unit not in reduced:
                 self._reductions.append(GroupReduction(unit, {}))

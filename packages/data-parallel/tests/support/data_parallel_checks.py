@@ -36,7 +36,7 @@ from shoal_dtensor.errors import StyleError
 from shoal_mesh import CommDebugMode, DeviceMesh
 from shoal_mesh.testing import counts
 
-# --- of units ---------------------------------------------------------------------------------------------------------
+# --- of units -------------------------------------------------------------------------------------
 
 
 def units_keep_gradients(plain: Any, model: Any, mesh: DeviceMesh) -> None:
@@ -89,7 +89,9 @@ def units_start_as_one_device(plain: Any, model: Any) -> None:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         nn.init.normal_(one.scale)
-    for (name, expected), (_, got) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+    for (name, expected), (_, got) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
         assert torch.equal(full(got), expected), name
 
 
@@ -101,7 +103,10 @@ def units_load_on_other_degrees(model: Any, mesh: DeviceMesh, others: Sequence[A
     with tempfile.TemporaryDirectory() as own_folder:
         folders = [own_folder]
         dist.broadcast_object_list(folders)
-        checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folders[0])
+        checkpoint.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            checkpoint_id=folders[0],
+        )
         for other in others:
             loaded = torch.optim.AdamW(other.parameters(), lr=0.01)
             for param in other.parameters():
@@ -118,7 +123,7 @@ def units_load_on_other_degrees(model: Any, mesh: DeviceMesh, others: Sequence[A
         dist.barrier()
 
 
-# --- of replicas ------------------------------------------------------------------------------------------------------
+# --- of replicas ----------------------------------------------------------------------------------
 
 
 def adamw(foreach: bool | None = None, fused: bool | None = None) -> Any:
@@ -132,7 +137,9 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": adamw(),
     "AdamW, one by one": adamw(foreach=False),
     "AdamW, fused": adamw(fused=True),
-    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "SGD with momentum": lambda model: torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True
+    ),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
 }
 
@@ -142,7 +149,9 @@ def buckets(model: nn.Module) -> list[Any]:
     return found
 
 
-def replicas_keep_gradients(plain: Any, model: Any, mesh: DeviceMesh, shard_optimizer: bool) -> None:
+def replicas_keep_gradients(
+    plain: Any, model: Any, mesh: DeviceMesh, shard_optimizer: bool
+) -> None:
     """Gradients are kept until a pass that reduces them."""
     for step in range(4):
         tokens, targets = batch(step)
@@ -155,7 +164,8 @@ def replicas_keep_gradients(plain: Any, model: Any, mesh: DeviceMesh, shard_opti
             else:
                 loss_of(model, *own(mesh, tokens, targets)).backward()
         found = counts(counted)
-        found.pop("all_reduce", None)  # those of the styles, and of a number that cannot be sharded
+        # those of the styles, and of a number that cannot be sharded
+        found.pop("all_reduce", None)
         if shard_optimizer:
             assert found == ({} if step < 2 else {"reduce_scatter": len(buckets(model))})
         if step < 2:
@@ -177,7 +187,9 @@ def replicas_freeze(plain: Any, model: Any, mesh: DeviceMesh, shard_optimizer: b
         same_gradients(plain, model)
 
 
-def replicas_are_copied(plain: Any, model: Any, mesh: DeviceMesh, copied_by: Callable[[Any], Any]) -> None:
+def replicas_are_copied(
+    plain: Any, model: Any, mesh: DeviceMesh, copied_by: Callable[[Any], Any]
+) -> None:
     """A copy is replicated too."""
     copied = copied_by(model)
     assert type(copied) is type(model) and type(model).__name__ == type(plain).__name__
@@ -202,7 +214,9 @@ def replicas_are_filled(plain: Any, model: Any, mesh: DeviceMesh) -> None:
     """A model of the meta device whose optimizer is sharded gets its values later."""
     replicate(model, mesh["data"], shard_optimizer=True)
     model.to_empty(device="cpu")
-    for (_, param), (_, value) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    for (_, param), (_, value) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
         with torch.no_grad():
             param.copy_(distribute_tensor(value.detach(), param.device_mesh, param.placements))
     backward_of_each(plain, model, mesh)
@@ -217,7 +231,9 @@ def replicas_outlive_a_fault(plain: Any, model: Any, mesh: DeviceMesh, kept: boo
         loss_of(plain, tokens, targets).backward()
     model.set_requires_gradient_sync(not kept)
     loss_of(model, *own(mesh, *batches[0])).backward()
-    before: list[Any] = [(p.grad, None if p.grad is None else p.grad.detach().clone()) for p in held]
+    before: list[Any] = [
+        (p.grad, None if p.grad is None else p.grad.detach().clone()) for p in held
+    ]
     with raising(model.blocks[0], "backward"), pytest.raises(Fault, match="backward"):
         loss_of(model, *own(mesh, *batches[1])).backward()
     for parameter, (grad, value) in zip(model.parameters(), before, strict=True):
@@ -234,12 +250,14 @@ def replicas_outlive_a_fault(plain: Any, model: Any, mesh: DeviceMesh, kept: boo
     same_gradients(plain, model)
 
 
-# --- of both ----------------------------------------------------------------------------------------------------------
+# --- of both --------------------------------------------------------------------------------------
 
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def full_state_dicts_load(kind: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None) -> None:
+def full_state_dicts_load(
+    kind: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None
+) -> None:
     """Full state dicts go to one device and to other degrees; `parallel` makes a model parallel along "tensor"."""
 
     def built(mesh: DeviceMesh | None, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -269,11 +287,15 @@ def full_state_dicts_load(kind: str, parallel: Callable[[Any, DeviceMesh], Any] 
             set_state_dict(*target, model_state_dict=values, optim_state_dict=moments, options=FULL)
         _step(*alone, None, 1)
         _step(*other, mesh_of(*shape[::-1]), 1)
-        for got, expected in zip(get_state_dict(*other, options=FULL), get_state_dict(*alone), strict=True):
+        for got, expected in zip(
+            get_state_dict(*other, options=FULL), get_state_dict(*alone), strict=True
+        ):
             _same(got, expected)
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, number: int) -> None:
+def _step(
+    model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, number: int
+) -> None:
     rows = batch(number) if mesh is None else own(mesh, *batch(number))
     loss_of(model, *rows).backward()
     optimizer.step()
@@ -289,7 +311,9 @@ def _same(state: Any, expected: Any) -> None:
         torch.testing.assert_close(full(state), expected)
 
 
-def replicas_are_asked_for_gradients(mesh: DeviceMesh, plain: Any, model: Any, compiled: bool) -> None:
+def replicas_are_asked_for_gradients(
+    mesh: DeviceMesh, plain: Any, model: Any, compiled: bool
+) -> None:
     """`torch.autograd.grad` and `backward(inputs=)` of some parameters give means of replicas."""
     for block in model.blocks if compiled else ():
         block.compile(backend="aot_eager")
@@ -299,7 +323,8 @@ def replicas_are_asked_for_gradients(mesh: DeviceMesh, plain: Any, model: Any, c
         found: list[Any] = []
         for one, rows in ((plain, (tokens, targets)), (model, own(mesh, tokens, targets))):
             params = [one.get_parameter(name) for name in names]
-            with one.no_sync() if one is model else nullcontext():  # what is returned is reduced all the same
+            # what is returned is reduced all the same
+            with one.no_sync() if one is model else nullcontext():
                 loss = loss_of(one, *rows) + 2 * loss_of(one, *rows)  # two forwards, one pass
                 found.append(torch.autograd.grad(loss, params))
             loss_of(one, *rows).backward(inputs=params)

@@ -58,7 +58,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens to logits; dims of 10 and 13 leave uneven and empty shards, and one parameter is a number."""
 
-    def __init__(self, dim: int = 10, blocks: int = 3, tied: bool = False, recompute: bool | None = None) -> None:
+    def __init__(
+        self, dim: int = 10, blocks: int = 3, tied: bool = False, recompute: bool | None = None
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))
@@ -71,7 +73,11 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+            x = (
+                block(x)
+                if self.recompute is None
+                else checkpoint(block, x, use_reentrant=self.recompute)
+            )
         logits: Tensor = self.head(x) * self.scale
         return logits
 
@@ -146,12 +152,17 @@ def backward_of_each(plain: nn.Module, model: nn.Module, mesh: DeviceMesh, step:
     loss_of(model, *own(mesh, tokens, targets)).backward()
 
 
-def train_alike(plain: nn.Module, model: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Any]) -> None:
+def train_alike(
+    plain: nn.Module, model: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Any]
+) -> None:
     """Three steps of both with clipping: gradients, norms and weights are the same."""
     for step in range(3):
         backward_of_each(plain, model, mesh, step)
         same_gradients(plain, model)
-        norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.5), clip_grad_norm_(model.parameters(), 0.5)
+        norms = (
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+            clip_grad_norm_(model.parameters(), 0.5),
+        )
         torch.testing.assert_close(norms[1], norms[0])
         for one in optimizers:
             one.step()
@@ -181,7 +192,9 @@ def raising(module: nn.Module, where: str) -> Iterator[None]:
 
 
 def same_gradients(plain: nn.Module, model: nn.Module) -> None:
-    for (name, expected), (_, got) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+    for (name, expected), (_, got) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
         if expected.grad is None:
             assert got.grad is None, name
             continue
@@ -198,5 +211,7 @@ def full(tensor: Any) -> Tensor:
 
 
 def same_weights(plain: nn.Module, model: nn.Module) -> None:
-    for (name, expected), (_, got) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+    for (name, expected), (_, got) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
         torch.testing.assert_close(full(got), expected, msg=f"of {name}")

@@ -11,7 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel_model import Fault, Model, batch, full, loss_of, mesh_of, own, raising, same_gradients, units
+from data_parallel_model import (
+    Fault,
+    Model,
+    batch,
+    full,
+    loss_of,
+    mesh_of,
+    own,
+    raising,
+    same_gradients,
+    units,
+)
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import local_shard
@@ -21,7 +32,9 @@ from shoal_mesh.errors import CollectiveError
 TIMEOUT = 6
 
 
-def fails_alone(kind: str, where: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None) -> None:
+def fails_alone(
+    kind: str, where: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None
+) -> None:
     """All ranks' steps end, nothing has changed, and the step after is that of one device.
 
     Args:
@@ -39,7 +52,9 @@ def fails_alone(kind: str, where: str, parallel: Callable[[Any, DeviceMesh], Any
     else:
         units(model, mesh["data"])
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, model)]
-    for one, optimizer, rows in zip((plain, model), optimizers, (batch(0), own(mesh, *batch(0))), strict=True):
+    for one, optimizer, rows in zip(
+        (plain, model), optimizers, (batch(0), own(mesh, *batch(0))), strict=True
+    ):
         loss_of(one, *rows).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,7 +66,8 @@ def fails_alone(kind: str, where: str, parallel: Callable[[Any, DeviceMesh], Any
         _step(model, mesh, where if alone else "")
     assert all(param.grad is None for param in model.parameters())
     assert all(map(torch.equal, _parameters_and_state(model, optimizers[1]), before))
-    restart_world(timeout=1800)  # the groups have lost count of their collectives; mesh and model go on with new ones
+    # the groups have lost count of their collectives; mesh and model go on with new ones
+    restart_world(timeout=1800)
     loss_of(plain, *batch(1)).backward()
     _step(model, mesh, "")
     same_gradients(plain, model)

@@ -22,7 +22,14 @@ from .api.constructors import (
 )
 from .api.custom_ops import local_map, register_rule, register_sharding
 from .api.debug_mode import DebugMode, ExplicitRedistributionContext
-from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
+from .api.explain import (
+    draw_layout,
+    draw_layouts,
+    draw_plan,
+    draw_sharding,
+    explain,
+    visualize_sharding,
+)
 from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
 from .api.state_dicts import (
     get_model_state_dict,
@@ -33,7 +40,9 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .dispatch.dispatch import cache_info, clear_cache, dispatch as run_operator  # its own name would hide the folder
+
+# its own name would hide the folder
+from .dispatch.dispatch import cache_info, clear_cache, dispatch as run_operator
 from .errors import CommunicationForbiddenError, ShoalTensorError
 from .layout.partition_spec import PartitionSpec
 from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard

@@ -28,8 +28,10 @@ def check_mesh(
     """Refuse what is not a mesh of shoal, such as torch's own, or an axis by its name, with the ways to one."""
     if not isinstance(mesh, DeviceMesh):
         raise error(
-            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
-            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh); "
+            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one "
+            "with "
+            "shoal_mesh.init_device_mesh, or convert torch's with "
+            "shoal_dtensor.interop.mesh_from_torch(mesh); "
             f"got {mesh!r:.80}"
         )
 
@@ -48,15 +50,27 @@ def check_type(
     """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words."""
     if not isinstance(value, kinds):
         raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
-    if kinds is Tensor and isinstance(value, Tensor) and (value.is_nested or value.layout != strided):
-        kind, way_out = ("nested", "to_padded_tensor(0.0)") if value.is_nested else (f"{value.layout}", "to_dense()")
-        raise error(f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}")
+    if (
+        kinds is Tensor
+        and isinstance(value, Tensor)
+        and (value.is_nested or value.layout != strided)
+    ):
+        kind, way_out = (
+            ("nested", "to_padded_tensor(0.0)")
+            if value.is_nested
+            else (f"{value.layout}", "to_dense()")
+        )
+        raise error(
+            f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}"
+        )
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
     """Raise ArgumentTypeError for what is neither callable nor None."""
     if value is not None and not callable(value):
-        raise ArgumentTypeError(f"{where}: expected {name} to be a function, got {_described(value)}")
+        raise ArgumentTypeError(
+            f"{where}: expected {name} to be a function, got {_described(value)}"
+        )
 
 
 def takes(**kinds: Kinds) -> Callable[[Function], Function]:
@@ -108,6 +122,8 @@ def submodule_of(where: str, stage: object) -> nn.Module:
 def _described(value: object) -> str:
     """Class and value, and how to convert what is torch's own."""
     kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    )
     is_torchs = kind.__module__.startswith("torch.distributed") and kind.__name__ == "DTensor"
     return f"{name} {value!r:.80}{'; shoal_dtensor.interop.from_torch converts it' if is_torchs else ''}"

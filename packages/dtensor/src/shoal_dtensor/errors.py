@@ -1,7 +1,8 @@
 """The errors of the dtensor layer, and those that the layers of parallel modules above it share.
 
-Each names what was asked, what is allowed and what was got.  They subclass the builtins
-that torch raises in the same places, several where torch raises several, so that `except` clauses keep working.
+Each names what was asked, what is allowed and what was got. They subclass the builtins that torch
+raises in the same places, several where torch raises several, so that `except` clauses keep
+working.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
     """A checkpoint that was not saved, is not whole, or is refused; on all ranks, and nothing has been removed."""
 
 
-# --- of parallel modules: raised by the packages above -------------------------------------------------------------
+# --- of parallel modules: raised by the packages above --------------------------------------------
 
 
 class StyleError(Exception):

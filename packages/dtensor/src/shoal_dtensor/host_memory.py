@@ -1,6 +1,7 @@
 """Copies between a device and the memory of the host, for which the host does not wait.
 
-They go through pinned memory, which torch hands out again after the copies out of it.  On the CPU they are plain.
+They go through pinned memory, which torch hands out again after the copies out of it. On the CPU
+they are plain.
 
 May import: _torch.
 """
@@ -31,14 +32,21 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None)
     return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device)).to(device, non_blocking=True)
 
 
-def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def upload_packed(
+    tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
     """Tensors of the host on a device, in other dtypes: one copy for each dtype. They may be written to at once."""
     sent = [*tensors]
-    for members in _alike(dtypes):  # (2,) and (3, 4) of one dtype: 14 elements in one copy
+    # (2,) and (3, 4) of one dtype: 14 elements in one copy
+    for members in _alike(dtypes):
         sizes = [tensors[i].numel() for i in members]
         staged = torch.empty(sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device))
-        torch._foreach_copy_(list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members])
-        for i, flat in zip(members, torch.split(staged.to(device, non_blocking=True), sizes), strict=True):
+        torch._foreach_copy_(
+            list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members]
+        )
+        for i, flat in zip(
+            members, torch.split(staged.to(device, non_blocking=True), sizes), strict=True
+        ):
             sent[i] = flat.view(tensors[i].shape)
     return sent
 
@@ -54,7 +62,9 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     arriving = [*tensors]
     for members in _alike([tensor.dtype for tensor in tensors]):
         packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))
-        for i, flat in zip(members, torch.split(packed, [tensors[i].numel() for i in members]), strict=True):
+        for i, flat in zip(
+            members, torch.split(packed, [tensors[i].numel() for i in members]), strict=True
+        ):
             arriving[i] = flat.view(tensors[i].shape)
     event = arrival_on(tensors[0].device)
 
@@ -82,4 +92,6 @@ def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
 
 def _alike(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
     """Positions of each dtype."""
-    return [[i for i, each in enumerate(dtypes) if each == dtype] for dtype in dict.fromkeys(dtypes)]
+    return [
+        [i for i, each in enumerate(dtypes) if each == dtype] for dtype in dict.fromkeys(dtypes)
+    ]

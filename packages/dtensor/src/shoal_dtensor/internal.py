@@ -2,7 +2,8 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute, scopes, tensor.
+May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute,
+scopes, tensor.
 """
 
 # mypy: implicit-reexport
@@ -29,9 +30,28 @@ from ._torch.tensors import (
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, submodule_of, takes
 from .host_memory import device_of_numbers, download, upload, upload_packed
-from .layout.boxes import Box, box_at, format_box, gap, grid, overlap, shape_of, slices_of, spans, volume, whole_box
+from .layout.boxes import (
+    Box,
+    box_at,
+    format_box,
+    gap,
+    grid,
+    overlap,
+    shape_of,
+    slices_of,
+    spans,
+    volume,
+    whole_box,
+)
 from .layout.dim_sharding import shard_sizes
-from .modules.forwards import ModuleForward, arithmetic, complete_forms, current_arithmetic, forward_of, set_forward
+from .modules.forwards import (
+    ModuleForward,
+    arithmetic,
+    complete_forms,
+    current_arithmetic,
+    forward_of,
+    set_forward,
+)
 from .modules.owners import (
     carry_gradient,
     carry_over,
@@ -56,5 +76,13 @@ from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistrib
 from .redistribute.steps import format_bytes
 from .scopes import ScopedValue
 from .tensor.dtensor import local_shard
-from .tensor.gradients import GradRoute, first_order_only, grad_hooked, grad_route, in_groups, leaf_route, running_pass
+from .tensor.gradients import (
+    GradRoute,
+    first_order_only,
+    grad_hooked,
+    grad_route,
+    in_groups,
+    leaf_route,
+    running_pass,
+)
 from .tensor.serialization import chunks_of, write_items

@@ -29,8 +29,8 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
     Example:
         >>> from shoal_mesh import init_device_mesh, launch
-        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).mesh_dim_names, 2)
-        [('tp',), ('tp',)]
+        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,),
+        mesh_dim_names=("tp",))).mesh_dim_names, 2) [('tp',), ('tp',)]
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
@@ -52,7 +52,8 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")
-    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
+    # of the class it gets
+    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]
 
 
 def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
@@ -71,7 +72,8 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
         mesh: torch's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if torch has no word for the tensor's layout (ragged sizes, shards at multiples).
+        PlacementError: if torch has no word for the tensor's layout (ragged sizes, shards at
+            multiples).
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
@@ -97,7 +99,8 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
         mesh: shoal's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if a strided placement is no order of mesh axes, or shards unevenly (torch then interleaves).
+        PlacementError: if a strided placement is no order of mesh axes, or shards unevenly (torch
+            then interleaves).
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
@@ -124,7 +127,8 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
     sharding = spec.dim_sharding(placement.dim)
     if sharding != sharding.rechunked(sharding.length):
         raise PlacementError(
-            f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute to "
+            f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute "
+            "to "
             f"{Shard(placement.dim)!r}"
         )
     outer = sharding.axes[: sharding.axes.index(axis)]
@@ -158,6 +162,7 @@ def _refuse_uneven(spec: Spec) -> None:
     for dim, sharding in enumerate(spec.dim_shardings):
         if len(sharding.axes) > 1 and not sharding.even:
             raise PlacementError(
-                f"dim {dim} of {spec!r} is sharded unevenly by several axes out of order: torch interleaves such "
+                f"dim {dim} of {spec!r} is sharded unevenly by several axes out of order: torch "
+                "interleaves such "
                 f"shards, shoal keeps them contiguous, so they do not hold the same elements"
             )

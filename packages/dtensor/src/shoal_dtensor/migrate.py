@@ -1,7 +1,8 @@
 """`python -m shoal_dtensor.migrate PATH`: imports of torch's stack become those of shoal, and what is left is listed.
 
-By default nothing is changed: the difference is printed. `--write` writes it. What a person has to decide is listed by
-file and line: names that no layer of shoal has, and imports that cannot be rewritten by themselves.
+By default nothing is changed: the difference is printed. `--write` writes it. What a person has to
+decide is listed by file and line: names that no layer of shoal has, and imports that cannot be
+rewritten by themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 __all__ = ["Migrated", "main", "migrate"]
 
 _TENSORS = ("shoal_dtensor", "shoal_mesh", "shoal_context_parallel", "shoal_tp_styles")
-# Modules of torch, the longest prefix first, the layers that may have their names, and whether a name that these lack
-# stays torch's; of other modules it is for a person.
+# Modules of torch, the longest prefix first, the layers that may have their names, and whether a
+# name that these lack stays torch's; of other modules it is for a person.
 _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.tensor.parallel": (("shoal_tp_styles",), False),
     "torch.distributed.tensor._shards_wrapper": ((), True),
@@ -36,7 +37,8 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.checkpoint.state_dict": (("shoal_dtensor",), True),
     "torch.utils._debug_mode": (("shoal_dtensor",), True),
 }
-_OF_MESHES = {"DeviceMesh", "init_device_mesh"}  # the other names of torch.distributed are those of c10d
+# the other names of torch.distributed are those of c10d
+_OF_MESHES = {"DeviceMesh", "init_device_mesh"}
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
 
@@ -74,7 +76,8 @@ def _find(module: str, name: str) -> tuple[str, str]:
     (layers, stays), hints, absent = _LAYERS[root], [], []
     for layer in layers:
         try:
-            package = __import__(layer, fromlist=[name])  # as `from layer import name` does, whose error has the hint
+            # as `from layer import name` does, whose error has the hint
+            package = __import__(layer, fromlist=[name])
         except ModuleNotFoundError:
             absent.append(layer)
         except ImportError as error:
@@ -82,33 +85,48 @@ def _find(module: str, name: str) -> tuple[str, str]:
         else:
             if name in package.__all__ or f"{layer}.{name}" in _UNLISTED:
                 return layer, ""
-    missing = f"{', '.join(absent)} is not installed, which may have it" if absent else "no layer of shoal has it"
+    missing = (
+        f"{', '.join(absent)} is not installed, which may have it"
+        if absent
+        else "no layer of shoal has it"
+    )
     return "", "" if stays else f"{module}.{name}: {[*hints, missing][0]}"
 
 
-Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]  # what to rewrite, as what, or what a person has to decide
+# what to rewrite, as what, or what a person has to decide
+Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]
 
 
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
     """What becomes of `from torch... import ...`, comments included, and of every `a.b.c` that begins with a module."""
-    nodes, modules = [*ast.walk(tree)], dict[str, str]()  # by their names here: `import torch.distributed as dist`
+    # by their names here: `import torch.distributed as dist`
+    nodes, modules = [*ast.walk(tree)], dict[str, str]()
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
                 modules[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules |= {a.asname or a.name: name for a in node.names if _is_module(name := f"{node.module}.{a.name}")}
+            modules |= {
+                a.asname or a.name: name
+                for a in node.names
+                if _is_module(name := f"{node.module}.{a.name}")
+            }
             module, homes = str(node.module), dict[str, list[str]]()
             for alias in node.names:
                 layer, what = _find(module, alias.name)
                 homes.setdefault(layer or module, []).append(ast.unparse(alias))
                 yield node, "", what
             if set(homes) != {module}:
-                in_order = [home for home in dict.fromkeys((module, *homes)) if home in homes]  # torch's first
+                # torch's first
+                in_order = [home for home in dict.fromkeys((module, *homes)) if home in homes]
                 statements = (f"from {home} import {', '.join(homes[home])}" for home in in_order)
                 comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")
-                yield node, "  ".join([f"\n{' ' * node.col_offset}".join(statements), *comments]), ""
+                yield (
+                    node,
+                    "  ".join([f"\n{' ' * node.col_offset}".join(statements), *comments]),
+                    "",
+                )
     for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
@@ -145,7 +163,11 @@ def migrate(text: str) -> Migrated:
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before, behind = source[starts[node.lineno - 1] : begin], source[end:].partition(b"\n")[0]
-        if new and isinstance(node, ast.ImportFrom) and (before.strip() or behind.lstrip().startswith(b";")):
+        if (
+            new
+            and isinstance(node, ast.ImportFrom)
+            and (before.strip() or behind.lstrip().startswith(b";"))
+        ):
             what = "an import beside other statements of its line"
         if what:
             left.append((node.lineno, what))
@@ -158,7 +180,10 @@ def migrate(text: str) -> Migrated:
     text = source.decode()
     first = re.search(r"^(import|from) torch\b", text, re.MULTILINE)
     at = first.start() if first else 0
-    return Migrated(text[:at] + "".join(f"import {layer}\n" for layer in sorted(layers)) + text[at:], sorted(left))
+    return Migrated(
+        text[:at] + "".join(f"import {layer}\n" for layer in sorted(layers)) + text[at:],
+        sorted(left),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,9 +194,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m shoal_dtensor.migrate", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="files and folders")
-    parser.add_argument("--write", action="store_true", help="write the files instead of printing a difference")
+    parser.add_argument(
+        "--write", action="store_true", help="write the files instead of printing a difference"
+    )
     options = parser.parse_args(arguments)
-    files = [file for path in options.paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    files = [
+        file
+        for path in options.paths
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
+    ]
     changed = left = broken = 0
     for path in files:
         old = path.read_text(encoding="utf-8")
@@ -190,7 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif diff:
             sys.stdout.writelines(diff)
         sys.stdout.writelines(f"{path}:{line}: {what}\n" for line, what in new.left)
-    sys.stdout.write(f"{changed} lines {'written' if options.write else 'would change'}, {left} for a person\n")
+    sys.stdout.write(
+        f"{changed} lines {'written' if options.write else 'would change'}, {left} for a person\n"
+    )
     return 1 if broken else 0
 
 

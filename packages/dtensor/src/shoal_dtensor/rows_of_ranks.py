@@ -22,16 +22,18 @@ from shoal_mesh.internal import comm_of_threads
 
 from ._torch.operators import out_of_sight
 
-TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
+# seconds that a thread waits for those of other ranks, as long as c10d waits by default
+TIMEOUT = 1800.0
 
 
 def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[list[int]]:
     """`V -> R`: the integers of every rank, by its row-major index in the mesh; one all-gather.
 
-    Main threads call this in the same order on all ranks. Other threads may come in any order, beside collectives of
-    the main thread: they meet in a group of their own, by `about`, a text that is equal on all ranks whose rows belong
-    together. It is a LockstepError if no thread of some rank has come for the same in half an hour. `numbers` are (n,)
-    of int64, on a device whose tensors the mesh's groups send.
+    Main threads call this in the same order on all ranks. Other threads may come in any order,
+    beside collectives of the main thread: they meet in a group of their own, by `about`, a text
+    that is equal on all ranks whose rows belong together. It is a LockstepError if no thread of
+    some rank has come for the same in half an hour. `numbers` are (n,) of int64, on a device whose
+    tensors the mesh's groups send.
     """
     meeting, comm = _Meeting.of(mesh), mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
@@ -40,13 +42,18 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
     return [of_rank[rank] for rank in comm.line]
 
 
-def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[tuple[int, int]]:
+def extremes_of_ranks(
+    mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor
+) -> list[tuple[int, int]]:
     """`P(min), P(max) -> R`: the lowest and the highest that ranks have of each number; one all-reduce.
 
     Arguments as in `rows_of_ranks`.
     """
     if in_other_threads(mesh):
-        return [(min(column), max(column)) for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)]
+        return [
+            (min(column), max(column))
+            for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)
+        ]
     both = torch.stack([-numbers, numbers])
     lowest, highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
@@ -57,7 +64,9 @@ def in_other_threads(mesh: DeviceMesh) -> bool:
     return _Meeting.of(mesh) is not None
 
 
-def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> AbstractContextManager[object]:
+def one_thread_at_a_time(
+    mesh: DeviceMesh, about: Callable[[], str]
+) -> AbstractContextManager[object]:
     """A block in which one thread of this rank is at a time, for what the first of them does for all."""
     meeting = _Meeting.of(mesh)
     return nullcontext() if meeting is None else meeting.locks.setdefault(about(), threading.Lock())
@@ -72,7 +81,8 @@ def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
 class _Meeting:
     """Where threads of the ranks of a group tell each other numbers: each call is a round in which all say one row.
 
-    Rows about what other threads here ask for are kept for them; a thread waits for rounds of others for what it needs.
+    Rows about what other threads here ask for are kept for them; a thread waits for rounds of
+    others for what it needs.
     """
 
     _of_group: ClassVar[WeakKeyDictionary[object, _Meeting]] = WeakKeyDictionary()
@@ -81,7 +91,8 @@ class _Meeting:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._changed = threading.Condition()
-        self._rows: dict[int, list[deque[list[int]]]] = {}  # about -> for each rank, what it said and nobody took yet
+        # about -> for each rank, what it said and nobody took yet
+        self._rows: dict[int, list[deque[list[int]]]] = {}
         self.locks: dict[str, threading.Lock] = {}  # what one thread holds at a time
 
     @classmethod
@@ -98,14 +109,19 @@ class _Meeting:
         """What all ranks say, by global rank."""
         key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
         with self._changed:
-            for rank, (other, *said) in enumerate(_gather(self._comm, torch.cat([numbers.new_tensor([key]), numbers]))):
-                self._rows.setdefault(other, [deque() for _ in range(self._comm.size)])[rank].append(said)
+            for rank, (other, *said) in enumerate(
+                _gather(self._comm, torch.cat([numbers.new_tensor([key]), numbers]))
+            ):
+                self._rows.setdefault(other, [deque() for _ in range(self._comm.size)])[
+                    rank
+                ].append(said)
             self._changed.notify_all()
             mine = self._rows[key]
             if not self._changed.wait_for(lambda: all(mine), TIMEOUT):
                 missing = [self._comm.ranks[rank] for rank, said in enumerate(mine) if not said]
                 raise LockstepError(
-                    f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the threads of all ranks "
+                    f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the "
+                    "threads of all ranks "
                     "make the same calls, in any order",
                     tuple(missing),
                 )

@@ -1,7 +1,7 @@
 """Values for the length of a block; the settings that dispatch obeys: one immutable `Scope` per context.
 
-Decisions depend on the scope, so each has a cache of its own.  Under the same rules, the same settings are the same
-scope whenever they are entered: a decision of one block is known in the next.
+Decisions depend on the scope, so each has a cache of its own. Under the same rules, the same
+settings are the same scope whenever they are entered: a decision of one block is known in the next.
 
 May import: _torch, errors.
 """
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class ScopedValue(Generic[T]):
     """A value that blocks set; blocks nest, and threads and tasks do not see each other's, but a backward pass has it.
 
-    Autograd may run it on threads of its own, which have no context variables of the caller, but the objects that its
-    thread holds: a value is kept in both.
+    Autograd may run it on threads of its own, which have no context variables of the caller, but
+    the objects that its thread holds: a value is kept in both.
     """
 
     __slots__ = ("_key", "_variable", "blocks", "default", "own")
@@ -40,9 +40,11 @@ class ScopedValue(Generic[T]):
         self._key = name
         self.default: T = default  # the value outside of all blocks
         self._variable = ContextVar(name, default=default)
-        # the value of this context alone, without a call in Python; `default` also on autograd's threads
+        # the value of this context alone, without a call in Python; `default` also on autograd's
+        # threads
         self.own: Callable[[], T] = self._variable.get
-        self.blocks: list[None] = []  # not empty while some thread is in a block
+        # not empty while some thread is in a block
+        self.blocks: list[None] = []
 
     def get(self) -> T:
         """The value that holds here."""
@@ -76,11 +78,16 @@ class ScopedValue(Generic[T]):
 class Scope:
     """What holds inside a block; under the same rules, one object for the same settings."""
 
-    unknown: Unknown = "replicate"  # what happens to an operator without a rule
-    communication: Communication = "allow"  # whether operators may redistribute their inputs
-    plain_is_replicated: bool = False  # whether plain tensors among DTensors count as replicated
-    replicas_checked: bool = False  # whether gradients that count as replicated are compared over their ranks
-    overlays: tuple[Mapping[Any, Any], ...] = ()  # rule tables that come before the standing one, innermost first
+    # what happens to an operator without a rule
+    unknown: Unknown = "replicate"
+    # whether operators may redistribute their inputs
+    communication: Communication = "allow"
+    # whether plain tensors among DTensors count as replicated
+    plain_is_replicated: bool = False
+    # whether gradients that count as replicated are compared over their ranks
+    replicas_checked: bool = False
+    # rule tables that come before the standing one, innermost first
+    overlays: tuple[Mapping[Any, Any], ...] = ()
     # the scopes under the same rules by their settings, at most 36; the same dict in all of them
     alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
     # the cache of this scope by the operator's id, owned by the dispatcher
@@ -105,7 +112,8 @@ class Scope:
         return replace(self, overlays=(overlay, *self.overlays), alike={}, decisions={})
 
 
-SCOPES: WeakSet[Scope] = WeakSet()  # all, whose decisions a change of the standing rules may concern
+# all, whose decisions a change of the standing rules may concern
+SCOPES: WeakSet[Scope] = WeakSet()
 DEFAULT = Scope()
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get
@@ -119,9 +127,9 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
     """Set what happens to an operator that has no rule and no decomposition.
 
     Args:
-        policy: "replicate" gathers its inputs, with one warning per operator (the default); "error" raises
-            `NoRuleError`; "local" runs it on the local tensors as they are, which is right only if the operator treats
-            every element for itself.
+        policy: "replicate" gathers its inputs, with one warning per operator (the default); "error"
+            raises `NoRuleError`; "local" runs it on the local tensors as they are, which is right
+            only if the operator treats every element for itself.
 
     Raises:
         ArgumentValueError: if the policy is unknown.
@@ -139,13 +147,15 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
 def communication(policy: Communication) -> Iterator[None]:
     """Set whether operators, gradients and reads may communicate on their own.
 
-    It covers redistributions of an operator's inputs and the collectives of its local function, gradients that are
-    reduced for their leaf, and reads (`item`, `tolist`, `bool`). Explicit calls always may: `redistribute`,
-    `full_tensor`, the collectives of shoal_mesh and of torch.distributed.
+    It covers redistributions of an operator's inputs and the collectives of its local function,
+    gradients that are reduced for their leaf, and reads (`item`, `tolist`, `bool`). Explicit calls
+    always may: `redistribute`, `full_tensor`, the collectives of shoal_mesh and of
+    torch.distributed.
 
     Args:
-        policy: "allow" (the default), "warn", or "forbid", which raises `CommunicationForbiddenError`
-            naming the operator, the inputs and the plan or collective that it would have needed.
+        policy: "allow" (the default), "warn", or "forbid", which raises
+            `CommunicationForbiddenError` naming the operator, the inputs and the plan or collective
+            that it would have needed.
 
     Raises:
         ArgumentValueError: if the policy is unknown.
@@ -175,9 +185,10 @@ def implicit_replication() -> Iterator[None]:
 def checked_replicas() -> Iterator[None]:
     """For debugging: inside the block, a gradient that counts as replicated is compared over its ranks in backward.
 
-    `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute different things with
-    them, each has a different summand of the gradient, and `to_local(grad_placements=[Partial()])` is what says so.
-    No local information tells the two cases apart, so this costs one small collective for each such gradient.
+    `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute
+    different things with them, each has a different summand of the gradient, and
+    `to_local(grad_placements=[Partial()])` is what says so. No local information tells the two
+    cases apart, so this costs one small collective for each such gradient.
 
     Raises:
         LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.
@@ -195,10 +206,11 @@ def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
         raise ArgumentValueError(f"{what}: expected one of {', '.join(allowed)}, got {got!r}")
 
 
-# --- what may communicate on its own ----------------------------------------------------------------------------------
+# --- what may communicate on its own --------------------------------------------------------------
 #
-# Plans and rules say beforehand what they send, and are refused before anything runs.  Beside that, local functions run
-# under an observer of the mesh layer, so a collective that no rule declares is refused as well.
+# Plans and rules say beforehand what they send, and are refused before anything runs.  Beside that,
+# local functions run under an observer of the mesh layer, so a collective that no rule declares is
+# refused as well.
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
@@ -207,7 +219,9 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
         return ""
     message = f"{what} needs implicit communication:\n" + "\n".join(needs)
     if scope.communication == "forbid":
-        raise CommunicationForbiddenError(f"{message}\nredistribute explicitly before, or allow communication here")
+        raise CommunicationForbiddenError(
+            f"{message}\nredistribute explicitly before, or allow communication here"
+        )
     return message
 
 
@@ -228,7 +242,9 @@ def watched(what: str) -> Iterator[None]:
     def before(event: Event) -> None:
         if threading.get_ident() == thread:
             purpose = f" for {event.purpose}" if event.purpose else ""
-            need = f"  {event.op} of {event.nbytes} bytes along {'x'.join(event.comm.axes)}{purpose}"
+            need = (
+                f"  {event.op} of {event.nbytes} bytes along {'x'.join(event.comm.axes)}{purpose}"
+            )
             notice = notice_of(what, [need], scope)
             if notice:
                 warn(notice, stacklevel=2)

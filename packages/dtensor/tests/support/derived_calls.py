@@ -1,7 +1,8 @@
 """Calls of an overload made from calls of its siblings, or from its schema alone.
 
-`add.out` is called as `add.Tensor` was, `add_.Scalar` likewise with a number for the second tensor.  Where no sibling
-was seen, arguments are made up by type: that suits the many operators that take tensors and numbers elementwise.
+`add.out` is called as `add.Tensor` was, `add_.Scalar` likewise with a number for the second tensor.
+Where no sibling was seen, arguments are made up by type: that suits the many operators that take
+tensors and numbers elementwise.
 """
 
 from __future__ import annotations
@@ -22,9 +23,20 @@ __all__ = ["derived"]
 
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
 # Shapes of an operator's tensors: broadcast, alike, matrices, lists of them.
-SHAPES = (((5, 3), (3,), (5, 3)), ((5, 3),) * 3, ((4, 3), (3, 5), (4, 5)), ((6,), (6,), (6,)), ((), (), ()))
+SHAPES = (
+    ((5, 3), (3,), (5, 3)),
+    ((5, 3),) * 3,
+    ((4, 3), (3, 5), (4, 5)),
+    ((6,), (6,), (6,)),
+    ((), (), ()),
+)
 # Arguments whose type does not say what they may be.
-NAMED = {"dtype": torch.float64, "out_dtype": torch.float32, "reduce": "add", "rounding_mode": "floor"}
+NAMED = {
+    "dtype": torch.float64,
+    "out_dtype": torch.float32,
+    "reduce": "add",
+    "rounding_mode": "floor",
+}
 
 
 def derived(op: OpOverload, known: Calls, count: int, *, made_up: bool) -> list[Call]:
@@ -34,10 +46,13 @@ def derived(op: OpOverload, known: Calls, count: int, *, made_up: bool) -> list[
         op: the overload.
         known: calls of other overloads.
         count: how many are enough.
-        made_up: whether to make up arguments where no sibling is known.  For elementwise operators: some others
-            crash the process when they are given what is not for them.
+        made_up: whether to make up arguments where no sibling is known. For elementwise operators:
+            some others crash the process when they are given what is not for them.
     """
-    candidates = [*_from_siblings(op, known, SHAPES[0] if made_up else None), *(_from_nothing() if made_up else ())]
+    candidates = [
+        *_from_siblings(op, known, SHAPES[0] if made_up else None),
+        *(_from_nothing() if made_up else ()),
+    ]
     calls = (_call(op, *candidate) for candidate in candidates)
     return list(islice((call for call in calls if call is not None), count))
 
@@ -76,10 +91,14 @@ def _base(op: OpOverload) -> str:
 
 def _named(call: Call) -> dict[str, Any]:
     arguments = call.op._schema.arguments
-    return {a.name: value for a, value in zip(arguments, call.args, strict=False)} | dict(call.kwargs)
+    return {a.name: value for a, value in zip(arguments, call.args, strict=False)} | dict(
+        call.kwargs
+    )
 
 
-def _call(op: OpOverload, values: Mapping[str, Any], dtype: torch.dtype, shapes: Any) -> Call | None:
+def _call(
+    op: OpOverload, values: Mapping[str, Any], dtype: torch.dtype, shapes: Any
+) -> Call | None:
     """A call with these named arguments, others made up; None if it does not run."""
     numbers = counting()
     made: dict[str, Any] = {}
@@ -89,7 +108,10 @@ def _call(op: OpOverload, values: Mapping[str, Any], dtype: torch.dtype, shapes:
         kind = str(argument.type)
         if argument.name in values:
             made[argument.name] = _fitting(values[argument.name], kind)
-        elif not argument.has_default_value() or kind in ("Optional[Generator]", "Optional[number]"):
+        elif not argument.has_default_value() or kind in (
+            "Optional[Generator]",
+            "Optional[number]",
+        ):
             if "Tensor" in kind and shapes is None:
                 return None
             made[argument.name] = NAMED.get(argument.name, _made_up(kind, dtype, shapes, numbers))
@@ -108,8 +130,13 @@ def _completed(call: Call) -> Call | None:
         targets = _targets(call) if outs else []
         if len(outs) == 1 and "List" in str(outs[0].type):
             targets = [targets]
-        call = Call(call.op, call.args, {**call.kwargs, **dict(zip([a.name for a in outs], targets, strict=True))})
-    except Exception:  # whatever an operator says to arguments that are not for it
+        call = Call(
+            call.op,
+            call.args,
+            {**call.kwargs, **dict(zip([a.name for a in outs], targets, strict=True))},
+        )
+    except Exception:
+        # whatever an operator says to arguments that are not for it
         return None
     return call if call.runs() else None
 
@@ -122,7 +149,9 @@ def _targets(call: Call) -> list[Any]:
 
 def _fitting(value: Any, kind: str) -> Any:
     """A sibling's argument as this overload takes it."""
-    if kind in ("number", "Scalar", "float", "int", "Optional[number]") and isinstance(value, Tensor):
+    if kind in ("number", "Scalar", "float", "int", "Optional[number]") and isinstance(
+        value, Tensor
+    ):
         return value.flatten()[0].item() if value.numel() else 2
     if "Tensor" in kind and "List" not in kind and isinstance(value, int | float | complex | bool):
         return torch.tensor(value)
@@ -149,5 +178,7 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Values between 0 and 1 that are no two alike, or small whole numbers."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(shape, dtype=torch.float64, generator=generator).mul(0.8).add(0.1).to(dtype)
+        return (
+            torch.rand(shape, dtype=torch.float64, generator=generator).mul(0.8).add(0.1).to(dtype)
+        )
     return (torch.rand(shape, generator=generator) * (2 if dtype is torch.bool else 5)).to(dtype)

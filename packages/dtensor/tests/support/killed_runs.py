@@ -1,7 +1,8 @@
 """Runs that save each step and are killed, for tests of checkpoints: `python killed_runs.py FOLDER KILLS`.
 
-A run resumes, sees that nothing that was saved is lost or mixed, and goes on until its kill: of one rank or both, at
-the n-th event of its files or after some milliseconds. Ranks are forked from this process, which has imported all.
+A run resumes, sees that nothing that was saved is lost or mixed, and goes on until its kill: of one
+rank or both, at the n-th event of its files or after some milliseconds. Ranks are forked from this
+process, which has imported all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from shoal_dtensor import DTensor, Replicate, Shard, zeros
 from shoal_dtensor.checkpoint import Checkpointer
 from shoal_mesh import init_device_mesh
 
-_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir", "os.listdir"}
+_EVENTS = {
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.scandir",
+    "os.listdir",
+}
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -48,7 +58,9 @@ def require_state(state: dict[str, Any], step: int) -> None:
     assert state["step"] == step
 
 
-def run_until_killed(folder: str, steps: int, culprit: int, event: int, seconds: float, background: bool) -> int:
+def run_until_killed(
+    folder: str, steps: int, culprit: int, event: int, seconds: float, background: bool
+) -> int:
     """Resume, check, and save steps; the culprit (or all ranks, -1) is killed at an event of its files or after a time.
 
     Returns:
@@ -96,7 +108,9 @@ def _run(*arguments: Any) -> tuple[list[int], int]:
                 continue
             status = 0
             try:
-                dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=2)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=2
+                )
                 events = run_until_killed(*arguments)
                 Path(meeting, f"events{rank}").write_text(str(events))
             except AssertionError:
@@ -142,7 +156,10 @@ def main(folder: str, kills: int) -> None:
             names = sorted(os.listdir(folder))
             assert len(names) <= 2, names
             assert all(name.startswith("step_") for name in names), names
-    print(f"{kills} runs, {killed} killed, {len(failures)} that lost or mixed something or hung {failures[:5]}")
+    print(
+        f"{kills} runs, {killed} killed, {len(failures)} that lost or mixed something or hung "
+        f"{failures[:5]}"
+    )
     assert not failures
 
 

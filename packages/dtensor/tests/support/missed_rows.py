@@ -18,15 +18,22 @@ MOST = 300  # combinations of input entries to try
 NO_ROWS = Rule(lambda call: [])
 
 
-def missed_rows(op: Any, *args: Any, rule: Rule | None = None, ways: int = 2, **kwargs: Any) -> list[Row]:
+def missed_rows(
+    op: Any, *args: Any, rule: Rule | None = None, ways: int = 2, **kwargs: Any
+) -> list[Row]:
     """Shardings of every input and output that the operator itself satisfies on `ways` ranks but no row says.
 
     Information, not an error: a sharding may be right for these arguments alone.
     """
-    trial, bare = CallTrial(op, args, kwargs, rule or TABLE[op]), CallTrial(op, args, kwargs, NO_ROWS)
+    trial, bare = (
+        CallTrial(op, args, kwargs, rule or TABLE[op]),
+        CallTrial(op, args, kwargs, NO_ROWS),
+    )
     known = {(row.inputs, row.outputs) for row in trial.rows}
     options: list[list[Entry]] = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
-    made: list[list[Entry]] = [[R, Partial("sum"), *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]
+    made: list[list[Entry]] = [
+        [R, Partial("sum"), *(S(d) for d in range(t.ndim))] for t in trial.call.outputs
+    ]
     if prod(map(len, options)) > MOST:
         return []
     found = []
@@ -36,7 +43,9 @@ def missed_rows(op: Any, *args: Any, rule: Rule | None = None, ways: int = 2, **
         if (row.inputs, row.outputs) in known or steps is None or steps < ways:
             continue
         report = Report()
-        bare.try_out(report, (ways,), (row,), {0: DimSharding((0,), (ways,), chunk_sizes(steps, ways))})
+        bare.try_out(
+            report, (ways,), (row,), {0: DimSharding((0,), (ways,), chunk_sizes(steps, ways))}
+        )
         if report.checked and not report.wrong:
             found.append(row)
     return found

@@ -18,7 +18,8 @@ from shoal_dtensor._torch.tensors import pytree
 __all__ = ["Call", "Calls", "copied", "kind", "recorded", "recording"]
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
-LARGEST = 1500  # elements of a tensor; larger ones are slow to compare and show nothing more
+# elements of a tensor; larger ones are slow to compare and show nothing more
+LARGEST = 1500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,13 +40,18 @@ class Call:
         """Whether the operator takes these arguments."""
         try:
             self.run()
-        except Exception:  # whatever an operator says to arguments that are not for it
+        except Exception:
+            # whatever an operator says to arguments that are not for it
             return False
         return True
 
     def resizes(self) -> bool:
         """Whether what it writes to gets another shape, as addbmm_ does to a first argument that broadcasts."""
-        if not self.op._schema.name.endswith("_") or not self.args or not isinstance(self.args[0], Tensor):
+        if (
+            not self.op._schema.name.endswith("_")
+            or not self.args
+            or not isinstance(self.args[0], Tensor)
+        ):
             return False
         return bool(self.run().shape != self.args[0].shape)
 
@@ -56,7 +62,9 @@ class Call:
 Calls = dict[OpOverload, list[Call]]
 
 
-def recorded(ops: Container[OpOverload], *, samples: int, per_op: int, dtypes: Sequence[torch.dtype] = DTYPES) -> Calls:
+def recorded(
+    ops: Container[OpOverload], *, samples: int, per_op: int, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Calls:
     """Calls of `ops` that torch's public operators make, forward, in place and backward.
 
     Args:
@@ -81,18 +89,23 @@ def recorded(ops: Container[OpOverload], *, samples: int, per_op: int, dtypes: S
         for function, sample in _samples(info, samples, dtypes):
             try:
                 _run(function, sample, note)
-            except Exception:  # a sample that this form of the operator refuses
+            except Exception:
+                # a sample that this form of the operator refuses
                 continue
     working = {op: [call for call in calls.values() if call.runs()] for op, calls in found.items()}
     return {op: calls for op, calls in working.items() if calls}
 
 
 @contextmanager
-def recording(note: Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], None]) -> Iterator[None]:
+def recording(
+    note: Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], None],
+) -> Iterator[None]:
     """Inside the block, `note` sees every operator that runs below autograd, before it runs."""
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             note(op, args, kwargs or {})
             return op(*args, **(kwargs or {}))
 
@@ -107,7 +120,8 @@ def _samples(info: Any, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[t
         return
     torch.manual_seed(0)
     differentiable = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    # Not `sample_inputs`: that walks the whole call stack for every sample, which takes minutes under pytest.
+    # Not `sample_inputs`: that walks the whole call stack for every sample, which takes minutes
+    # under pytest.
     made = list(info.sample_inputs_func(info, "cpu", dtype, differentiable))
     for sample in made[:: max(1, len(made) // count)][:count]:
         for function in (info.get_op(), info.get_inplace()):
@@ -129,7 +143,10 @@ def _run(function: Any, sample: Any, note: Any) -> None:
 
 def _usable(values: Any) -> bool:
     tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-    return all(t.layout is torch.strided and t.numel() <= LARGEST and t.device.type == "cpu" for t in tensors)
+    return all(
+        t.layout is torch.strided and t.numel() <= LARGEST and t.device.type == "cpu"
+        for t in tensors
+    )
 
 
 def copied(values: Any) -> Any:
@@ -153,4 +170,6 @@ def kind(value: Any) -> Any:
         return tuple(kind(item) for item in value)
     if isinstance(value, int) and not isinstance(value, bool):
         return max(-2, min(value, 2))
-    return type(value).__name__ if isinstance(value, float | complex | torch.Generator) else str(value)
+    return (
+        type(value).__name__ if isinstance(value, float | complex | torch.Generator) else str(value)
+    )

@@ -43,7 +43,9 @@ def draw_spec(
     for _ in range(mesh.ndim):
         kind = rng.choice(kinds)
         if kind == "shard":
-            placements.append(Shard(rng.randrange(len(shape)), multiple_of=rng.choice((1, 1, 1, 2))))
+            placements.append(
+                Shard(rng.randrange(len(shape)), multiple_of=rng.choice((1, 1, 1, 2)))
+            )
         else:
             placements.append(Partial(rng.choice(list(ops))) if kind == "partial" else Replicate())
     order: list[tuple[int, tuple[int, ...]]] = []
@@ -55,7 +57,9 @@ def draw_spec(
             for depth, axis in enumerate(axes):
                 if rng.random() < ragged:
                     pieces = shard_dim(length, axes[:depth], placements, mesh.shape).sizes
-                    placements[axis] = Shard(dim, sizes=_random_sizes(rng, pieces, mesh.shape[axis]))
+                    placements[axis] = Shard(
+                        dim, sizes=_random_sizes(rng, pieces, mesh.shape[axis])
+                    )
     return Spec(mesh, placements, shape, dtype=dtype, shard_order=tuple(order))
 
 
@@ -69,7 +73,12 @@ def _random_sizes(rng: Random, pieces: Sequence[int], ways: int) -> list[int]:
 
 
 def spec_pairs(
-    seed: int, count: int, *, mesh_shapes: Sequence[tuple[int, ...]], ops: Sequence[str] = ("sum",), ragged: float = 0.3
+    seed: int,
+    count: int,
+    *,
+    mesh_shapes: Sequence[tuple[int, ...]],
+    ops: Sequence[str] = ("sum",),
+    ragged: float = 0.3,
 ) -> Iterator[tuple[Spec, Spec]]:
     """`count` random pairs of specs of the same tensor, each on a random one of the meshes.
 
@@ -81,4 +90,7 @@ def spec_pairs(
     for _ in range(count):
         mesh = abstract_mesh(rng.choice(list(mesh_shapes)))
         shape = [rng.choice((0, 1, 2, 3, 4, 5, 7, 8, 12)) for _ in range(rng.randint(1, 3))]
-        yield draw_spec(rng, mesh, shape, ops=ops, ragged=ragged), draw_spec(rng, mesh, shape, ops=ops, ragged=ragged)
+        yield (
+            draw_spec(rng, mesh, shape, ops=ops, ragged=ragged),
+            draw_spec(rng, mesh, shape, ops=ops, ragged=ragged),
+        )

@@ -7,7 +7,14 @@ from .collectives.even import all_gather, all_reduce, all_to_all, broadcast, red
 from .collectives.graph_operators import define_operators
 from .collectives.packed import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.reductions import sums_in_tree
-from .collectives.uneven import all_gather_v, all_to_all_v, gather, permute, reduce_scatter_v, scatter
+from .collectives.uneven import (
+    all_gather_v,
+    all_to_all_v,
+    gather,
+    permute,
+    reduce_scatter_v,
+    scatter,
+)
 from .elastic import ElasticWorld
 from .errors import CollectiveError, LockstepError, MeshError, PeerError
 from .events import purpose
@@ -16,7 +23,12 @@ from .groups.process_groups import Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
 from .logs import annotate_collectives, log_from_environment, log_to_stderr
-from .mesh.create import _mesh_resources as _mesh_resources, abstract_mesh, init_device_mesh, safe_globals
+from .mesh.create import (
+    _mesh_resources as _mesh_resources,
+    abstract_mesh,
+    init_device_mesh,
+    safe_globals,
+)
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import check_replicas, lockstep

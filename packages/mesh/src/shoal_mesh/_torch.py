@@ -31,7 +31,10 @@ from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup as ProcessGroup, distributed_c10d as _c10d
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+)
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 from .errors import BackendError, MeshTypeError
@@ -43,7 +46,8 @@ c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
-backend_config = dist.get_backend_config  # device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`
+# device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`
+backend_config = dist.get_backend_config
 ranks_in_order = dist.get_process_group_ranks  # the global ranks of a group
 default_store = _c10d._get_default_store  # the store of the default group
 default_timeout = _c10d._get_default_timeout  # of a backend
@@ -52,8 +56,8 @@ default_timeout = _c10d._get_default_timeout  # of a backend
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
     """Whether a collective is to be an operator of torch, not a call: for a compiler, make_fx, and fake tensors.
 
-    What records operators does not see a call, and a fake `tensor`, which stays one outside of its mode, has no memory
-    to send.
+    What records operators does not see a call, and a fake `tensor`, which stays one outside of its
+    mode, has no memory to send.
     """
     if is_compiling() or _is_included(_BEFORE_DISPATCH):
         return True
@@ -66,20 +70,25 @@ _active_modes = torch._C._len_torch_dispatch_stack
 _active_mode = torch._C._get_dispatch_mode
 _KINDS = torch._C._TorchDispatchModeKey
 # What make_fx(pre_dispatch=True) includes.
-_is_included, _BEFORE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+_is_included, _BEFORE_DISPATCH = (
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C.DispatchKey.PreDispatch,
+)
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode AD follows a tensor."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
+    # of torch
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
     """A block in which no mode sees operators, nor Python's dispatcher, in which tracers with symbolic sizes run.
 
-    That one keeps the interpreter's lock in what it calls.  A thread of gloo that drops the tensors of its last
-    collective waits for that lock and holds the mutex that the next collective is enqueued under: a deadlock.
+    That one keeps the interpreter's lock in what it calls. A thread of gloo that drops the tensors
+    of its last collective waits for that lock and holds the mutex that the next collective is
+    enqueued under: a deadlock.
     """
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
@@ -92,16 +101,17 @@ WORLDS = _c10d._world
 def kept_in_order(collective: Any, directly: str) -> None:
     """Have inductor, where it is loaded, run an operator in the order of the graph, as it does torch's collectives.
 
-    Else it runs what does not depend on one another in the order that needs the least memory, by the sizes of this
-    rank's tensors. The code that inductor writes calls what the operator runs `directly`: the way through torch's
-    dispatcher takes 12 us, as long as a small all-reduce.
+    Else it runs what does not depend on one another in the order that needs the least memory, by
+    the sizes of this rank's tensors. The code that inductor writes calls what the operator runs
+    `directly`: the way through torch's dispatcher takes 12 us, as long as a small all-reduce.
     """
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:
         return
     ir = sys.modules["torch._inductor.ir"]
 
-    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc,name-defined]  # of a module that is not imported here
+    # of a module that is not imported here
+    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc,name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.python_kernel_name = directly
@@ -130,7 +140,8 @@ def refuse_its_own_mesh(mesh: object) -> None:
         what = ".".join(name.split(".")[:3])
         if what in _MADE_FOR_ITS_OWN_MESH:
             raise MeshTypeError(
-                f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
+                f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use "
+                f"{_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
                 "shoal_dtensor.interop.mesh_to_torch(mesh)"
             )
 
@@ -138,10 +149,11 @@ def refuse_its_own_mesh(mesh: object) -> None:
 def constant_when_compiled(cls: Class) -> Class:
     """Class decorator: torch.compile takes instances for constants of its graph.
 
-    Instances are created, read and called while it traces, guarded by equality, and may be arguments of what the graph
-    calls. The class needs `__eq__` and `__hash__`. Its `__fx_repr__` returns how generated code spells an instance and
-    the names it needs; without one each instance has a name of its own. Traced code may read attributes that the class
-    itself has: slots, properties and methods. Methods that return process groups are named in `_TRACED`: a group is an
+    Instances are created, read and called while it traces, guarded by equality, and may be
+    arguments of what the graph calls. The class needs `__eq__` and `__hash__`. Its `__fx_repr__`
+    returns how generated code spells an instance and the names it needs; without one each instance
+    has a name of its own. Traced code may read attributes that the class itself has: slots,
+    properties and methods. Methods that return process groups are named in `_TRACED`: a group is an
     input of a graph, so they are traced into.
 
     Raises:
@@ -160,23 +172,29 @@ def constant_when_compiled(cls: Class) -> Class:
     fits = issubclass(type(cls), type) and getattr(cls, "__hash__", None) is not None
     try:
         if fits and not hasattr(cls, "__fx_repr__"):
-            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]  # what torch.fx looks for
+            # what torch.fx looks for
+            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]
     except TypeError:  # a type that is written in C
         fits = False
     if not fits:
-        raise MeshTypeError(f"constant_when_compiled takes a class with __eq__ and __hash__, got {cls!r:.80}")
+        raise MeshTypeError(
+            f"constant_when_compiled takes a class with __eq__ and __hash__, got {cls!r:.80}"
+        )
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
     members |= dict.fromkeys(getattr(cls, "_TRACED", ()), opaque_object.MemberType.INLINED)
-    newer = getattr(opaque_object, "register_custom_class", None)  # its name in torch 2.15, where the old one logs
+    # its name in torch 2.15, where the old one logs
+    newer = getattr(opaque_object, "register_custom_class", None)
     try:
         if newer is not None:
             newer(cls, typ="constant", members=members)
         else:
             opaque_object.register_opaque_type(cls, typ="value", members=members)
-    except TypeError:  # torch 2.11 asks for a metaclass, which only types that are passed by reference need
+    except TypeError:
+        # torch 2.11 asks for a metaclass, which only types that are passed by reference need
         name = f"{cls.__module__}.{cls.__qualname__}"
-        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
+        # as 2.11 has it
+        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]
         opaque_object._OPAQUE_TYPES[cls] = opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
         torch._C._register_opaque_type(name)
     return cls
@@ -190,7 +208,8 @@ def default_group() -> ProcessGroup | None:
 def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
     """What a function returns, its operators straight on their kernels: unseen by modes, autograd and version counters.
 
-    So copies into and out of shared memory are to a program what a backend's are: not operators of its own.
+    So copies into and out of shared memory are to a program what a backend's are: not operators of
+    its own.
     """
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
         return function(*args)
@@ -234,7 +253,8 @@ def backend_options(group: ProcessGroup) -> list[Any]:
     for device in sorted(map(str, group._device_types)):
         try:
             options.append(group._get_backend(torch.device(device)).options)
-        except (AttributeError, RuntimeError):  # backends without options, devices without a backend
+        except (AttributeError, RuntimeError):
+            # backends without options, devices without a backend
             continue
     return options
 
@@ -244,16 +264,21 @@ def new_group(
 ) -> ProcessGroup:
     """A process group over `ranks` (global, in group order), called by its members only.
 
-    The public `new_group(use_local_synchronization=True)` derives the name from the number of groups this rank has,
-    which differs between members as soon as one of them belongs to another group; here the caller gives the name.
+    The public `new_group(use_local_synchronization=True)` derives the name from the number of
+    groups this rank has, which differs between members as soon as one of them belongs to another
+    group; here the caller gives the name.
     """
     world = _c10d._get_default_group()
     default_backend, store = _c10d._world.pg_map[world]
     backend = dist.Backend(backend or default_backend)
     bound = device_id = world.bound_device_id
-    if device_id is not None and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},":
+    if (
+        device_id is not None
+        and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},"
+    ):
         device_id = None
-    # Of a default group that is bound to a device c10d splits a part, which is collective over all of its ranks.
+    # Of a default group that is bound to a device c10d splits a part, which is collective over all
+    # of its ranks.
     world.bound_device_id = None
     try:
         group, _ = _c10d._new_process_group_helper(
@@ -264,7 +289,9 @@ def new_group(
             store,
             _c10d.GroupName(name),
             backend_options=options,
-            timeout=getattr(options, "_timeout", None) or timeout_of_any(world) or default_timeout(backend),
+            timeout=getattr(options, "_timeout", None)
+            or timeout_of_any(world)
+            or default_timeout(backend),
             device_id=device_id,
             group_desc=description,
         )
@@ -276,12 +303,16 @@ def new_group(
 
 def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
     """The timeout of a group's first backend that has one: groups of a mesh give up when the default group does."""
-    return next((options._timeout for options in backend_options(group) if hasattr(options, "_timeout")), None)
+    return next(
+        (options._timeout for options in backend_options(group) if hasattr(options, "_timeout")),
+        None,
+    )
 
 
-# What is called -> names with one output and one input, and names with a list of each; the first is torch's own. torch
-# 2.13 renamed three. Its own groups answer to both, but a group written in Python has old ones, new ones, or only those
-# that functional collectives call, which take lists of tensors.
+# What is called -> names with one output and one input, and names with a list of each; the first is
+# torch's own. torch 2.13 renamed three. Its own groups answer to both, but a group written in
+# Python has old ones, new ones, or only those that functional collectives call, which take lists of
+# tensors.
 _CALLS = {
     "all_gather": (
         ("_allgather_base", "all_gather_single"),
@@ -299,12 +330,16 @@ _CALLS = {
 def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     """The function that groups of a class take a call of `_CALLS` by: (group, output, input, further arguments).
 
-    It is the method that the class has written itself; torch's own where it has none, which raises `BackendError` for a
-    group that has no backend either.
+    It is the method that the class has written itself; torch's own where it has none, which raises
+    `BackendError` for a group that has no backend either.
     """
     single, many = _CALLS[name]
     own: Callable[..., Work] = getattr(kind, single[0])
-    written = [each for each in single + many if getattr(kind, each, None) is not getattr(ProcessGroup, each, None)]
+    written = [
+        each
+        for each in single + many
+        if getattr(kind, each, None) is not getattr(ProcessGroup, each, None)
+    ]
     if written:
         method: Callable[..., Work] = getattr(kind, written[0])
         if written[0] in single:
@@ -314,7 +349,8 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
         if not group._device_types:
             raise BackendError(
-                f"the process group {kind.__name__} has no {name}: a group written in Python needs one of the methods "
+                f"the process group {kind.__name__} has no {name}: a group written in Python needs "
+                "one of the methods "
                 f"{', '.join(single + many)}"
             )
         return own(group, *arguments)

@@ -26,7 +26,9 @@ def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTyp
         raise error(f"{taken}, got {kind_of(value)}")
 
 
-def require_each(values: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
+def require_each(
+    values: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError
+) -> None:
     """Raise `error` unless `values` is a sequence of instances of `kinds`, and no text."""
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise error(f"{taken}, got {kind_of(values)}")
@@ -44,8 +46,10 @@ def kind_of(value: object) -> str:
     if kind.__name__ != "DeviceMesh":
         return name
     return (
-        f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of this one with "
-        "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, mesh_dim_names=m.mesh_dim_names)"
+        f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of "
+        "this one with "
+        "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
+        "mesh_dim_names=m.mesh_dim_names)"
     )
 
 

@@ -1,7 +1,7 @@
 """What `python -m shoal_mesh COMMAND` prints: facts for a bug report, who stopped where, what links cost.
 
-`torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun runs on; without
-torchrun, local ranks are started.
+`torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun
+runs on; without torchrun, local ranks are started.
 
 May import: __about__, accelerator, local_ranks, mesh, shared_memory, topology.
 """
@@ -41,11 +41,15 @@ _LIBRARY = re.compile(f"/{LIBRARIES}/")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m shoal_mesh", description="Facts about this machine and its ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shoal_mesh", description="Facts about this machine and its ranks."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     options = {}
     for run in (env, postmortem, topology):
-        options[run.__name__] = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        options[run.__name__] = commands.add_parser(
+            run.__name__, help=run.__doc__, description=run.__doc__
+        )
         options[run.__name__].set_defaults(run=run)
     add = options["postmortem"].add_argument
     add("folder", nargs="?", default=folder(), help="the errors name it (default: %(default)s)")
@@ -67,7 +71,11 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
             values[name.replace("-", "_")] = metadata.version(name)
         except metadata.PackageNotFoundError:
             values[name.replace("-", "_")] = "not installed"
-    values |= {"torch": torch.__version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    values |= {
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+    }
     values["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
     backends = (name for name in dist.Backend.backend_list if name != "undefined")
     values["backends"] = ", ".join(name for name in backends if dist.is_backend_available(name))
@@ -75,11 +83,18 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
     name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
     values["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
     if kind == "cuda":
-        values["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
+        # torch's
+        values["CUDA"] = (
+            f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+        )
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         values["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
-    given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIXES) or name in NAMES
+    }
     values |= {f"${name}": given[name] for name in sorted(given)}
     width = max(map(len, values))
     return [f"{name:{width}}  {value}" for name, value in values.items()], 0
@@ -106,14 +121,21 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
     votes = Counter(rank for dump in dumps.values() for rank in dump["culprits"])
     lines = [f"{len(dumps)} of {world} ranks have written"]
     for rank, count in votes.most_common(5):
-        lines.append(f"rank {rank} is named by {count}{'; it has written nothing' if rank in silent else ''}")
+        lines.append(
+            f"rank {rank} is named by {count}{'; it has written nothing' if rank in silent else ''}"
+        )
     for rank in silent:
         seen = {dump["seen"][str(rank)] for dump in dumps.values() if str(rank) in dump["seen"]}
-        lines.append(f"rank {rank} has written nothing; last seen: {'; '.join(sorted(seen)) or 'by nobody'}")
+        lines.append(
+            f"rank {rank} has written nothing; last seen: {'; '.join(sorted(seen)) or 'by nobody'}"
+        )
     for rank, dump in sorted(dumps.items()):
         lines.append(f"rank {rank} (process {dump['process']} on {dump['host']}): {dump['error']}")
         for seconds, group, what, purpose in dump["collectives"][-last:]:
-            lines.append(f"  {seconds:8.3f} s before, group {group}: {what}{f', for {purpose}' if purpose else ''}")
+            lines.append(
+                f"  {seconds:8.3f} s before, group {group}: "
+                f"{what}{f', for {purpose}' if purpose else ''}"
+            )
         own = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
         lines.append(f"  at {own[-1] if own else 'no line of the program'}")
     return lines
@@ -135,11 +157,15 @@ def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:
     device = (accelerator() if device_count() >= math.prod(shape) else None) or "cpu"
-    return measure(init_device_mesh(device, shape), largest=largest).links, measured_order(shape, device)
+    return measure(init_device_mesh(device, shape), largest=largest).links, measured_order(
+        shape, device
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:
     sizes = text.lower().split("x")
     if not all(size.isdigit() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"a mesh is sizes with x between them, such as 2x4, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a mesh is sizes with x between them, such as 2x4, got {text!r}"
+        )
     return tuple(map(int, sizes))

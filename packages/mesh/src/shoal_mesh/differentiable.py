@@ -1,9 +1,10 @@
 """Collectives with gradients: the backward of each is its adjoint, which is another collective.
 
-The gradient is that of the sum of the ranks' losses: where every rank goes on with its own computation, `all_reduce`
-sums the ranks' gradients. Where all ranks go on with one replicated computation, that counts it once per rank: use the
-pair `all_reduce_replicated` and `sum_gradients` there (g and f of Megatron). Linear collectives only, so reductions are
-"sum" and "avg". Arguments, results and errors are those of the collectives of the same names.
+The gradient is that of the sum of the ranks' losses: where every rank goes on with its own
+computation, `all_reduce` sums the ranks' gradients. Where all ranks go on with one replicated
+computation, that counts it once per rank: use the pair `all_reduce_replicated` and `sum_gradients`
+there (g and f of Megatron). Linear collectives only, so reductions are "sum" and "avg". Arguments,
+results and errors are those of the collectives of the same names.
 
 May import: argument_types, collectives, errors, groups.
 """
@@ -57,22 +58,27 @@ class _Linear(torch.autograd.Function):
         return _apply(grads[0], ctx.comm, ctx.adjoint, ctx.run), None, None, None
 
     @staticmethod
-    def gradient_shares(ctx: Any) -> Sequence[int] | None:  # see shoal_dtensor.dispatch.plain_tensors
+    # see shoal_dtensor.dispatch.plain_tensors
+    def gradient_shares(ctx: Any) -> Sequence[int] | None:
         return None if ctx.adjoint == (_copy,) else ctx.comm.ranks
 
 
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
     comm = resolve(comm)
     if type(tensor) is not Tensor or tensor.is_sparse:
-        with torch.no_grad():  # gradients are what these collectives have
+        # gradients are what these collectives have
+        with torch.no_grad():
             check_operand(tensor)
-    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
+    # torch has no types here
+    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]
 
 
 def _linear_op(op: str) -> None:
     require(op, str, "a differentiable reduction is 'sum' or 'avg'", CollectiveTypeError)
     if op not in {"sum", "avg"}:
-        raise CollectiveError(f"reduction {op!r} is not linear, so it has no adjoint: 'sum' and 'avg' do")
+        raise CollectiveError(
+            f"reduction {op!r} is not linear, so it has no adjoint: 'sum' and 'avg' do"
+        )
 
 
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
@@ -125,16 +131,22 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
     """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards of different sizes, joined along `dim`."""
-    return _apply(tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim))
+    return _apply(
+        tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim)
+    )
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction."""
     _linear_op(op)
-    return _apply(tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim))
+    return _apply(
+        tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim)
+    )
 
 
-def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum") -> Tensor:
+def reduce_scatter_v(
+    tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum"
+) -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction, `sizes[comm.rank]` long."""
     _linear_op(op)
     adjoint = (_gather_shares, op, uneven.all_gather_v, sizes, dim)
@@ -143,13 +155,23 @@ def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int
 
 def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> Tensor:
     """`S(concat_dim) -> S(split_dim)`, backward `S(split_dim) -> S(concat_dim)`: equal blocks change ranks."""
-    return _apply(tensor, comm, (even.all_to_all, split_dim, concat_dim), (even.all_to_all, concat_dim, split_dim))
+    return _apply(
+        tensor,
+        comm,
+        (even.all_to_all, split_dim, concat_dim),
+        (even.all_to_all, concat_dim, split_dim),
+    )
 
 
-def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+def all_to_all_v(
+    flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]
+) -> Tensor:
     """`S -> S`, backward `S -> S`: 1-D blocks of exact sizes, sent back in backward."""
     return _apply(
-        flat, comm, (uneven.all_to_all_v, send_sizes, recv_sizes), (uneven.all_to_all_v, recv_sizes, send_sizes)
+        flat,
+        comm,
+        (uneven.all_to_all_v, send_sizes, recv_sizes),
+        (uneven.all_to_all_v, recv_sizes, send_sizes),
     )
 
 
@@ -178,7 +200,9 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     check_root(src, comm, "src")
     require(tensor, Tensor, "a collective takes a torch.Tensor", CollectiveTypeError)
     if tensor.shape[:1] != (comm.size,):
-        raise CollectiveError(f"scatter of {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks")
+        raise CollectiveError(
+            f"scatter of {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks"
+        )
     return _apply(tensor, comm, (_scatter, src), (_gather, src))
 
 
@@ -199,7 +223,9 @@ def _copy(tensor: Tensor, comm: Comm) -> Tensor:
     return tensor.clone()
 
 
-def _gather_shares(grad: Tensor, comm: Comm, op: str, gather: Callable[..., Tensor], *arguments: object) -> Tensor:
+def _gather_shares(
+    grad: Tensor, comm: Comm, op: str, gather: Callable[..., Tensor], *arguments: object
+) -> Tensor:
     return gather(grad / comm.size if op == "avg" else grad, comm, *arguments)
 
 
@@ -210,9 +236,13 @@ def _sum_on(grad: Tensor, comm: Comm, src: int) -> Tensor:
 
 def _scatter(blocks: Tensor, comm: Comm, src: int) -> Tensor:
     mine = list(blocks.unbind()) if comm.rank == src else None
-    return uneven.scatter(mine, comm, src, out=torch.empty_like(blocks[0], memory_format=torch.contiguous_format))
+    return uneven.scatter(
+        mine, comm, src, out=torch.empty_like(blocks[0], memory_format=torch.contiguous_format)
+    )
 
 
 def _gather(tensor: Tensor, comm: Comm, dst: int) -> Tensor:
     blocks = uneven.gather(tensor, comm, dst)
-    return torch.stack(blocks) if blocks is not None else tensor.new_zeros((comm.size, *tensor.shape))
+    return (
+        torch.stack(blocks) if blocks is not None else tensor.new_zeros((comm.size, *tensor.shape))
+    )

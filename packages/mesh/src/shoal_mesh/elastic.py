@@ -1,8 +1,8 @@
 """ElasticWorld: ranks that are left after a loss go on in the same processes, and newcomers join them.
 
-Ranks agree in a store that outlives them on who is in the next world: round after round, each a list of members that is
-written once. Whoever comes registers; the first to see that all members of the last world have come or are gone
-writes the list. Who is not on it waits for the next round.
+Ranks agree in a store that outlives them on who is in the next world: round after round, each a
+list of members that is written once. Whoever comes registers; the first to see that all members of
+the last world have come or are gone writes the list. Who is not on it waits for the next round.
 
 May import: _torch, argument_types, collectives, errors, groups, shared_memory.
 """
@@ -35,23 +35,26 @@ from .shared_memory.peers import state_of
 R = TypeVar("R")
 Member = dict[str, Any]  # id, machine and process
 
-_POLL = 0.01  # seconds between two looks into the store
+# seconds between two looks into the store
+_POLL = 0.01
 
 
 class ElasticWorld:
     """The worlds that a process is in, one after the other: smaller after a loss, larger when newcomers wait.
 
-    Every process calls `run`, at the start or at any time later. Where ranks of a world are lost, `run` lets go of the
-    groups of the old world and calls its function again in the next one. Of a machine's own processes it is seen at
-    once that they have ended; others count as lost if they do not come in `patience` seconds.
+    Every process calls `run`, at the start or at any time later. Where ranks of a world are lost,
+    `run` lets go of the groups of the old world and calls its function again in the next one. Of a
+    machine's own processes it is seen at once that they have ended; others count as lost if they do
+    not come in `patience` seconds.
 
     Args:
         store: in which ranks meet; it has to outlive them. A TCPStore that a launcher holds, say.
         size: ranks of the first world, which begins when so many have come.
-        backend: of the default group: gloo. Others, such as NCCL, do not tell a rank that another is lost, so a host
-            would wait for ever in what it has started.
+        backend: of the default group: gloo. Others, such as NCCL, do not tell a rank that another
+            is lost, so a host would wait for ever in what it has started.
         at_least: ranks of any later world; with fewer, ranks wait for newcomers.
-        patience: seconds that the others wait for a member that is alive, or cannot be seen, and does not come.
+        patience: seconds that the others wait for a member that is alive, or cannot be seen, and
+            does not come.
         timeout: seconds after which collectives give up.
 
     Attributes:
@@ -89,39 +92,51 @@ class ElasticWorld:
         for seconds in (patience, timeout):
             require(seconds, int | float, "patience and timeout are numbers of seconds")
         if min(size, at_least, patience, timeout) <= 0:
-            raise MeshError(f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}")
+            raise MeshError(
+                f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}"
+            )
         if backend not in {"gloo", "cpu:gloo"}:
             raise BackendError(
-                f"an elastic world runs over gloo, got the backend {backend!r}: those of accelerators do not end what "
-                "waits for a lost rank. Restart the program from a checkpoint there (torchrun --max-restarts)"
+                f"an elastic world runs over gloo, got the backend {backend!r}: those of "
+                "accelerators do not end what "
+                "waits for a lost rank. Restart the program from a checkpoint there (torchrun "
+                "--max-restarts)"
             )
         self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)
         self._size, self._backend, self._at_least = size, backend, at_least
         self._patience, self._timeout = patience, timedelta(seconds=timeout)
-        self._member: Member = {"id": secrets.token_hex(8), "machine": machine(), "process": os.getpid()}
+        self._member: Member = {
+            "id": secrets.token_hex(8),
+            "machine": machine(),
+            "process": os.getpid(),
+        }
 
     def run(self, function: Callable[[], R], *, wait: float = 600.0) -> R:
         """What `function` returns in the first world in which it comes to its end.
 
-        It is called once in each world. Groups of the world before are gone then, and meshes over them are of no
-        use; tensors are still there.
+        It is called once in each world. Groups of the world before are gone then, and meshes over
+        them are of no use; tensors are still there.
 
         Args:
             function: all of the program that communicates.
             wait: seconds that this rank waits for a world that takes it.
 
         Raises:
-            Exception: what the function has raised, where no rank is lost: on all ranks that raised.
+            Exception: what the function has raised, where no rank is lost: on all ranks that
+                raised.
             PeerError: no world took this rank in time.
             MeshTypeError: an argument of a wrong type.
         """
-        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]  # an abstract class
+        # an abstract class
+        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]
         require(wait, int | float, "wait is a number of seconds")
         failure: Exception | None = None
         while True:
             before = self.members() if self.round >= 0 else []
-            self._leave("goes on in another world" if failure is None else f"raised {failure!r:.200}")
+            self._leave(
+                "goes on in another world" if failure is None else f"raised {failure!r:.200}"
+            )
             members = self._next_members(wait)
             if failure is not None and not isinstance(failure, NewcomerError) and members == before:
                 raise failure
@@ -131,7 +146,8 @@ class ElasticWorld:
             try:
                 result = function()
             except Exception as error:
-                for each in (error, error.__cause__, error.__context__):  # their frames keep groups alive
+                # their frames keep groups alive
+                for each in (error, error.__cause__, error.__context__):
                     traceback.clear_frames(each.__traceback__ if each is not None else None)
                 failure = error
                 continue
@@ -153,7 +169,9 @@ class ElasticWorld:
 
     def members(self, number: int | None = None) -> list[Member]:
         """The members of a world, by rank; of the present one by default."""
-        members: list[Member] = json.loads(self._store.get(f"{self.round if number is None else number}/members"))
+        members: list[Member] = json.loads(
+            self._store.get(f"{self.round if number is None else number}/members")
+        )
         return members
 
     def _leave(self, reason: str) -> None:
@@ -163,7 +181,8 @@ class ElasticWorld:
             forget_groups()
             settle(self._timeout.total_seconds())
             dist.destroy_process_group()
-            gc.collect()  # ranks that wait for this one over gloo see that it is gone when its groups are freed
+            # ranks that wait for this one over gloo see that it is gone when its groups are freed
+            gc.collect()
 
     def _finish(self, members: list[Member]) -> None:
         """Wait for the others: the end of this process would break what they are in."""
@@ -192,17 +211,23 @@ class ElasticWorld:
         while not self._store.check([key]):
             came, now = self._registered(self.round), time.monotonic()
             if now > deadline:
-                raise PeerError(f"no world has taken this rank in time; {len(came)} have come to round {self.round}")
+                raise PeerError(
+                    f"no world has taken this rank in time; {len(came)} have come to round "
+                    f"{self.round}"
+                )
             if self._is_complete(last, came, now - begin):
                 order = {member["id"]: rank for rank, member in enumerate(last)}
-                came.sort(key=lambda member: order.get(member["id"], len(order)))  # newcomers follow, as they came
+                # newcomers follow, as they came
+                came.sort(key=lambda member: order.get(member["id"], len(order)))
                 self._store.compare_set(key, "", json.dumps(came))
             time.sleep(_POLL)
         return self.members()
 
     def _registered(self, number: int) -> list[Member]:
         """Who has come to a round and is still there."""
-        keys = [f"{number}/{place + 1}" for place in range(self._store.add(f"{number}/registered", 0))]
+        keys = [
+            f"{number}/{place + 1}" for place in range(self._store.add(f"{number}/registered", 0))
+        ]
         came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         return [member for member in came if not self._is_gone(member)]
 
@@ -212,13 +237,16 @@ class ElasticWorld:
             return len(came) >= self._size
         missing = [member for member in last if member not in came and not self._is_gone(member)]
         if missing and (waited < self._patience or all(member not in last for member in came)):
-            return False  # newcomers alone do not decide that a world is lost
+            # newcomers alone do not decide that a world is lost
+            return False
         return len(came) >= self._at_least
 
     def _is_gone(self, member: Member) -> bool:
         """Whether a member has ended, as far as this machine shows, or has left for good."""
         here = member["machine"] and member["machine"] == self._member["machine"]
-        return (here and state_of(member["process"]) == "ended") or self._store.check([f"left/{member['id']}"])
+        return (here and state_of(member["process"]) == "ended") or self._store.check(
+            [f"left/{member['id']}"]
+        )
 
     def _begin(self, members: list[Member]) -> bool:
         """Whether the groups of the next world could be made: not if somebody is lost meanwhile."""
@@ -233,9 +261,11 @@ class ElasticWorld:
                 world_size=len(members),
                 timeout=self._timeout,
             )
-        except RuntimeError:  # of the backend, which did not reach a rank
+        except RuntimeError:
+            # of the backend, which did not reach a rank
             return False
-        return self._all_say("connected", own, members)  # who leaves before would break what others still make
+        # who leaves before would break what others still make
+        return self._all_say("connected", own, members)
 
     def _all_say(self, word: str, own: int, members: list[Member]) -> bool:
         """Say something in the store, and wait until all members have; False if one is gone meanwhile."""

@@ -1,7 +1,7 @@
 """The ways a mesh, its groups or its collectives can refuse.
 
-Every error is also the builtin a caller of torch would expect, so `except KeyError` written for a wrong axis name keeps
-working after the import line has changed.
+Every error is also the builtin a caller of torch would expect, so `except KeyError` written for a
+wrong axis name keeps working after the import line has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class AxisError(MeshError, KeyError, IndexError):
     """An axis name or index that the mesh does not have, or has in a way the call does not allow."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""  # KeyError would print the repr of the text
+        # KeyError would print the repr of the text
+        return str(self.args[0]) if self.args else ""
 
 
 class BackendError(MeshError):
@@ -77,7 +78,9 @@ class RankError(RuntimeError):
         hung: ranks that had not returned when time was up.
     """
 
-    def __init__(self, message: str, failures: dict[int, str] | None = None, hung: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, failures: dict[int, str] | None = None, hung: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.failures: dict[int, str] = failures or {}
         self.hung = hung

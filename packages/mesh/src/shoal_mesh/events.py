@@ -1,7 +1,8 @@
 """Who hears of collectives: a list of observers that is empty unless a debug mode or a profile is on.
 
-CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once, however many calls
-of the backend it takes: what runs inside of an observed collective is not reported again (`in_observed`).
+CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once,
+however many calls of the backend it takes: what runs inside of an observed collective is not
+reported again (`in_observed`).
 
 May import: _torch, argument_types, errors, shared_memory, transport.
 """
@@ -28,15 +29,17 @@ from .transport import Handle
 R = TypeVar("R")
 
 
-class purpose:  # used as a function, as contextlib's suppress is
+# used as a function, as contextlib's suppress is
+class purpose:
     """Context manager: what the collectives inside are for.
 
-    Debug modes and errors repeat it, and `lockstep` compares it between ranks. Say here what the backend cannot see:
-    operator, call of the user's program, placements before and after. Nested purposes are joined.
+    Debug modes and errors repeat it, and `lockstep` compares it between ranks. Say here what the
+    backend cannot see: operator, call of the user's program, placements before and after. Nested
+    purposes are joined.
 
     Args:
-        text: the purpose, or a function that returns it. The function runs only when an observer asks, so costly texts
-            cost nothing otherwise.
+        text: the purpose, or a function that returns it. The function runs only when an observer
+            asks, so costly texts cost nothing otherwise.
 
     Raises:
         CollectiveTypeError: `text` is neither.
@@ -51,7 +54,12 @@ class purpose:  # used as a function, as contextlib's suppress is
 
     def __init__(self, text: Text) -> None:
         if type(text) is not str:
-            require(text, str | Callable, "a purpose is a text, or a function that returns one", CollectiveTypeError)
+            require(
+                text,
+                str | Callable,
+                "a purpose is a text, or a function that returns one",
+                CollectiveTypeError,
+            )
         self._text = text
         self._token: Token[tuple[Text, ...]] | None = None
 
@@ -77,13 +85,17 @@ class Event:
         comm: the communicator (a `Comm`).
         tensors: what this rank puts in.
         reduce_op: `sum`, ... or '' for collectives that only move data.
-        same: what must be equal on all ranks for the collective to be right: shapes, dims, sizes, the root, by name.
-        sends: elements for each rank, in index order, where ranks send different amounts; None where `same` says it.
+        same: what must be equal on all ranks for the collective to be right: shapes, dims, sizes,
+            the root, by name.
+        sends: elements for each rank, in index order, where ranks send different amounts; None
+            where `same` says it.
         receives: elements from each rank, likewise.
-        purpose: what the program says it is doing (`purpose`), innermost first; '' when it says nothing.
+        purpose: what the program says it is doing (`purpose`), innermost first; '' when it says
+            nothing.
         started: seconds of `time.perf_counter`.
         seconds: duration on the host; 0.0 until the collective has returned.
-        waits: of one that was started with `async_op`, when this rank waited for it: from and to, as `started`.
+        waits: of one that was started with `async_op`, when this rank waited for it: from and to,
+            as `started`.
     """
 
     op: str
@@ -112,7 +124,8 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-# Declared mutable state: who observes, and threads inside of a collective that observers have heard of.
+# Declared mutable state: who observes, and threads inside of a collective that observers have heard
+# of.
 observers: list[Observer] = []
 _inside: set[int] = set()
 
@@ -120,8 +133,8 @@ _inside: set[int] = set()
 def in_observed() -> bool:
     """Whether observers are not to hear of backend calls that run now.
 
-    They belong to a collective that observers have heard of already, or are traced by a compiler: operators of
-    `graph_operators` report themselves when they run.
+    They belong to a collective that observers have heard of already, or are traced by a compiler:
+    operators of `graph_operators` report themselves when they run.
     """
     return is_compiling() or threading.get_ident() in _inside
 
@@ -150,8 +163,12 @@ def observe(observer: Observer) -> None:
         3
         >>> unobserve(names)
     """
-    if not (callable(getattr(observer, "before", None)) and callable(getattr(observer, "after", None))):
-        raise CollectiveTypeError(f"an observer has methods before(event) and after(event), got {kind_of(observer)}")
+    if not (
+        callable(getattr(observer, "before", None)) and callable(getattr(observer, "after", None))
+    ):
+        raise CollectiveTypeError(
+            f"an observer has methods before(event) and after(event), got {kind_of(observer)}"
+        )
     observers.append(observer)
 
 
@@ -162,13 +179,16 @@ def unobserve(observer: Observer) -> None:
         CollectiveError: it does not observe.
     """
     if observer not in observers:
-        raise CollectiveError(f"{observer!r:.80} does not observe collectives: pass what was given to observe()")
+        raise CollectiveError(
+            f"{observer!r:.80} does not observe collectives: pass what was given to observe()"
+        )
     observers.remove(observer)
 
 
 @contextmanager
 def observing(
-    before: Callable[[Event], object] = lambda _: None, after: Callable[[Event], object] = lambda _: None
+    before: Callable[[Event], object] = lambda _: None,
+    after: Callable[[Event], object] = lambda _: None,
 ) -> Iterator[None]:
     """Call two functions before and after every collective inside the block."""
     observer = SimpleNamespace(before=before, after=after)
@@ -203,11 +223,15 @@ def observed(  # noqa: PLR0913  # the fields of an event
 ) -> R:
     """What `run` returns: a collective that observers hear of, unless it is over one rank or part of another.
 
-    The others are fields of the `Event`, `flow` its `sends` and `receives`; `same` may hold any sequences.
+    The others are fields of the `Event`, `flow` its `sends` and `receives`; `same` may hold any
+    sequences.
     """
     if not observers or comm.size == 1 or in_observed():
         return run()
-    plain = {k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for k, v in same.items()}
+    plain = {
+        k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v
+        for k, v in same.items()
+    }
     sends, receives = (None, None) if flow is None else map(tuple, flow)
     event = Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives)
     for observer in observers:

@@ -2,8 +2,8 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers, shared_memory,
-topology, transport.
+May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers,
+shared_memory, topology, transport.
 """
 
 # mypy: implicit-reexport

@@ -1,8 +1,9 @@
 """What a program decides and sends, on request: as records of `logging` under `shoal`, or as ranges of a profile.
 
-`SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers: `shoal.collectives`
-(each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, before it first runs) and
-`shoal.decisions` (each operator, when it is decided). Programs that configure `logging` themselves use these names.
+`SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers:
+`shoal.collectives` (each collective with its mesh axes, bytes and time), `shoal.plans` (each
+redistribution, before it first runs) and `shoal.decisions` (each operator, when it is decided).
+Programs that configure `logging` themselves use these names.
 
 May import: errors, events.
 """
@@ -29,7 +30,9 @@ def _log(event: Event) -> None:
     what = f"{event.op} {event.reduce_op}".rstrip()
     shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
     axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
-    _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, event.seconds * 1e6, why)
+    _collectives.debug(
+        "%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, event.seconds * 1e6, why
+    )
 
 
 def log_to_stderr(*topics: str) -> None:
@@ -43,8 +46,8 @@ def log_to_stderr(*topics: str) -> None:
 
     Example:
         >>> log_to_stderr("sums")
-        Traceback (most recent call last):
-        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, decisions, or all
+        Traceback (most recent call last): shoal_mesh.errors.MeshError: there is no topic 'sums' to
+        log: collectives, plans, decisions, or all
     """
     for topic in topics:
         if topic not in TOPICS:
@@ -53,7 +56,9 @@ def log_to_stderr(*topics: str) -> None:
     if not any(handler.name == "shoal" for handler in root.handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.name = "shoal"  # of this function
-        handler.setFormatter(logging.Formatter(f"[rank {os.environ.get('RANK', '-')}] %(name)s: %(message)s"))
+        handler.setFormatter(
+            logging.Formatter(f"[rank {os.environ.get('RANK', '-')}] %(name)s: %(message)s")
+        )
         root.addHandler(handler)
         root.propagate = False
     for topic in topics or TOPICS:
@@ -85,7 +90,9 @@ def annotate_collectives() -> Iterator[None]:
     ranges: dict[int, record_function] = {}
 
     def begin(event: Event) -> None:
-        ranges[id(event)] = record_function(f"shoal::{event.op}[{'x'.join(event.comm.axes)}] {event.nbytes} B")
+        ranges[id(event)] = record_function(
+            f"shoal::{event.op}[{'x'.join(event.comm.axes)}] {event.nbytes} B"
+        )
         ranges[id(event)].__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
     with observing(begin, lambda event: ranges.pop(id(event)).__exit__(None, None, None)):

@@ -1,8 +1,9 @@
 """`%load_ext shoal_mesh`, then `%%ranks 4` above a cell: it runs on four local ranks, which keep their variables.
 
-The ranks stay up between cells, a pool for each number of ranks, and `launch` uses them too. A cell sees the variables
-of earlier `%%ranks` cells of the same number and, where it reads a name that no such cell has set, the notebook's own
-value of it. What ranks print comes with their numbers, equal texts once; so does the value of the last line.
+The ranks stay up between cells, a pool for each number of ranks, and `launch` uses them too. A cell
+sees the variables of earlier `%%ranks` cells of the same number and, where it reads a name that no
+such cell has set, the notebook's own value of it. What ranks print comes with their numbers, equal
+texts once; so does the value of the last line.
 
 May import: argument_types, errors, local_ranks.
 """
@@ -22,7 +23,8 @@ from .local_ranks.launch import keep_ranks
 from .local_ranks.pickle_functions import dump
 from .local_ranks.pool import kept_pool
 
-# Declared mutable state, on a rank: the variables of its cells, and those that came from the notebook as they came.
+# Declared mutable state, on a rank: the variables of its cells, and those that came from the
+# notebook as they came.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}
 _SENT: dict[str, Any] = {}
 
@@ -41,8 +43,9 @@ def register_magics(shell: Any) -> None:
 def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None:
     """Run a cell on as many ranks as the line says, and show what they print and what its last line is worth.
 
-    The notebook's variables that the cell reads and ranks lack are sent. `show` is called with the text or the HTML
-    that ranks have shown, and the ranks that did. After a RankError the next cell has new ranks, without variables.
+    The notebook's variables that the cell reads and ranks lack are sent. `show` is called with the
+    text or the HTML that ranks have shown, and the ranks that did. After a RankError the next cell
+    has new ranks, without variables.
     """
     if not line.strip().isdigit():
         raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")
@@ -58,7 +61,8 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
             said.setdefault(output, []).append(rank)
-    for (kind, text), ranks in sorted(said.items(), key=lambda item: item[0][0] == "html"):  # else as they came
+    # else as they came
+    for (kind, text), ranks in sorted(said.items(), key=lambda item: item[0][0] == "html"):
         show(kind, text, ranks)
 
 
@@ -68,10 +72,13 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _run_on_rank(cell: str, sent: dict[str, bytes], unsent: dict[str, str]) -> list[tuple[str, str]]:
+def _run_on_rank(
+    cell: str, sent: dict[str, bytes], unsent: dict[str, str]
+) -> list[tuple[str, str]]:
     """What a cell prints and what its last line is worth, each as (kind, text)."""
     for name, data in sent.items():
-        if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):  # no cell of ours has set it
+        # no cell of ours has set it
+        if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):
             _VARIABLES[name] = _SENT[name] = pickle.loads(data)
     try:
         return _outputs(cell)
@@ -101,6 +108,8 @@ def _display(kind: str, text: str, ranks: list[int]) -> None:
 
     label = f"[{name_ranks(ranks)}]"
     if kind == "html":
-        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # IPython has no types here
+        # IPython has no types here
+        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]
     else:
-        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201  # the cell has printed it
+        # the cell has printed it
+        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201

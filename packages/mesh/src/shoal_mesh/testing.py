@@ -2,7 +2,8 @@
 
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 
-May import: _torch, accelerator, argument_types, errors, events, groups, local_ranks, mesh, observers.
+May import: _torch, accelerator, argument_types, errors, events, groups, local_ranks, mesh,
+observers.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def rank_pool(size: int = 4) -> RankPool:
 def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]:
     """Decorator: the test runs on each of `size` ranks of the pool instead of in this process.
 
-    A failure on any rank fails the test with every rank's traceback. Arguments (of `parametrize`, of fixtures) are sent
-    by value. In a class, the body gets an instance with the attributes of this process's instance. Random numbers start
-    from `torch.manual_seed(0)`.
+    A failure on any rank fails the test with every rank's traceback. Arguments (of `parametrize`,
+    of fixtures) are sent by value. In a class, the body gets an instance with the attributes of
+    this process's instance. Random numbers start from `torch.manual_seed(0)`.
 
     Args:
         size: number of ranks.
@@ -88,7 +89,9 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
     require(size, int, "on_ranks takes a number of ranks, as in @on_ranks(4)")
     require(timeout, int | float | None, "a timeout is a number of seconds, or None")
     if size < 1 or (timeout is not None and not timeout > 0):
-        raise MeshError(f"on_ranks takes a positive number of ranks and of seconds, got {size} and {timeout}")
+        raise MeshError(
+            f"on_ranks takes a positive number of ranks and of seconds, got {size} and {timeout}"
+        )
 
     def mark(body: F) -> F:
         @wraps(body)
@@ -210,8 +213,13 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
         {'all_gather': 1}
     """
     require(mode, CommDebugMode, "counts reads a CommDebugMode")
-    names = ((str(op).rpartition(".")[2], count) for op, count in mode.get_comm_counts().items() if count)
-    return {name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into"): n for name, n in names}
+    names = (
+        (str(op).rpartition(".")[2], count) for op, count in mode.get_comm_counts().items() if count
+    )
+    return {
+        name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into"): n
+        for name, n in names
+    }
 
 
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:
@@ -224,7 +232,9 @@ def skip_unless_backend(name: str) -> Callable[[Any], Any]:
         MeshTypeError: the name is no string.
     """
     require(name, str, "a backend is named by a string, such as 'gloo'")
-    return unittest.skipUnless(dist.is_backend_available(name), f"torch has no backend {name!r} here")
+    return unittest.skipUnless(
+        dist.is_backend_available(name), f"torch has no backend {name!r} here"
+    )
 
 
 def with_comms(body: F) -> F:
@@ -238,7 +248,8 @@ def with_comms(body: F) -> F:
     Raises:
         MeshTypeError: it is not callable.
     """
-    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]  # an abstract class
+    # an abstract class
+    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -256,16 +267,23 @@ def with_comms(body: F) -> F:
 class RankTestCase(unittest.TestCase):
     """A unittest base whose test methods run on `world_size` ranks of the session's pool.
 
-    `setUp` and `tearDown` run here, once; `set_up_rank` and `tear_down_rank` run around the method on every rank.
+    `setUp` and `tearDown` run here, once; `set_up_rank` and `tear_down_rank` run around the method
+    on every rank.
     """
 
-    world_size: int = default_world_size()  # number of ranks; set it in the class body
-    timeout: float = 60.0  # seconds until a rank that has not returned counts as hung
+    # number of ranks; set it in the class body
+    world_size: int = default_world_size()
+    # seconds until a rank that has not returned counts as hung
+    timeout: float = 60.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            if name.startswith("test") and callable(method) and not hasattr(method, "__shoal_body__"):
+            if (
+                name.startswith("test")
+                and callable(method)
+                and not hasattr(method, "__shoal_body__")
+            ):
                 setattr(cls, name, on_ranks(cls.world_size, timeout=cls.timeout)(method))
 
     def set_up_rank(self) -> None:
@@ -274,6 +292,10 @@ class RankTestCase(unittest.TestCase):
     def tear_down_rank(self) -> None:
         """Runs on every rank after the test method, also after a failure."""
 
-    def build_mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    def build_mesh(
+        self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
+    ) -> DeviceMesh:
         """A mesh over all ranks (on a rank)."""
-        return init_device_mesh(device_type(), shape or (dist.get_world_size(),), mesh_dim_names=names)
+        return init_device_mesh(
+            device_type(), shape or (dist.get_world_size(),), mesh_dim_names=names
+        )

@@ -1,7 +1,8 @@
 """What communication along a mesh axis costs: latency in seconds and bandwidth in bytes per second, for planners.
 
-The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
-defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
+The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure`
+returned), else defaults by device type and by whether the axis crosses hosts. All ranks get the
+same numbers.
 
 May import: accelerator, argument_types, collectives, errors, mesh.
 """
@@ -45,9 +46,14 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        require_each((self.latency, self.bandwidth), int | float, "a link has a latency and a bandwidth")
+        require_each(
+            (self.latency, self.bandwidth), int | float, "a link has a latency and a bandwidth"
+        )
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise MeshError(f"a link has latency >= 0 s and bandwidth > 0 B/s, got {self.latency}, {self.bandwidth}")
+            raise MeshError(
+                f"a link has latency >= 0 s and bandwidth > 0 B/s, got {self.latency}, "
+                f"{self.bandwidth}"
+            )
 
     def seconds(self, nbytes: float) -> float:
         """Seconds to send that many bytes.
@@ -96,16 +102,22 @@ class Topology:
         require_each(axes, int, "axes of a topology are indices")
         count = len(self.links)
         if not axes or not all(-count <= axis < count for axis in axes):
-            raise AxisError(f"a topology of {count} axes has no group over axes {axes!r:.80}: pass indices of axes")
+            raise AxisError(
+                f"a topology of {count} axes has no group over axes {axes!r:.80}: pass indices of "
+                "axes"
+            )
         links = [self.links[axis] for axis in axes]
         return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-# Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per GPU.
+# Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per
+# GPU.
 _LOCAL = {"cpu": Link(60e-6, 1.5e9), "accelerator": Link(12e-6, 180e9)}
 _REMOTE = {"cpu": Link(150e-6, 1.0e9), "accelerator": Link(25e-6, 22e9)}
-_ON_A_HOST = 8  # accelerators, where neither the launcher nor this host says how many
-_SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()  # set by users; an entry goes with its mesh
+# accelerators, where neither the launcher nor this host says how many
+_ON_A_HOST = 8
+# set by users; an entry goes with its mesh
+_SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()
 _VERSION = [0]  # how often users set a topology
 
 
@@ -132,8 +144,8 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
 
     Args:
         mesh: the mesh.
-        topology: a Topology, or one link per axis; None goes back to the defaults. The same on all ranks: plans that
-            ranks must agree on follow from it.
+        topology: a Topology, or one link per axis; None goes back to the defaults. The same on all
+            ranks: plans that ranks must agree on follow from it.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
@@ -146,7 +158,9 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
         Link(latency=2.5e-05, bandwidth=22000000000.0)
     """
     require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
-    require(topology, Topology | Sequence | None, "set_topology takes a Topology, or one Link per axis")
+    require(
+        topology, Topology | Sequence | None, "set_topology takes a Topology, or one Link per axis"
+    )
     _VERSION[0] += 1
     if topology is None:
         _SET.pop(mesh, None)
@@ -189,7 +203,8 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     Args:
         mesh: a mesh with process groups.
         largest: bytes of the larger message per rank, more than 64.
-        repeats: the time of a rank is the fastest of so many runs; that of the slowest rank of the mesh counts.
+        repeats: the time of a rank is the fastest of so many runs; that of the slowest rank of the
+            mesh counts.
 
     Returns:
         One link per axis, the same on all ranks; axes of one rank keep their default.
@@ -206,7 +221,9 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
     require_each((largest, repeats), int, "measure takes a number of bytes and a number of repeats")
     if largest <= 64 or repeats < 1:
-        raise MeshError(f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}")
+        raise MeshError(
+            f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}"
+        )
     defaults, device = _default(mesh), own_device(mesh.device_type)
     blocks, times = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)], []
     for axis in range(mesh.ndim):  # the first run connects
@@ -218,7 +235,9 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     links = []
     for axis, (small, large) in enumerate(worst):
         steps = mesh.shape[axis] - 1
-        sent = (largest - 64) * steps  # a rank of a ring sends its own block and passes on the others
-        transfer = max(large - small, large / 4)  # on a busy machine the small message may take as long as the large
+        # a rank of a ring sends its own block and passes on the others
+        sent = (largest - 64) * steps
+        # on a busy machine the small message may take as long as the large
+        transfer = max(large - small, large / 4)
         links.append(Link(small, sent / transfer) if steps else defaults[axis])
     return Topology(tuple(links))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # with a default, which Python has from 3.13 on
+    # with a default, which Python has from 3.13 on
+    from typing_extensions import TypeVar
 
     R = TypeVar("R")
     V = TypeVar("V", default=Tensor)
@@ -23,7 +24,8 @@ else:
     R, V = TypeVar("R"), TypeVar("V")
 
 Sizes = Sequence[int]  # of blocks, one per rank
-Flat = Sequence[Tensor] | Tensor  # flat tensors, or a matrix of which they are the rows
+# flat tensors, or a matrix of which they are the rows
+Flat = Sequence[Tensor] | Tensor
 Receive = Callable[[Flat], None]
 
 
@@ -39,8 +41,8 @@ class Pending(Generic[V]):
     """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
 
     Attributes:
-        value: what the backend writes to, before it has been passed through functions; the result once it has been
-            waited for.
+        value: what the backend writes to, before it has been passed through functions; the result
+            once it has been waited for.
         work: what the transport has started; None when it is complete.
 
     Example:
@@ -53,7 +55,9 @@ class Pending(Generic[V]):
 
     __slots__ = ("_then", "value", "work")
 
-    def __init__(self, value: Any, work: Handle | None, then: Callable[[Any], V] | None = None) -> None:
+    def __init__(
+        self, value: Any, work: Handle | None, then: Callable[[Any], V] | None = None
+    ) -> None:
         self.value, self.work, self._then = value, work, then
 
     def wait(self) -> V:
@@ -94,8 +98,8 @@ class Transport(Protocol):
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         """The transport of a message, reduced with `op` if given: this one, or that of the group's backend.
 
-        The same on all ranks, it depends on group, device, dtype and reduction; in the background on the size, and on
-        whether blocks are `uneven`.
+        The same on all ranks, it depends on group, device, dtype and reduction; in the background
+        on the size, and on whether blocks are `uneven`.
         """
         return self
 
@@ -111,20 +115,28 @@ class Transport(Protocol):
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
         """`S -> S`: (size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
+    def all_to_all_v(
+        self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
+    ) -> Handle:
         """`S -> S`: 1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         """`one rank -> R`: overwrite with the tensor of the group's rank `root`."""
 
     def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sizes, own: int, op: str
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        receive: Receive,
+        sizes: Sizes,
+        own: int,
+        op: str,
     ) -> Handle | None:
         """Many tensors of one dtype in one message in the background; None where the caller packs them.
 
-        The kind is "all_gather", "reduce_scatter" or "all_reduce". `receive` is called with what has arrived, which it
-        has to copy if it was gathered. `sizes` are the elements of every rank's block, unless all reduce; `own` is
-        which of them is this rank's.
+        The kind is "all_gather", "reduce_scatter" or "all_reduce". `receive` is called with what
+        has arrived, which it has to copy if it was gathered. `sizes` are the elements of every
+        rank's block, unless all reduce; `own` is which of them is this rank's.
         """
         return None
 
@@ -132,7 +144,7 @@ class Transport(Protocol):
 def as_bytes(tensor: Tensor) -> Tensor:
     """A flat view of a contiguous tensor as bytes.
 
-    `view(-1)` would keep the stride of a dim of one element, whatever it is: shape (1, 1) and strides (7, 3) give
-    stride 3, which cannot be viewed as bytes.
+    `view(-1)` would keep the stride of a dim of one element, whatever it is: shape (1, 1) and
+    strides (7, 3) give stride 3, which cannot be viewed as bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -69,7 +69,9 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     wide = torch.float64 if got.dtype.is_floating_point else got.dtype
-    tolerance = 0.15 if got.dtype is torch.float8_e4m3fn else 1e-2 if got.element_size() <= 2 else 1e-6
+    tolerance = (
+        0.15 if got.dtype is torch.float8_e4m3fn else 1e-2 if got.element_size() <= 2 else 1e-6
+    )
     if got.is_floating_point() or got.is_complex():
         torch.testing.assert_close(got.to(wide), want.to(wide), rtol=tolerance, atol=tolerance)
     else:

@@ -14,7 +14,9 @@ from typing import Any
 __all__ = ["SCRIPT", "run_script", "two_at_a_time"]
 
 
-def two_at_a_time(start: Callable[..., str], calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Future[str]]:
+def two_at_a_time(
+    start: Callable[..., str], calls: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Future[str]]:
     """What processes that need nothing of each other print, by name of the call that starts each and waits for it."""
     with ThreadPoolExecutor(2) as threads:
         return {name: threads.submit(start, *args) for name, args in calls.items()}

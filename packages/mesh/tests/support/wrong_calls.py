@@ -70,7 +70,13 @@ def wrong_values(mesh: m.DeviceMesh, comm: Comm) -> dict[str, Any]:
         "generator": (i for i in range(2)),
         "none": None,
     }
-    others |= {"object": object(), "function": lambda: 3, "type": int, "slice": slice(0, 1), "ellipsis": ...}
+    others |= {
+        "object": object(),
+        "function": lambda: 3,
+        "type": int,
+        "slice": slice(0, 1),
+        "ellipsis": ...,
+    }
     others |= {"text": "x", "no_text": "", "bytes": b"x", "exception": ValueError("x")}
     meshes: dict[str, Any] = {
         "torch_mesh": theirs,
@@ -78,7 +84,12 @@ def wrong_values(mesh: m.DeviceMesh, comm: Comm) -> dict[str, Any]:
         "mesh": mesh,
         "mesh_and_9": (mesh, 9),
     }
-    meshes |= {"mesh_and_none": (mesh, None), "mesh_alone": (mesh,), "comm": comm, "group": dist.group.WORLD}
+    meshes |= {
+        "mesh_and_none": (mesh, None),
+        "mesh_alone": (mesh,),
+        "comm": comm,
+        "group": dist.group.WORLD,
+    }
     tensors: dict[str, Any] = {
         "tensor": x,
         "int_tensor": torch.ones(2, dtype=torch.long),
@@ -87,7 +98,11 @@ def wrong_values(mesh: m.DeviceMesh, comm: Comm) -> dict[str, Any]:
     tensors |= {"empty": torch.empty(0), "scalar": torch.tensor(1.0), "sparse": x.to_sparse()}
     tensors |= {"requires_grad": torch.ones(2, 2, requires_grad=True), "list_of_tensor": [x]}
     tensors |= {"list_of_requires_grad": [torch.ones(2, requires_grad=True)] * 2}
-    tensors |= {"dtype": torch.float32, "device": torch.device("cpu"), "reduce_op": dist.ReduceOp.SUM}
+    tensors |= {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "reduce_op": dist.ReduceOp.SUM,
+    }
     return numbers | lists | others | meshes | tensors
 
 
@@ -129,13 +144,21 @@ class _Table:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
 
-    def __call__(self, name: str, function: Callable[..., object], /, **arguments: tuple[Any, str]) -> None:
+    def __call__(
+        self, name: str, function: Callable[..., object], /, **arguments: tuple[Any, str]
+    ) -> None:
         """A function, and for each of its parameters what it takes, and the names of wrong values that are right."""
         accepted = {parameter: set(words.split()) for parameter, (_, words) in arguments.items()}
         operation: object = dist.ReduceOp.SUM
-        if not callable(operation):  # as in torch 2.11: there it passes for no function
-            accepted = {p: words - {"reduce_op"} if "function" in words else words for p, words in accepted.items()}
-        self.calls[name] = Call(function, {parameter: value for parameter, (value, _) in arguments.items()}, accepted)
+        # as in torch 2.11: there it passes for no function
+        if not callable(operation):
+            accepted = {
+                p: words - {"reduce_op"} if "function" in words else words
+                for p, words in accepted.items()
+            }
+        self.calls[name] = Call(
+            function, {parameter: value for parameter, (value, _) in arguments.items()}, accepted
+        )
 
 
 def public_calls(mesh: m.DeviceMesh, comm: Comm, folder: Path) -> dict[str, Call]:
@@ -180,30 +203,75 @@ def _collectives(row: _Table, comm: Comm) -> None:
     }
     for name, accepted in tensors.items():
         arguments["sizes"] = ((0, 2) if name == "reduce_scatter_v" else (2, 3), "")
-        for prefix, module, more in (("", m, ""), ("differentiable.", differentiable, " requires_grad")):
+        for prefix, module, more in (
+            ("", m, ""),
+            ("differentiable.", differentiable, " requires_grad"),
+        ):
             if function := getattr(module, name, None):
                 every = arguments | {"tensor": (x, accepted + more)}
-                row(prefix + name, function, **{p: every[p] for p in signature(function).parameters if p in every})
+                row(
+                    prefix + name,
+                    function,
+                    **{p: every[p] for p in signature(function).parameters if p in every},
+                )
     row("all_reduce_", all_reduce_, tensor=(x, full), comm=(comm, "comm"), op=("sum", ""))
     src = (0, "true")
     out = (x.clone(), "tensor")
-    row("scatter", from_this_rank(m.scatter), tensors=([x, x], ""), comm=(comm, "comm"), src=src, out=out)
+    row(
+        "scatter",
+        from_this_rank(m.scatter),
+        tensors=([x, x], ""),
+        comm=(comm, "comm"),
+        src=src,
+        out=out,
+    )
     tensor = (x, f"{shaped} requires_grad")
-    row("differentiable.scatter", from_this_rank(differentiable.scatter), tensor=tensor, comm=(comm, "comm"), src=src)
+    row(
+        "differentiable.scatter",
+        from_this_rank(differentiable.scatter),
+        tensor=tensor,
+        comm=(comm, "comm"),
+        src=src,
+    )
     lists = ([x, f], "list tuple list_of_tensor")
     dim = (0, "minus_one")
-    row("all_reduce_coalesced", m.all_reduce_coalesced, tensors=lists, comm=(comm, "comm"), op=("sum", ""))
+    row(
+        "all_reduce_coalesced",
+        m.all_reduce_coalesced,
+        tensors=lists,
+        comm=(comm, "comm"),
+        op=("sum", ""),
+    )
     row("all_gather_coalesced", m.all_gather_coalesced, tensors=lists, comm=(comm, "comm"), dim=dim)
     coalesced = m.reduce_scatter_coalesced
-    row("reduce_scatter_coalesced", coalesced, tensors=lists, comm=(comm, "comm"), dim=dim, op=("sum", ""))
+    row(
+        "reduce_scatter_coalesced",
+        coalesced,
+        tensors=lists,
+        comm=(comm, "comm"),
+        dim=dim,
+        op=("sum", ""),
+    )
     into = ([[f.clone()], [f.clone()]], "")
-    row("all_to_all_blocks", m.all_to_all_blocks, blocks=([[f], [f]], ""), comm=(comm, "comm"), out=into)
+    row(
+        "all_to_all_blocks",
+        m.all_to_all_blocks,
+        blocks=([[f], [f]], ""),
+        comm=(comm, "comm"),
+        out=into,
+    )
     blocks = ([f, x], "list tuple list_of_tensor list_of_requires_grad")
     row("pack_blocks", pack_blocks, blocks=blocks, like=(x, f"none {full} requires_grad sparse"))
     two = ([torch.ones(2), torch.ones(2)], "list_of_tensor")
     row("unpack_blocks", unpack_blocks, flat=(torch.ones(4), ""), out=two)
     replicas = (x, f"{full} requires_grad dict")
-    row("check_replicas", m.check_replicas, tensor=replicas, comm=(comm, "comm"), what=("x", "text no_text"))
+    row(
+        "check_replicas",
+        m.check_replicas,
+        tensor=replicas,
+        comm=(comm, "comm"),
+        what=("x", "text no_text"),
+    )
 
 
 def _meshes(row: _Table, two: m.DeviceMesh) -> None:
@@ -272,21 +340,43 @@ def _meshes(row: _Table, two: m.DeviceMesh) -> None:
 
 def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
     mode = m.CommDebugMode()
-    row("Link", m.Link, latency=(1.0, "three million float true"), bandwidth=(1.0, "three million float true"))
-    row("Link.seconds", m.Link(1.0, 1.0).seconds, nbytes=(1, "three minus_one million float nan true"))
+    row(
+        "Link",
+        m.Link,
+        latency=(1.0, "three million float true"),
+        bandwidth=(1.0, "three million float true"),
+    )
+    row(
+        "Link.seconds",
+        m.Link(1.0, 1.0).seconds,
+        nbytes=(1, "three minus_one million float nan true"),
+    )
     row("Topology", Topology, links=((m.Link(1.0, 1.0),), "tuple"))
     row("Topology.over", Topology((m.Link(1.0, 1.0),)).over, axes=((0,), "zeros"))
     row("Topology[]", Topology((m.Link(1.0, 1.0),)).__getitem__, axis=(0, "minus_one"))
     row("topology_of", m.topology_of, mesh=(two, "mesh"))
     row("set_topology", m.set_topology, mesh=(two, "mesh"), topology=(None, "none"))
-    row("measure_topology", measure, mesh=(two, "mesh"), largest=(128, "million"), repeats=(1, "three million true"))
+    row(
+        "measure_topology",
+        measure,
+        mesh=(two, "mesh"),
+        largest=(128, "million"),
+        repeats=(1, "three million true"),
+    )
     row("observe", observe_and_stop, observer=(testing, ""))
     row("unobserve", unobserve, observer=(testing, ""))
     row("purpose", m.purpose, text=("x", "text no_text function type reduce_op"))
     row("lockstep", open_lockstep, timeout=(1.0, "three million float true"))
-    row("BackendChoice", BackendChoice, backend=("gloo", "none text no_text"), options=(None, "none"))
+    row(
+        "BackendChoice",
+        BackendChoice,
+        backend=("gloo", "none text no_text"),
+        options=(None, "none"),
+    )
     row("constant_when_compiled", constant_when_compiled, cls=(None, ""))
-    row("CommDebugMode.table", mode.generate_comm_debug_tracing_table, noise_level=(1, "three true"))
+    row(
+        "CommDebugMode.table", mode.generate_comm_debug_tracing_table, noise_level=(1, "three true")
+    )
     row(
         "CommDebugMode.json",
         mode.generate_json_dump,
@@ -299,9 +389,19 @@ def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
         file_name=(str(folder / "a"), "text"),
         noise_level=(1, "three true"),
     )
-    row("on_ranks", testing.on_ranks, size=(2, "three million true"), timeout=(1.0, "none three million float true"))
+    row(
+        "on_ranks",
+        testing.on_ranks,
+        size=(2, "three million true"),
+        timeout=(1.0, "none three million float true"),
+    )
     row("rank_pool", testing.rank_pool, size=(2, "three million true"))
-    row("RankPool", testing.RankPool, size=(2, "three million true"), backend=("gloo", "none text no_text"))
+    row(
+        "RankPool",
+        testing.RankPool,
+        size=(2, "three million true"),
+        backend=("gloo", "none text no_text"),
+    )
     row("RankPool.run", run_on_one_rank, function=(None, "function type reduce_op"))
     row("launch", launch, fn=(list, "type function reduce_op"), nprocs=(2, "none"))
     row("skip_unless_gpus", testing.skip_unless_gpus, count=(1, "three minus_one million true"))

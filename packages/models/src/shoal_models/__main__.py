@@ -26,18 +26,31 @@ from .planning.auto import auto_plan
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; 0 if nothing is wrong, 1 if something is, 2 for misuse."""
-    parser = argparse.ArgumentParser(prog="python -m shoal_models", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shoal_models", description=(__doc__ or "").splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run in (preview_plan, verify_plan):
-        command = commands.add_parser(run.__name__.removesuffix("_plan"), help=run.__doc__, description=run.__doc__)
-        command.add_argument("model", help="package.module:name of a module, or of what makes one; or a folder")
-        command.add_argument(
-            "plan", help='auto; own: the model\'s tp_plan; package.module:name; JSON: {"0": "colwise"}'
+        command = commands.add_parser(
+            run.__name__.removesuffix("_plan"), help=run.__doc__, description=run.__doc__
         )
-        command.add_argument("mesh", type=_mesh, help="sizes of axes, with names or without: 4, 2x4, data=2,tensor=4")
-        command.add_argument("--axis", help="the axis that the plan is for; the last one when left out")
+        command.add_argument(
+            "model", help="package.module:name of a module, or of what makes one; or a folder"
+        )
+        command.add_argument(
+            "plan",
+            help='auto; own: the model\'s tp_plan; package.module:name; JSON: {"0": "colwise"}',
+        )
+        command.add_argument(
+            "mesh", type=_mesh, help="sizes of axes, with names or without: 4, 2x4, data=2,tensor=4"
+        )
+        command.add_argument(
+            "--axis", help="the axis that the plan is for; the last one when left out"
+        )
         text = "global shape of an example input, once for each; integers below N as 2x16:N"
-        command.add_argument("--input", action="append", type=_tensor, default=[], metavar="SHAPE", help=text)
+        command.add_argument(
+            "--input", action="append", type=_tensor, default=[], metavar="SHAPE", help=text
+        )
         command.set_defaults(run=run)
     asked = parser.parse_args(argv)
     try:
@@ -52,7 +65,10 @@ def preview_plan(asked: argparse.Namespace) -> int:
     """Print what the plan costs."""
     model, plan, mesh = _subject(asked)
     if not asked.input:
-        raise PlanError("a preview needs the shapes of example inputs: --input 8x16, or --input 2x16:1000 for tokens")
+        raise PlanError(
+            "a preview needs the shapes of example inputs: --input 8x16, or --input 2x16:1000 for "
+            "tokens"
+        )
     sys.stdout.write(f"{preview(model, plan, mesh, *asked.input)}\n")
     return 0
 
@@ -106,7 +122,9 @@ def _mesh(text: str) -> DeviceMesh:
     parts = text.split(",") if "=" in text else text.lower().split("x")
     names, _, sizes = zip(*(part.rpartition("=") for part in parts), strict=True)
     if not all(size.isdigit() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"a mesh is sizes of axes, as 4, 2x4 or data=2,tensor=4, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a mesh is sizes of axes, as 4, 2x4 or data=2,tensor=4, got {text!r}"
+        )
     return abstract_mesh(tuple(map(int, sizes)), names if all(names) else None)
 
 
@@ -115,7 +133,11 @@ def _tensor(text: str) -> torch.Tensor:
     shape, _, below = text.partition(":")
     sizes = [int(size) for size in shape.split("x")]
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(int(below), sizes, generator=generator) if below else torch.randn(sizes, generator=generator)
+    return (
+        torch.randint(int(below), sizes, generator=generator)
+        if below
+        else torch.randn(sizes, generator=generator)
+    )
 
 
 if __name__ == "__main__":

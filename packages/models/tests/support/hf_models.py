@@ -17,7 +17,8 @@ from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_tp_styles import unparallelize_module
 
-if find_spec("transformers"):  # here, so that it is imported before ranks are forked
+# here, so that it is imported before ranks are forked
+if find_spec("transformers"):
     import transformers
     import transformers.models.llama.modeling_llama
 

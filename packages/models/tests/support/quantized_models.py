@@ -36,13 +36,16 @@ class RowScaled(Tensor):
         if func is LINEAR:
             x, w, bias = args
             return LINEAR(x, w.data8.to(w.scale.dtype) * w.scale, bias)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
+        # torch
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub has three arguments
+    # torch's stub has three arguments
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(args[0].data8, args[0].scale)
-        if func is torch.ops.aten._to_copy.default:  # torchao's can be copied to float64, and have no views
+        # torchao's can be copied to float64, and have no views
+        if func is torch.ops.aten._to_copy.default:
             return cls(args[0].data8, args[0].scale.to(**(kwargs or {})))
         kinds = {type(leaf).__name__ for leaf in _pytree.tree_leaves(args)}
         raise NotImplementedError(f"{func} of {kinds}")
@@ -54,7 +57,9 @@ def by_rows(model: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             weight = module.weight.detach()
             scale = weight.abs().amax(1, keepdim=True) / 127
-            module.weight = nn.Parameter(RowScaled((weight / scale).round().to(torch.int8), scale), requires_grad=False)
+            module.weight = nn.Parameter(
+                RowScaled((weight / scale).round().to(torch.int8), scale), requires_grad=False
+            )
 
 
 def quantize(model: nn.Module, how: str) -> None:
@@ -62,12 +67,20 @@ def quantize(model: nn.Module, how: str) -> None:
     if how == "RowScaled":
         by_rows(model)
     else:
-        torchao = import_module("torchao.quantization")  # not while this file is collected: it takes seconds
+        # not while this file is collected: it takes seconds
+        torchao = import_module("torchao.quantization")
         torchao.quantize_(model, getattr(torchao, how)())
 
 
-TORCHAO = ("Int8WeightOnly", "Int8DynamicActivationInt8Weight", "IntxWeightOnly", "Float8WeightOnly")
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao: run by nox -s hugging_face")
+TORCHAO = (
+    "Int8WeightOnly",
+    "Int8DynamicActivationInt8Weight",
+    "IntxWeightOnly",
+    "Float8WeightOnly",
+)
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="torchao: run by nox -s hugging_face"
+)
 ways = pytest.mark.parametrize(
     "how", ["RowScaled", *(pytest.param(f"{name}Config", marks=needs_torchao) for name in TORCHAO)]
 )

@@ -23,7 +23,10 @@ class SelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.resid_dropout(self.wo(heads.transpose(1, 2).flatten(-2)))
         return out
@@ -62,7 +65,10 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.tok_embeddings, self.pos_embeddings = nn.Embedding(vocab_size, dim), nn.Embedding(length, dim)
+        self.tok_embeddings, self.pos_embeddings = (
+            nn.Embedding(vocab_size, dim),
+            nn.Embedding(length, dim),
+        )
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(GptBlock(dim, heads, dropout) for _ in range(n_layers))
         self.norm = nn.LayerNorm(dim)
@@ -74,7 +80,11 @@ class Gpt(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions))
         for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpointed else layer(hidden)
+            hidden = (
+                checkpoint(layer, hidden, use_reentrant=False)
+                if self.checkpointed
+                else layer(hidden)
+            )
         logits: Tensor = self.output(self.norm(hidden))
         return logits
 
@@ -93,4 +103,6 @@ def gpt_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
         "output": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
     norms_and_dropouts = ("dropout", "norm", "layers.*.*_norm", "layers.*.*.resid_dropout")
-    return plan | {path: SequenceParallel(use_local_output=True) for path in norms_and_dropouts if sequence}
+    return plan | {
+        path: SequenceParallel(use_local_output=True) for path in norms_and_dropouts if sequence
+    }

@@ -15,7 +15,9 @@ from .runs.record import RunRecord, compare_runs
 
 def main(argv: list[str] | None = None) -> int:
     """Compare two runs; 0 if nothing differs, 1 if something does, 2 for misuse."""
-    parser = argparse.ArgumentParser(prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     compare = commands.add_parser("compare", help="where two runs differ first")
     compare.add_argument("runs", nargs=2, metavar="FILE", help="written by RunRecord.save")

@@ -1,9 +1,10 @@
 """`invariant_arithmetic`: the mode in which a model computes the same bits on any number of ranks.
 
-Sums over what ranks may share are taken over a fixed number of blocks and added in one binary tree. With 8 blocks, a
-rank of four holds two of them: it computes each block alone, by a kernel that sees the same shape on any mesh, adds its
-two, and the ranks add up in the upper part of the same tree (`shoal_mesh.sums_in_tree`). The mode changes the forms
-that styles give modules (`invariant/`), losses on a sharded vocabulary, every sum over ranks, and norms of gradients.
+Sums over what ranks may share are taken over a fixed number of blocks and added in one binary tree.
+With 8 blocks, a rank of four holds two of them: it computes each block alone, by a kernel that sees
+the same shape on any mesh, adds its two, and the ranks add up in the upper part of the same tree
+(`shoal_mesh.sums_in_tree`). The mode changes the forms that styles give modules (`invariant/`),
+losses on a sharded vocabulary, every sum over ranks, and norms of gradients.
 
 May import: _torch, invariant, row_attention.
 """
@@ -69,7 +70,9 @@ _WHOLE: dict[type[nn.Module], type[Lowered]] = {
 class InvariantArithmetic(BlockArithmetic):
     """The mode: which forms stand in for lowerings, and for modules that no style shards."""
 
-    def form_of(self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module) -> type[Lowered]:
+    def form_of(
+        self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module
+    ) -> type[Lowered]:
         """The form that stands in for a lowering; an UnsupportedModuleError if there is none."""
         form = _FORMS.get(lowering)
         if form is not None:
@@ -79,24 +82,34 @@ class InvariantArithmetic(BlockArithmetic):
         raise _without_form(f"{sharding.style} of {type(module).__name__}")
 
     def complete(
-        self, mesh: DeviceMesh, module: nn.Module, over_data: tuple[torch.dtype | None, torch.dtype | None] | None
+        self,
+        mesh: DeviceMesh,
+        module: nn.Module,
+        over_data: tuple[torch.dtype | None, torch.dtype | None] | None,
     ) -> None:
         """Give modules that no style has made parallel their forms; refuse gradients with sums of another order."""
-        for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
+        for device, dtype in {
+            (p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()
+        }:
             if device != "meta":
                 check_device(device, dtype, torch.get_num_threads(), self.rows)
         along = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
             around = lowered_of(owner)
             open_inside = around is None or (isinstance(around, Boundary) and around.inner is None)
-            computes = isinstance(owner, NormBase) or any(param is not None for param in owner._parameters.values())
+            computes = isinstance(owner, NormBase) or any(
+                param is not None for param in owner._parameters.values()
+            )
             if not open_inside or not computes:
                 continue
             form = _WHOLE.get(type(owner)) or (InvariantTokenwiseWhole if is_norm(owner) else None)
             if form is None:
                 raise _without_form(f"module {path!r} ({type(owner).__name__})")
             sharding = ModuleSharding(
-                COMPLETION, outputs=(Port(Replicate(), Replicate()),), lowering=form, distributes=False
+                COMPLETION,
+                outputs=(Port(Replicate(), Replicate()),),
+                lowering=form,
+                distributes=False,
             )
             completed = form(owner, sharding, along)
             if isinstance(around, Boundary):
@@ -108,8 +121,10 @@ class InvariantArithmetic(BlockArithmetic):
             dtype = computed or param.dtype
             if param.is_floating_point() and reduced not in (None, dtype):
                 raise StyleError(
-                    f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and would be over ranks "
-                    f"in {reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
+                    f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and "
+                    "would be over ranks "
+                    f"in {reduced}, in which their sum is another. Leave reduce_dtype, or compute "
+                    f"in {reduced}"
                 )
         if over_data is not None and mesh.size() > 1:
             refuse_tied(module)
@@ -117,22 +132,28 @@ class InvariantArithmetic(BlockArithmetic):
 
 @takes(blocks=int, rows=(int, type(None)))
 @contextmanager
-def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterator[InvariantArithmetic]:
+def invariant_arithmetic(
+    blocks: int = 8, *, rows: int | None = None
+) -> Iterator[InvariantArithmetic]:
     """Train and serve with the same bits on any number of ranks that divides `blocks`, one rank among them.
 
-    Everything happens inside: `parallelize_module`, `fully_shard` or `replicate`, forward and backward passes, clipping
-    and steps. A single device is a mesh of one rank with the same plan. Dim 0 of what enters a layer is the batch: each
-    sample is computed alone, so what a request gets does not depend on its neighbours either.
+    Everything happens inside: `parallelize_module`, `fully_shard` or `replicate`, forward and
+    backward passes, clipping and steps. A single device is a mesh of one rank with the same plan.
+    Dim 0 of what enters a layer is the batch: each sample is computed alone, so what a request gets
+    does not depend on its neighbours either.
 
     Args:
-        blocks: into how many parts sharded dims are divided, a power of two; sizes of sharded dims are multiples of it.
-        rows: for serving: how many tokens of a sample linear layers and `F.scaled_dot_product_attention` compute
-            together; what is missing is filled up. Then the chunks in which a prompt is prefilled change no bit
-            either. With None kernels see whole sequences.
+        blocks: into how many parts sharded dims are divided, a power of two; sizes of sharded dims
+            are multiples of it.
+        rows: for serving: how many tokens of a sample linear layers and
+            `F.scaled_dot_product_attention` compute together; what is missing is filled up. Then
+            the chunks in which a prompt is prefilled change no bit either. With None kernels see
+            whole sequences.
 
     Raises:
-        StyleError: if `blocks` is no power of two, `rows` is not positive, or others are entered already. Inside, if a
-            plan has a module for which there is no invariant form, or a dim that the blocks do not divide.
+        StyleError: if `blocks` is no power of two, `rows` is not positive, or others are entered
+            already. Inside, if a plan has a module for which there is no invariant form, or a dim
+            that the blocks do not divide.
 
     Example:
         >>> from torch import nn
@@ -145,13 +166,20 @@ def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterato
         'InvariantColumn'
     """
     if blocks < 1 or blocks & (blocks - 1):
-        raise StyleError(f"invariant_arithmetic: blocks are halved again and again, so a power of two; got {blocks}")
+        raise StyleError(
+            "invariant_arithmetic: blocks are halved again and again, so a power of two; got "
+            f"{blocks}"
+        )
     if rows is not None and rows < 1:
-        raise StyleError(f"invariant_arithmetic: rows are computed together, so at least 1; got {rows}")
+        raise StyleError(
+            f"invariant_arithmetic: rows are computed together, so at least 1; got {rows}"
+        )
     before, entered = current_arithmetic(), InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
         raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
-    attention = nullcontext() if rows is None else ReplacedAttention(partial(attention_in_rows, rows))
+    attention = (
+        nullcontext() if rows is None else ReplacedAttention(partial(attention_in_rows, rows))
+    )
     with arithmetic(entered), sums_in_tree(), attention:
         yield entered
 
@@ -163,15 +191,19 @@ def refuse_tied(module: nn.Module) -> None:
         for place, param in owner.named_parameters(path, recurse=False, remove_duplicate=False):
             if first.setdefault(param, place) != place:
                 raise TiedWeightError(
-                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its gradients are added "
-                    "on each rank before they are summed over data ranks, in another order than on one. Untie them "
+                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its "
+                    "gradients are added "
+                    "on each rank before they are summed over data ranks, in another order than on "
+                    "one. Untie them "
                     "(tie_word_embeddings=False), or use one data rank"
                 )
 
 
 def _without_form(what: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. It has one for "
-        "Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, RowwiseParallel, "
+        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. "
+        "It has one for "
+        "Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, "
+        "RowwiseParallel, "
         "SequenceParallel or none; leave the mode for this model, or replace the module"
     )

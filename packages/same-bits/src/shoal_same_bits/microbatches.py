@@ -1,7 +1,8 @@
 """Gradients of microbatches, added in the tree in which `invariant_arithmetic` adds those of samples.
 
-Autograd adds the gradients of four backward passes as ((a + b) + c) + d, those of four samples in one pass are
-(a + b) + (c + d). Here the gradients of every pass are taken out of `.grad`, and nodes of one height are added.
+Autograd adds the gradients of four backward passes as ((a + b) + c) + d, those of four samples in
+one pass are (a + b) + (c + d). Here the gradients of every pass are taken out of `.grad`, and nodes
+of one height are added.
 
 May import: arithmetic, invariant.
 """
@@ -29,18 +30,23 @@ class _GradientTree:
 
     def __init__(self, model: nn.Module, count: int) -> None:
         if current_arithmetic() is None:
-            raise StyleError("gradients of microbatches are added in a tree inside invariant_arithmetic()")
+            raise StyleError(
+                "gradients of microbatches are added in a tree inside invariant_arithmetic()"
+            )
         if count < 1 or count & (count - 1):
             raise StyleError(
-                f"{count} microbatches are no node of the tree over samples; take a power of two, of equal sizes"
+                f"{count} microbatches are no node of the tree over samples; take a power of two, "
+                "of equal sizes"
             )
         refuse_tied(model)
         units = (parameter for unit in units_of(model) for parameter in unit.parameters)
         other = next((p for p in units if p.reduced.dtype != p.leaf.dtype), None)
         if other is not None:
             raise StyleError(
-                f"one pass adds gradients of samples in {other.reduced.dtype}, those of passes would be added in "
-                f"{other.leaf.dtype}; have parameters in the dtype of the computation, without param_dtype"
+                f"one pass adds gradients of samples in {other.reduced.dtype}, those of passes "
+                "would be added in "
+                f"{other.leaf.dtype}; have parameters in the dtype of the computation, without "
+                "param_dtype"
             )
         self.model, self.count, self.passes = model, count, 0  # passes: so far
         # (How many passes, their gradients): the binary digits of the passes so far, largest first.
@@ -50,17 +56,24 @@ class _GradientTree:
         """Find the parameters; none may have a gradient."""
         self.params, self.passes, self.nodes = [*self.model.parameters()], 0, []
         if any(param.grad is not None for param in self.params):
-            raise StyleError("gradients of an earlier pass would be added to those of microbatches; drop them first")
+            raise StyleError(
+                "gradients of an earlier pass would be added to those of microbatches; drop them "
+                "first"
+            )
 
     @torch.no_grad()
     def add(self, number: int) -> None:
         """Take the gradients of pass `number`."""
         if number != self.passes:
-            raise StyleError(f"microbatch {number} has its backward in place {self.passes}; the tree needs their order")
+            raise StyleError(
+                f"microbatch {number} has its backward in place {self.passes}; the tree needs "
+                "their order"
+            )
         kept = next((owner.owner for owner in owners_of(self.model) if owner.keeps_gradients), None)
         if kept is not None:
             raise StyleError(
-                f"{kept} keeps gradients of microbatches, which it adds one after the other; have every backward "
+                f"{kept} keeps gradients of microbatches, which it adds one after the other; have "
+                "every backward "
                 "reduce them (no no_sync() and no reduce_after_last_microbatch)"
             )
         size, grads = 1, [param.grad for param in self.params]
@@ -70,36 +83,46 @@ class _GradientTree:
         while self.nodes and self.nodes[-1][0] == size:
             _, left = self.nodes.pop()
             pairs = zip(left, grads, strict=True)
-            size, grads = 2 * size, [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+            size, grads = (
+                2 * size,
+                [b if a is None else a if b is None else a.add_(b) for a, b in pairs],
+            )
         self.nodes.append((size, grads))
 
     def finish(self) -> None:
         """Put the sums into `.grad`."""
         if self.passes != self.count:
-            raise StyleError(f"{self.count} microbatches were announced, and there were {self.passes} backward passes")
+            raise StyleError(
+                f"{self.count} microbatches were announced, and there were {self.passes} backward "
+                "passes"
+            )
         for param, grad in zip(self.params, self.nodes.pop()[1], strict=True):
             param.grad = grad
 
 
 @takes(model=nn.Module, microbatches=Sequence)
-def accumulate_in_tree(model: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
+def accumulate_in_tree(
+    model: nn.Module, microbatches: Sequence[Microbatch]
+) -> Iterator[Microbatch]:
     """The microbatches one by one; `.grad` then has the bits of one pass over all of them.
 
-    Every turn of the loop runs one backward pass, of a loss that is divided by the number of microbatches. Before the
-    loop there are no gradients, during it `.grad` has those of one pass, and after its last turn the sum. A few
-    gradients are kept: as many as the number of microbatches has binary digits. A loop that is left early leaves none.
+    Every turn of the loop runs one backward pass, of a loss that is divided by the number of
+    microbatches. Before the loop there are no gradients, during it `.grad` has those of one pass,
+    and after its last turn the sum. A few gradients are kept: as many as the number of microbatches
+    has binary digits. A loop that is left early leaves none.
 
-    With data parallelism, microbatches are consecutive parts of the global batch, each divided among the ranks, and
-    every backward reduces.
+    With data parallelism, microbatches are consecutive parts of the global batch, each divided
+    among the ranks, and every backward reduces.
 
     Args:
         model: made parallel inside `invariant_arithmetic`.
         microbatches: of equal numbers of samples, a power of two of them.
 
     Raises:
-        StyleError: outside `invariant_arithmetic`; if the number is no power of two; if there are gradients
-            before, or `replicate` or `fully_shard` keeps them for a later reduction.
-        TiedWeightError: if modules share a parameter, whose gradients autograd adds in every pass first.
+        StyleError: outside `invariant_arithmetic`; if the number is no power of two; if there are
+            gradients before, or `replicate` or `fully_shard` keeps them for a later reduction.
+        TiedWeightError: if modules share a parameter, whose gradients autograd adds in every pass
+            first.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -130,11 +153,13 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
     """Have a stage of `torch.distributed.pipelining` add gradients as `accumulate_in_tree` does, in every step.
 
     Args:
-        stage: a pipeline stage whose `submod` was made parallel inside `invariant_arithmetic`; changed in place.
+        stage: a pipeline stage whose `submod` was made parallel inside `invariant_arithmetic`;
+            changed in place.
         microbatches: of a step of the schedule, a power of two.
 
     Raises:
-        StyleError: as `accumulate_in_tree`; and in a step, if its schedule runs backwards in another order.
+        StyleError: as `accumulate_in_tree`; and in a step, if its schedule runs backwards in
+            another order.
         TiedWeightError: if modules of the stage share a parameter.
 
     Example:
@@ -150,7 +175,11 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
         ...     accumulate_stage_in_tree(stage, microbatches=4)
     """
     tree = _GradientTree(submodule_of("accumulate_stage_in_tree", stage), microbatches)
-    backward, weights, reduce = stage.backward_one_chunk, stage.backward_weight_one_chunk, stage.perform_reduce_grad
+    backward, weights, reduce = (
+        stage.backward_one_chunk,
+        stage.backward_weight_one_chunk,
+        stage.perform_reduce_grad,
+    )
 
     def backward_one_chunk(
         number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-if find_spec("transformers"):  # here, so that it is imported before ranks are forked
+# here, so that it is imported before ranks are forked
+if find_spec("transformers"):
     import transformers
     import transformers.models.llama.modeling_llama
 
 __all__ = ["GATHERED_PLAN", "build_llama", "needs_transformers"]
 
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 SIZES = {
     "hidden_size": 64,

@@ -21,7 +21,11 @@ class NormMLP(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, hidden), nn.Linear(hidden, 16)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(16),
+            nn.Linear(16, hidden),
+            nn.Linear(hidden, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(self.norm(x)).relu())

@@ -26,7 +26,10 @@ from .ops.dispatch import (
 )
 from .ops.lookup import replicated_indices
 from .ops.via_dtensor import implicit_reshard
-from .ranks.process_groups import _get_current_process_group as _get_current_process_group, load_with_process_group
+from .ranks.process_groups import (
+    _get_current_process_group as _get_current_process_group,
+    load_with_process_group,
+)
 from .spec.metadata import (
     MEM_FORMAT_ENCODING,
     ShardedTensorMetadata,

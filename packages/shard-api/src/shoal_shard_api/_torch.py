@@ -7,4 +7,5 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch.distributed.remote_device import _remote_device
 
 RemoteDevice = _remote_device  # the value of "rank:1/cuda:1"
-has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # decides if a module changes data in place
+# decides if a module changes data in place
+has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type

@@ -16,7 +16,12 @@ from .errors import ArgumentTypeError
 
 
 def expect(
-    call: str, name: str, value: object, *types: Any, optional: bool = False, error: type[Exception] = ArgumentTypeError
+    call: str,
+    name: str,
+    value: object,
+    *types: Any,
+    optional: bool = False,
+    error: type[Exception] = ArgumentTypeError,
 ) -> None:
     """Raise ``error`` unless an argument of a call has one of the types, of which bool is no int; or is None."""
     if optional and value is None:
@@ -30,7 +35,9 @@ def expect(
     raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{hint}")
 
 
-def expect_all(call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError) -> None:
+def expect_all(
+    call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError
+) -> None:
     """Raise ``error`` unless an argument is a sequence, no string, whose entries have one of the types."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise error(f"{call}: {name} must be a sequence, got {kind_of(values)}")
@@ -40,7 +47,10 @@ def expect_all(call: str, name: str, values: Any, *types: Any, error: type[Excep
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided and no wrapper of other tensors, as a ShardedTensor or DTensor is."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout == torch.strided
+    return (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.layout == torch.strided
+    )
 
 
 def expect_plain(call: str, name: str, value: object) -> None:
@@ -48,4 +58,6 @@ def expect_plain(call: str, name: str, value: object) -> None:
     expect(call, name, value, torch.Tensor)
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):
-        raise ArgumentTypeError(f"{call}: {name} must be a plain strided tensor, got {kind_of(value)}, {value.layout}")
+        raise ArgumentTypeError(
+            f"{call}: {name} must be a plain strided tensor, got {kind_of(value)}, {value.layout}"
+        )

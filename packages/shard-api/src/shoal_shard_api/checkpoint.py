@@ -1,7 +1,8 @@
 """State dicts that hold ShardedTensors: checkpoints for any ranks and sharding.
 
-Those of torch.distributed.checkpoint, imported inside of the functions, take ShardedTensors too.  ``load`` here changes
-nothing unless every rank can read everything, sizes may differ on request (a padded vocabulary), errors are typed.
+Those of torch.distributed.checkpoint, imported inside of the functions, take ShardedTensors too.
+``load`` here changes nothing unless every rank can read everything, sizes may differ on request (a
+padded vocabulary), errors are typed.
 
 May import: arguments, errors, ranks, tensor.
 """
@@ -29,7 +30,10 @@ __all__ = ["load", "save"]
 
 
 def save(
-    state_dict: Mapping[str, Any], checkpoint_id: str | PathLike[str], *, process_group: dist.ProcessGroup | None = None
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a state dict into a folder, every rank its own shards; all ranks call it.
 
@@ -39,7 +43,8 @@ def save(
         process_group: The ranks that save; None is the default group.
 
     Raises:
-        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process group.
+        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process
+            group.
         ProcessGroupError: There is no default group, or this rank is not in the group.
 
     Example:
@@ -73,10 +78,11 @@ def load(
     """Fill the tensors of a state dict from a checkpoint of any number of ranks and any layout; all ranks call it.
 
     Args:
-        state_dict: Tensors to fill in place, such as ``model.state_dict()``; mappings may be nested.
+        state_dict: Tensors to fill in place, such as ``model.state_dict()``; mappings may be
+            nested.
         checkpoint_id: The folder that ``save`` or torch.distributed.checkpoint wrote.
-        allow_shape_mismatch: Names, or patterns with wildcards, of tensors whose size may differ from the saved one:
-            the elements in both sizes are read.
+        allow_shape_mismatch: Names, or patterns with wildcards, of tensors whose size may differ
+            from the saved one: the elements in both sizes are read.
         padding: Value of the elements beyond the saved size; None leaves them unchanged.
         process_group: The ranks that load; None is the default group.
 
@@ -84,9 +90,10 @@ def load(
         The state dict; values that are no tensors are the saved ones.
 
     Raises:
-        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process group.
-        CheckpointError: No checkpoint in the folder, a truncated file, an unknown name, or a size that differs.  It is
-            raised on every rank, and the state dict is unchanged then.
+        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process
+            group.
+        CheckpointError: No checkpoint in the folder, a truncated file, an unknown name, or a size
+            that differs. It is raised on every rank, and the state dict is unchanged then.
         ProcessGroupError: There is no default group, or this rank is not in the group.
         RankMismatchError: The ranks have different names in their state dicts.
     """
@@ -108,8 +115,11 @@ def load(
 
     agree_on(group, facts)
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-    with torch.no_grad():  # tensors of the same layouts to read into, so that a failure leaves the given ones unchanged
-        staged: dict[str, Any] = flat | {name: value.detach().clone() for name, value in tensors.items()}
+    # tensors of the same layouts to read into, so that a failure leaves the given ones unchanged
+    with torch.no_grad():
+        staged: dict[str, Any] = flat | {
+            name: value.detach().clone() for name, value in tensors.items()
+        }
         if padding is not None:
             for local in (each for name in tensors for each in _local_tensors(staged[name])):
                 local.fill_(padding)
@@ -118,10 +128,14 @@ def load(
         for name, value in tensors.items():
             for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
                 local.copy_(new)
-    return _map_leaves(state_dict, lambda name, value: value if isinstance(value, torch.Tensor) else staged[name])
+    return _map_leaves(
+        state_dict, lambda name, value: value if isinstance(value, torch.Tensor) else staged[name]
+    )
 
 
-def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dist.ProcessGroup | None) -> None:
+def _read(
+    staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dist.ProcessGroup | None
+) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
@@ -139,17 +153,26 @@ def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dis
 
     planner = AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.load(staged, storage_reader=dcp.FileSystemReader(checkpoint_id), planner=planner, process_group=group)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
+        dcp.load(
+            staged,
+            storage_reader=dcp.FileSystemReader(checkpoint_id),
+            planner=planner,
+            process_group=group,
+        )
+    except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100
+        # reading a broken file raises anything
         failures = getattr(error, "failures", {})  # by rank the error and its traceback
         rank = min(failures, default=None)
         cause, of_rank = (error, "") if rank is None else (failures[rank][0], f"rank {rank}: ")
         raise CheckpointError(
-            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {of_rank}{type(cause).__name__}: {cause}"
+            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: "
+            f"{of_rank}{type(cause).__name__}: {cause}"
         ) from error
 
 
-def _map_leaves(state: Mapping[str, Any], leaf: Callable[[str, Any], Any], prefix: str = "") -> dict[str, Any]:
+def _map_leaves(
+    state: Mapping[str, Any], leaf: Callable[[str, Any], Any], prefix: str = ""
+) -> dict[str, Any]:
     """``leaf(name, value)`` in place of every leaf; names are those of DCP: keys joined by dots."""
     return {
         key: _map_leaves(value, leaf, f"{prefix}{key}.")
@@ -165,21 +188,31 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
 
     try:
         saved: Mapping[str, Any] = FileSystemReader(where).read_metadata().state_dict_metadata
-    except Exception as error:  # noqa: BLE001, RUF100  # no folder, or a truncated index: pickle raises anything
-        raise CheckpointError(f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # noqa: BLE001, RUF100
+        # no folder, or a truncated index: pickle raises anything
+        raise CheckpointError(
+            f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}"
+        ) from error
     missing = sorted(flat.keys() - saved.keys())
     if missing:
         raise CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) is not hasattr(saved[name], "size"):
-            raise CheckpointError(f"checkpoint {where}: {name} is a tensor here or there, not in both")
+            raise CheckpointError(
+                f"checkpoint {where}: {name} is a tensor here or there, not in both"
+            )
         if not isinstance(value, torch.Tensor) or tuple(saved[name].size) == tuple(value.size()):
             continue
         sizes = f"size {tuple(saved[name].size)}, here it has {tuple(value.size())}"
         if len(saved[name].size) != value.dim():
-            raise CheckpointError(f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same")
+            raise CheckpointError(
+                f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same"
+            )
         if not any(fnmatchcase(name, pattern) for pattern in allowed):
-            raise CheckpointError(f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in both")
+            raise CheckpointError(
+                f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in "
+                "both"
+            )
 
 
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:

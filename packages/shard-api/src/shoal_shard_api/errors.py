@@ -1,6 +1,7 @@
 """The errors of this package, each a subclass of the builtin that torch's shard API raises in the same place.
 
-The constructor takes one message, so an error of one rank can be sent to the other ranks and raised there.
+The constructor takes one message, so an error of one rank can be sent to the other ranks and raised
+there.
 """
 
 from __future__ import annotations

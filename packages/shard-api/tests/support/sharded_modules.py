@@ -55,7 +55,12 @@ def megatron(output: Any = None) -> ShardingPlan:
 def snapshot(module: nn.Module) -> list[Any]:
     """All that sharding could change: objects, not copies."""
     return [
-        (path, id(owner), [(n, id(p)) for n, p in owner._parameters.items()], len(owner._forward_hooks))
+        (
+            path,
+            id(owner),
+            [(n, id(p)) for n, p in owner._parameters.items()],
+            len(owner._forward_hooks),
+        )
         for path, owner in module.named_modules()
     ]
 
@@ -78,4 +83,7 @@ def save_model(where: str, spec: Any) -> None:
     optimizer.step()
     with torch.no_grad():
         module.weight.copy_(FULL)
-    save({"model": module.state_dict(), "optimizer": optimizer.state_dict()["state"], "step": 7}, where)
+    save(
+        {"model": module.state_dict(), "optimizer": optimizer.state_dict()["state"], "step": 7},
+        where,
+    )

@@ -48,10 +48,16 @@ def enumerable(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableS
 
 def bricks(rows: int, columns: int, first: int = 2) -> EnumerableShardingSpec:
     """Three columns on rank 3, in two shards, and the others on rank 1: what no DTensor can express."""
-    return enumerable(([0, 0], [first, 3], 3), ([0, 3], [rows, columns - 3], 1), ([first, 0], [rows - first, 3], 3))
+    return enumerable(
+        ([0, 0], [first, 3], 3),
+        ([0, 3], [rows, columns - 3], 1),
+        ([first, 0], [rows - first, 3], 3),
+    )
 
 
-def random_spec(random: Random, kind: str, shape: Sequence[int], ranks: Sequence[int] = WORLD) -> ShardingSpec:
+def random_spec(
+    random: Random, kind: str, shape: Sequence[int], ranks: Sequence[int] = WORLD
+) -> ShardingSpec:
     """A spec of one kind for a tensor of this shape; the same on every rank that has the same random state."""
     order = random.sample(list(ranks), len(ranks))
     if kind == "chunk":
@@ -60,26 +66,42 @@ def random_spec(random: Random, kind: str, shape: Sequence[int], ranks: Sequence
         dim = random.randrange(len(shape))
         edges = sorted({0, shape[dim], *(random.randint(0, shape[dim]) for _ in order[1:])})
         spans = list(pairwise(edges))
-        return enumerable(*(_slab(shape, dim, a, b, rank) for (a, b), rank in zip(spans, order, strict=False)))
+        return enumerable(
+            *(_slab(shape, dim, a, b, rank) for (a, b), rank in zip(spans, order, strict=False))
+        )
     if kind == "grid" and len(shape) > 1 and min(shape[:2]) > 1 and len(ranks) == 4:
         row, column = random.randint(1, shape[0] - 1), random.randint(1, shape[1] - 1)
-        cells = [((a, b), (c, d)) for a, b in ((0, row), (row, shape[0])) for c, d in ((0, column), (column, shape[1]))]
-        return enumerable(*(_cell(shape, cell, rank) for cell, rank in zip(cells, order, strict=True)))
-    return _tiling(random, shape, order, splits=2 if kind == "bricks" else 6, repeat=kind == "several")
+        cells = [
+            ((a, b), (c, d))
+            for a, b in ((0, row), (row, shape[0]))
+            for c, d in ((0, column), (column, shape[1]))
+        ]
+        return enumerable(
+            *(_cell(shape, cell, rank) for cell, rank in zip(cells, order, strict=True))
+        )
+    return _tiling(
+        random, shape, order, splits=2 if kind == "bricks" else 6, repeat=kind == "several"
+    )
 
 
-def _slab(shape: Sequence[int], dim: int, start: int, stop: int, rank: int) -> tuple[list[int], list[int], int]:
+def _slab(
+    shape: Sequence[int], dim: int, start: int, stop: int, rank: int
+) -> tuple[list[int], list[int], int]:
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, stop - start
     return offsets, sizes, rank
 
 
-def _cell(shape: Sequence[int], cell: tuple[tuple[int, int], ...], rank: int) -> tuple[list[int], list[int], int]:
+def _cell(
+    shape: Sequence[int], cell: tuple[tuple[int, int], ...], rank: int
+) -> tuple[list[int], list[int], int]:
     box = [*cell, *((0, n) for n in shape[len(cell) :])]
     return [a for a, _ in box], [b - a for a, b in box], rank
 
 
-def _tiling(random: Random, shape: Sequence[int], order: Sequence[int], *, splits: int, repeat: bool) -> ShardingSpec:
+def _tiling(
+    random: Random, shape: Sequence[int], order: Sequence[int], *, splits: int, repeat: bool
+) -> ShardingSpec:
     """Boxes split again and again, each on a random rank (``repeat``), or one on each rank."""
     boxes = [[(0, n) for n in shape]]
     while len(boxes) < (splits if repeat else min(splits + 1, len(order))):
@@ -94,11 +116,16 @@ def _tiling(random: Random, shape: Sequence[int], order: Sequence[int], *, split
         boxes += [[*box[:dim], (a, at), *box[dim + 1 :]], [*box[:dim], (at, b), *box[dim + 1 :]]]
     ranks = [random.choice(order) for _ in boxes] if repeat else order
     return enumerable(
-        *(([a for a, _ in box], [b - a for a, b in box], rank) for box, rank in zip(boxes, ranks, strict=False))
+        *(
+            ([a for a, _ in box], [b - a for a, b in box], rank)
+            for box, rank in zip(boxes, ranks, strict=False)
+        )
     )
 
 
-def sharded(spec: ChunkShardingSpec | EnumerableShardingSpec, full: torch.Tensor = FULL) -> ShardedTensor:
+def sharded(
+    spec: ChunkShardingSpec | EnumerableShardingSpec, full: torch.Tensor = FULL
+) -> ShardedTensor:
     """A tensor that every rank has, sharded."""
     return _shard_tensor(full, spec)
 
@@ -123,7 +150,9 @@ SPECS = {
     "rows": chunk(0),
     "columns, any order": chunk(1, (2, 0, 3, 1)),
     "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [7, 6], 1)),
-    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
+    "grid": enumerable(
+        ([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)
+    ),
 }
 
 BRICKS = bricks(8, 6)

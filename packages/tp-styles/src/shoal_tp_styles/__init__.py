@@ -33,7 +33,12 @@ from .styles.activation import (
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.linear import ColwiseParallel, PackedColwiseParallel, RowwiseParallel
 from .styles.lora import LoRA, adapter_parameters, merge_adapters
-from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, input_reshard
+from .styles.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    input_reshard,
+)
 from .styles.style import DeclaredStyle, ParallelStyle
 
 __all__ = [
@@ -89,15 +94,24 @@ __all__ = [
 
 # Names of torch's stack that are not here, and what does their work.
 _CONTEXT = (
-    "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout says who holds which tokens"
+    "shoal_context_parallel.context_parallel, or the style ContextParallel; "
+    "SequenceLayout says who holds which tokens"
 )
 _INSTEAD = {
     "DTensorExtensions": "shoal_data_parallel.fully_shard takes tensor-parallel parameters as they are",
     "_pre_dp_module_transform": 'shoal_data_parallel.replicate(module, mesh["data"]) takes all parameters',
     "tensor_parallel_transformation": "parallelize_module",
-    **dict.fromkeys(("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"), _CONTEXT),
-    **dict.fromkeys(("_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher"), _CONTEXT),
-    **dict.fromkeys((f"_{kind}LoadBalancer" for kind in ("", "HeadTail", "PTRR", "PerDocumentHeadTail")), _CONTEXT),
+    **dict.fromkeys(
+        ("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"),
+        _CONTEXT,
+    ),
+    **dict.fromkeys(
+        ("_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher"), _CONTEXT
+    ),
+    **dict.fromkeys(
+        (f"_{kind}LoadBalancer" for kind in ("", "HeadTail", "PTRR", "PerDocumentHeadTail")),
+        _CONTEXT,
+    ),
 }
 
 

@@ -13,7 +13,8 @@ StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
 # How many refer to a tensor; all of Python counts as one.
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
+# no stub has it
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 # A block in which modes see calls of torch functions, inside of `unwatched_functions` too.
@@ -36,9 +37,13 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | None) -> None:
     """Have a hook be called when a forward is over, also by an error, with None for the output; None: no longer.
 
-    It has one name in all modules, where torch numbers hooks: compiled blocks of equal structure share a graph.
+    It has one name in all modules, where torch numbers hooks: compiled blocks of equal structure
+    share a graph.
     """
-    for table, value in ((module._forward_hooks, hook), (module._forward_hooks_always_called, True)):
+    for table, value in (
+        (module._forward_hooks, hook),
+        (module._forward_hooks_always_called, True),
+    ):
         table.pop("shoal", None)
         if hook is not None:
             table["shoal"] = value

@@ -18,7 +18,15 @@ from .modules.embedding import ColumnEmbedding, OwnRows, RowEmbedding, check_ids
 from .modules.own_forward import Params, SequenceDropout, Tokenwise, is_norm
 from .modules.sharded_linear import ColumnLinear, RowLinear
 from .plan.preview import to_meta
-from .plan.resolve import AutoPlan, Plan, apply_plan, named_styles, progress, resolve, sharded_parameters
+from .plan.resolve import (
+    AutoPlan,
+    Plan,
+    apply_plan,
+    named_styles,
+    progress,
+    resolve,
+    sharded_parameters,
+)
 from .plan.verify import map_tensors, try_plan
 from .sharding.module_kinds import class_of, experts_of, kinds_of, out_features
 from .sharding.module_sharding import COMPLETION, Adapter

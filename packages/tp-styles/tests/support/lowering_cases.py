@@ -125,20 +125,29 @@ CASES: dict[str, Case] = {
     "columns gathered": Case(linear, ColwiseParallel(output_layouts=Replicate())),
     "columns to another dim": Case(linear, ColwiseParallel(output_layouts=Shard(0))),
     "columns of a shard": Case(linear, ColwiseParallel(input_layouts=Shard(0)), Shard(0)),
-    "overlapped columns": Case(linear, ColwiseParallel(input_layouts=Shard(0)).overlapped(2), Shard(0), (8, 8)),
-    "columns as DTensor": Case(linear, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)),
+    "overlapped columns": Case(
+        linear, ColwiseParallel(input_layouts=Shard(0)).overlapped(2), Shard(0), (8, 8)
+    ),
+    "columns as DTensor": Case(
+        linear, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    ),
     "rows": Case(linear, RowwiseParallel(), ROWS),
     "rows of a replicated input": Case(linear, RowwiseParallel(input_layouts=Replicate())),
     "rows scattered": Case(linear, RowwiseParallel(output_layouts=Shard(0)), ROWS),
-    "rows scattered as DTensor": Case(linear, RowwiseParallel(output_layouts=Shard(0), use_local_output=False), ROWS),
+    "rows scattered as DTensor": Case(
+        linear, RowwiseParallel(output_layouts=Shard(0), use_local_output=False), ROWS
+    ),
     "rows left partial": Case(linear, RowwiseParallel(output_layouts=Partial()), ROWS),
     "overlapped rows": Case(linear, RowwiseParallel().overlapped(2), ROWS),
-    "overlapped rows, scattered": Case(linear, RowwiseParallel(output_layouts=Shard(1)).overlapped(2), ROWS, (4, 4, 8)),
+    "overlapped rows, scattered": Case(
+        linear, RowwiseParallel(output_layouts=Shard(1)).overlapped(2), ROWS, (4, 4, 8)
+    ),
     "transposed columns": Case(Conv1D, ColwiseParallel()),
     "transposed rows": Case(Conv1D, RowwiseParallel(output_layouts=Shard(0)), ROWS),
     "fused": Case(lambda: nn.Linear(8, 24), PackedColwiseParallel(blocks=3)),
     "fused, replicated heads": Case(
-        lambda: nn.Linear(8, 16), PackedColwiseParallel(blocks={"q": Heads(4, 2), "k": Heads(2, 2), "v": Heads(2, 2)})
+        lambda: nn.Linear(8, 16),
+        PackedColwiseParallel(blocks={"q": Heads(4, 2), "k": Heads(2, 2), "v": Heads(2, 2)}),
     ),
     "heads of several ranks": Case(lambda: nn.Linear(8, 4), ColwiseParallel().heads(2, 2)),
     "adapter columns": Case(linear, LoRA(base=ColwiseParallel(), rank=2)),
@@ -146,7 +155,9 @@ CASES: dict[str, Case] = {
     "adapter rows, trained base": Case(
         linear, LoRA(base=RowwiseParallel(output_layouts=Shard(0)), rank=2, train_base=True), ROWS
     ),
-    "convolution columns": Case(lambda: nn.Conv1d(8, 8, 1), ColwiseParallel(), Replicate(), (4, 8, 3)),
+    "convolution columns": Case(
+        lambda: nn.Conv1d(8, 8, 1), ColwiseParallel(), Replicate(), (4, 8, 3)
+    ),
     "convolution rows": Case(lambda: nn.Conv1d(8, 8, 1), RowwiseParallel(), Shard(1), (4, 8, 3)),
     "convolution rows, scattered": Case(
         lambda: nn.Conv1d(8, 8, 1), RowwiseParallel(output_layouts=Shard(0)), Shard(1), (4, 8, 3)
@@ -158,16 +169,23 @@ CASES: dict[str, Case] = {
         lambda: nn.ConvTranspose1d(8, 8, 2, stride=2), RowwiseParallel(), Shard(1), (4, 8, 3)
     ),
     "groups of a convolution, gathered": Case(
-        lambda: nn.Conv1d(8, 8, 1, groups=4), ColwiseParallel(output_layouts=Replicate()), Replicate(), (4, 8, 3)
+        lambda: nn.Conv1d(8, 8, 1, groups=4),
+        ColwiseParallel(output_layouts=Replicate()),
+        Replicate(),
+        (4, 8, 3),
     ),
     "groups of a convolution, by rows": Case(
         lambda: nn.Conv1d(8, 8, 1, groups=8), RowwiseParallel(), Shard(1), (4, 8, 3)
     ),
     "depthwise": Case(lambda: nn.Conv1d(8, 8, 1, groups=8), ChannelParallel(), Shard(1), (4, 8, 3)),
     "batch norm": Case(lambda: nn.BatchNorm1d(8), ChannelParallel(), Shard(1), (4, 8, 3)),
-    "vocabulary": Case(lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate()), input=TOKENS),
+    "vocabulary": Case(
+        lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate()), input=TOKENS
+    ),
     "vocabulary, scattered": Case(
-        lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)), input=TOKENS
+        lambda: nn.Embedding(8, 8),
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        input=TOKENS,
     ),
     "embedding of gathered tokens": Case(
         lambda: nn.Embedding(8, 8), ColwiseParallel(input_layouts=Shard(0)), Shard(0), TOKENS
@@ -175,7 +193,9 @@ CASES: dict[str, Case] = {
     "embedding features, gathered": Case(
         lambda: nn.Embedding(8, 8), ColwiseParallel(output_layouts=Replicate()), input=TOKENS
     ),
-    "bag of features": Case(lambda: nn.EmbeddingBag(8, 8), ColwiseParallel(), input=TOKENS.view(2, 4)),
+    "bag of features": Case(
+        lambda: nn.EmbeddingBag(8, 8), ColwiseParallel(), input=TOKENS.view(2, 4)
+    ),
     "bag of a vocabulary": Case(
         lambda: nn.EmbeddingBag(8, 8, mode="sum"),
         RowwiseParallel(input_layouts=Replicate()),
@@ -188,17 +208,27 @@ CASES: dict[str, Case] = {
             RowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0)),
         )
     },
-    "experts of sharded tokens": Case(lambda: Mixture(PackedExperts(6), 6), ExpertParallel(), Shard(0), path="experts"),
-    "experts of all tokens": Case(
-        lambda: Mixture(PackedExperts(6), 6), ExpertParallel(input_layouts=Replicate()), path="experts"
+    "experts of sharded tokens": Case(
+        lambda: Mixture(PackedExperts(6), 6), ExpertParallel(), Shard(0), path="experts"
     ),
-    "features of experts": Case(lambda: Mixture(PackedExperts(6), 6), ExpertTensorParallel(), path="experts"),
+    "experts of all tokens": Case(
+        lambda: Mixture(PackedExperts(6), 6),
+        ExpertParallel(input_layouts=Replicate()),
+        path="experts",
+    ),
+    "features of experts": Case(
+        lambda: Mixture(PackedExperts(6), 6), ExpertTensorParallel(), path="experts"
+    ),
     "identity expert": Case(nn.Identity, IdentityExpert()),
     "latent": Case(linear, LatentProjection(rotary=3)),
     "own parameters": Case(Scale, OwnParameters(dims={"scale": 0}), ROWS),
-    "norm": Case(lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)),
+    "norm": Case(
+        lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)
+    ),
     "groups": Case(lambda: nn.GroupNorm(4, 8), ChannelParallel(), Shard(1), (2, 8, 4)),
-    "recurrent": Case(lambda: nn.RNN(8, 8), SequenceParallel(use_local_output=True), Shard(1), (3, 4, 8)),
+    "recurrent": Case(
+        lambda: nn.RNN(8, 8), SequenceParallel(use_local_output=True), Shard(1), (3, 4, 8)
+    ),
     **{
         f"hidden units of {kind.__name__}": Case(
             lambda kind=kind: First(kind(8, 8, num_layers=2)),  # type: ignore[misc]  # a case
@@ -209,10 +239,13 @@ CASES: dict[str, Case] = {
         )
         for kind in (nn.RNN, nn.LSTM, nn.GRU)
     },
-    "dropout": Case(lambda: nn.Dropout(0.5), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)),
+    "dropout": Case(
+        lambda: nn.Dropout(0.5), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)
+    ),
     **{
         f"attention, weights {weights}, same {same}": Case(
-            lambda weights=weights, same=same: SelfAttention(weights=weights, same=same),  # type: ignore[misc]  # a case
+            # a case
+            lambda weights=weights, same=same: SelfAttention(weights=weights, same=same),  # type: ignore[misc]
             HeadParallel(),
             Replicate(),
             (2, 4, 8),
@@ -233,18 +266,23 @@ CASES: dict[str, Case] = {
         for method in ("allgather", "ring", "ulysses")
     },
     "prepared input, gathered": Case(
-        nn.Identity, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()), Shard(0)
+        nn.Identity,
+        PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+        Shard(0),
     ),
     "prepared input, sharded": Case(
         nn.Identity, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0))
     ),
     "prepared output, reduced": Case(
-        nn.Identity, PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
+        nn.Identity,
+        PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     ),
     "prepared output, scattered": Case(
         nn.Identity, PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Shard(0))
     ),
     "prepared output, resharded": Case(
-        nn.Identity, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(1)), Shard(0)
+        nn.Identity,
+        PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(1)),
+        Shard(0),
     ),
 }

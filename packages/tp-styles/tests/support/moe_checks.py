@@ -19,7 +19,9 @@ def run(single: Mixture, x: Tensor) -> Any:
     return out
 
 
-def assert_same_on_shards(module: Any, single: Mixture, sizes: tuple[int, ...], rank: int, comm: Any) -> None:
+def assert_same_on_shards(
+    module: Any, single: Mixture, sizes: tuple[int, ...], rank: int, comm: Any
+) -> None:
     """A mixture whose ranks have tokens of their own gives the rows of one device; all gradients add up."""
     x: Any = torch.randn(sum(sizes), WIDTH, dtype=torch.double, requires_grad=True)
     out = run(single, x)
@@ -30,7 +32,9 @@ def assert_same_on_shards(module: Any, single: Mixture, sizes: tuple[int, ...], 
     torch.testing.assert_close(mine.grad, x.grad.split(sizes)[rank])
     for name, param in module.named_parameters():
         if "experts" not in name:  # as data parallelism does
-            param.grad = all_reduce(param.grad if param.grad is not None else torch.zeros_like(param), comm)
+            param.grad = all_reduce(
+                param.grad if param.grad is not None else torch.zeros_like(param), comm
+            )
     assert_same_gradients(module, single)
 
 

@@ -16,7 +16,11 @@ class PackedExperts(nn.Module):
 
     def __init__(self, experts: int, transposed: bool = False) -> None:
         super().__init__()
-        self.num_experts, self.transposed, self.is_concatenated = experts, transposed, not transposed
+        self.num_experts, self.transposed, self.is_concatenated = (
+            experts,
+            transposed,
+            not transposed,
+        )
         up, down = (2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)
         if transposed:
             self.gate_up_proj_bias = nn.Parameter(torch.randn(experts, 2 * HIDDEN))
@@ -34,7 +38,9 @@ class PackedExperts(nn.Module):
                 out = out + weight * (hidden @ self.down_proj[expert] + self.down_proj_bias[expert])
             else:
                 gate, up = functional.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, -1)
-                out = out + weight * functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+                out = out + weight * functional.linear(
+                    functional.silu(gate) * up, self.down_proj[expert]
+                )
         return out
 
 
@@ -97,7 +103,9 @@ class Mixture(nn.Module):
         favourite: the expert that every token chooses first; None: as the router says.
     """
 
-    def __init__(self, experts: nn.Module, count: int, choices: int = 2, favourite: int | None = None) -> None:
+    def __init__(
+        self, experts: nn.Module, count: int, choices: int = 2, favourite: int | None = None
+    ) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, count, bias=False), experts
         self.shared = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
@@ -114,7 +122,9 @@ class Mixture(nn.Module):
         if isinstance(self.experts, SortedExperts):
             order = torch.argsort(chosen.reshape(-1), stable=True)
             counts = torch.bincount(chosen.reshape(-1), minlength=self.router.out_features)
-            rows = self.experts(flat[order // self.choices], counts) * weights.reshape(-1)[order, None]
+            rows = (
+                self.experts(flat[order // self.choices], counts) * weights.reshape(-1)[order, None]
+            )
             out = torch.zeros_like(flat).index_add(0, order // self.choices, rows)
         else:
             out = self.experts(flat, chosen, weights)

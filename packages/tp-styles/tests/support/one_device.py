@@ -43,8 +43,9 @@ def as_one_device(
 ) -> Run:
     """Raise unless a copy of a model under a plan computes what the model does.
 
-    Compared are all outputs, the gradients of inputs and parameters, the parameters and the buffers. Gradients of the
-    outputs are random, and parameters' gradients have the parameters' placements.
+    Compared are all outputs, the gradients of inputs and parameters, the parameters and the
+    buffers. Gradients of the outputs are random, and parameters' gradients have the parameters'
+    placements.
 
     Args:
         model: on one device, the same on all ranks.
@@ -65,7 +66,9 @@ def as_one_device(
         outputs = pytree.tree_leaves(parallel(*ours, **options))
     got = [out.to_local() if isinstance(out, DTensor) else out for out in outputs]
     if isinstance(leaving, Partial):
-        got = [DTensor.from_local(out, mesh, [leaving], run_check=False).full_tensor() for out in got]
+        got = [
+            DTensor.from_local(out, mesh, [leaving], run_check=False).full_tensor() for out in got
+        ]
     for out, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(out, shard_of(wanted, leaving, mesh))
     seeds = [torch.randn_like(out) for out in expected]

@@ -1,7 +1,8 @@
 """Small models with known plans, and `assert_same_parameters`, the comparison of a parallel module with one device's.
 
-`MLP` (10-16-10, seed 5), and `Transformer`, a toy GPT with learned positions and its plan, with and without sequence
-parallelism. `own_shard` is this rank's shard of a global tensor on the mesh of `all_ranks`.
+`MLP` (10-16-10, seed 5), and `Transformer`, a toy GPT with learned positions and its plan, with and
+without sequence parallelism. `own_shard` is this rank's shard of a global tensor on the mesh of
+`all_ranks`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh.testing import all_ranks
-from shoal_tp_styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, unparallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    unparallelize_module,
+)
 
 
 def own_shard(full: Tensor, dim: int) -> Tensor:
@@ -49,7 +56,9 @@ def assert_same_parameters(module: nn.Module, single: nn.Module, **tolerance: An
     assert dict(module.named_parameters()).keys() == expected.keys()
     for path, param in module.named_parameters():
         torch.testing.assert_close(param, expected[path], rtol=0, atol=0, msg=_naming(path))
-        torch.testing.assert_close(param.grad, expected[path].grad, msg=_naming(f"{path}.grad"), **tolerance)
+        torch.testing.assert_close(
+            param.grad, expected[path].grad, msg=_naming(f"{path}.grad"), **tolerance
+        )
     for path, buffer in module.named_buffers():
         torch.testing.assert_close(buffer, buffers[path], msg=_naming(path), **tolerance)
 
@@ -62,7 +71,10 @@ class MLP(nn.Module):
         bias: whether the layers have biases.
     """
 
-    plan: ClassVar[dict[str, ParallelStyle]] = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
+    plan: ClassVar[dict[str, ParallelStyle]] = {
+        "net1": ColwiseParallel(),
+        "net2": RowwiseParallel(),
+    }
 
     def __init__(self, device: str | torch.device = "cpu", bias: bool = True) -> None:
         super().__init__()
@@ -91,9 +103,13 @@ class StackedMLP(nn.Module):
         bias: whether their layers have biases.
     """
 
-    plan: ClassVar[dict[str, ParallelStyle]] = {f"layers.*.{name}": style for name, style in MLP.plan.items()}
+    plan: ClassVar[dict[str, ParallelStyle]] = {
+        f"layers.*.{name}": style for name, style in MLP.plan.items()
+    }
 
-    def __init__(self, device: str | torch.device = "cpu", n_layers: int = 2, bias: bool = True) -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", n_layers: int = 2, bias: bool = True
+    ) -> None:
         super().__init__()
         self.layers: nn.Sequential = nn.Sequential(*(MLP(device, bias) for _ in range(n_layers)))
 
@@ -141,12 +157,17 @@ class Attention(nn.Module):
         self.wk: nn.Linear
         self.wv: nn.Linear
         self.wo: nn.Linear
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(args.dim, args.dim, bias=False) for _ in range(4)
+        )
         self.resid_dropout: nn.Dropout = nn.Dropout(p=args.dropout_p)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, sequence, dim)` in and out."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         heads = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.resid_dropout(self.wo(heads.transpose(1, 2).flatten(-2)))
         return out
@@ -161,7 +182,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
         self.attention: Attention = Attention(args)
         up, down = nn.Linear(args.dim, 4 * args.dim), nn.Linear(4 * args.dim, args.dim)
-        layers = {"w1": up, "gelu": nn.GELU(), "w2": down, "resid_dropout": nn.Dropout(p=args.dropout_p)}
+        layers = {
+            "w1": up,
+            "gelu": nn.GELU(),
+            "w2": down,
+            "resid_dropout": nn.Dropout(p=args.dropout_p),
+        }
         self.feed_forward: nn.Sequential = nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +213,9 @@ class Transformer(nn.Module):
         self.pos_embeddings: nn.Embedding
         self.tok_embeddings, self.pos_embeddings = (nn.Embedding(size, args.dim) for size in sizes)
         self.dropout: nn.Dropout = nn.Dropout(p=args.dropout_p)
-        self.layers: nn.ModuleList = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        self.layers: nn.ModuleList = nn.ModuleList(
+            TransformerBlock(args) for _ in range(args.n_layers)
+        )
         self.norm: nn.LayerNorm = nn.LayerNorm(args.dim)
         self.output: nn.Linear = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
@@ -198,7 +226,11 @@ class Transformer(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions))
         for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.checkpointed else layer(hidden)
+            hidden = (
+                checkpoint(layer, hidden, use_reentrant=False)
+                if self.checkpointed
+                else layer(hidden)
+            )
         logits: Tensor = self.output(self.norm(hidden))
         return logits
 
@@ -206,7 +238,8 @@ class Transformer(nn.Module):
 def transformer_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
     """The plan of `Transformer`; with `sequence`, norms and residuals hold a shard of the sequence.
 
-    Loss and gradients equal the single-device model's; the embedding and a tied output stay one parameter.
+    Loss and gradients equal the single-device model's; the embedding and a tied output stay one
+    parameter.
 
     Args:
         sequence: whether norms, dropouts and residuals hold a shard of the sequence.
@@ -224,4 +257,6 @@ def transformer_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
         "output": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
     norms_and_dropouts = ("dropout", "norm", "layers.*.*_norm", "layers.*.*.resid_dropout")
-    return plan | {path: SequenceParallel(use_local_output=True) for path in norms_and_dropouts if sequence}
+    return plan | {
+        path: SequenceParallel(use_local_output=True) for path in norms_and_dropouts if sequence
+    }

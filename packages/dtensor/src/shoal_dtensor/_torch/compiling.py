@@ -18,19 +18,29 @@ from shoal_mesh.internal import sums_are_in_tree
 eager_only = _disable_dynamo
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Whether torch.compile, or an exporter, reads or traces the program; the second is False while autograd traces.
+# Whether torch.compile, or an exporter, reads or traces the program; the second is False while
+# autograd traces.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
-# What records operators as nodes of a graph, None for most of the time; asked for each operator, so without Python.
-recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
-_recorder_before_dispatch: Callable[[], object] = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
+# What records operators as nodes of a graph, None for most of the time; asked for each operator, so
+# without Python.
+recorder: Callable[[], object] = partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
+_recorder_before_dispatch: Callable[[], object] = partial(
+    torch._ops._mode_stack_state_for_pre_dispatch.get, 0
+)
 
 
 def is_unrecorded(tensor: torch.Tensor) -> bool:
     """Whether a recorder (make_fx, torch.func.linearize) would take a tensor, of no input, for a constant."""
     mode: Any = recorder() or _recorder_before_dispatch()
-    if mode is None or torch._guards.TracingContext.try_get() is not None or isinstance(tensor, FunctionalTensor):
+    if (
+        mode is None
+        or torch._guards.TracingContext.try_get() is not None
+        or isinstance(tensor, FunctionalTensor)
+    ):
         return False
     from torch.fx.experimental.proxy_tensor import has_proxy_slot  # loaded by who records
 
@@ -45,7 +55,8 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 def not_cached(reason: str) -> NoReturn:
     """Answer torch's question how to find a graph in its cache on disk: not at all, it is traced again."""
-    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # loaded by who asks
+    # loaded by who asks
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
     raise BypassAOTAutogradCache(reason)
 
@@ -56,7 +67,10 @@ def raised_as_it_is(error: Exception) -> Exception:
     if dynamo is None:
         return error
     namespace = {"__str__": lambda _: str(error), "__reduce__": lambda _: (type(error), error.args)}
-    return cast("Exception", type(type(error).__name__, (type(error), dynamo.Unsupported), namespace)(*error.args))
+    return cast(
+        "Exception",
+        type(type(error).__name__, (type(error), dynamo.Unsupported), namespace)(*error.args),
+    )
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}
@@ -65,8 +79,9 @@ _WHOLE: dict[str, Callable[..., Any]] = {}
 def whole_when_compiled(function: Function) -> Function:
     """Decorator: torch.compile records a call as one node of its graph, and traces what the call does afterwards.
 
-    So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and keep state on
-    tensors. It is one of a module, by whose name the graph calls it; eager calls pass straight through.
+    So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and
+    keep state on tensors. It is one of a module, by whose name the graph calls it; eager calls pass
+    straight through.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _WHOLE[name] = function
@@ -85,19 +100,21 @@ def record_whole(name: str, *guarded: bool) -> None:
 
     It guards what else is given: torch 2.15 guards no value that nothing takes.
     """
-    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
+    # torch gives it no types
+    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]
 
 
-record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
+# as assume_constant_result marks it, which imports the compiler
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# --- symbols for sizes, as the recorder of a graph sees them ----------------------------------------------------------
+# --- symbols for sizes, as the recorder of a graph sees them --------------------------------------
 #
-# A recorder knows how to compute a symbol that it has seen computed.  Those of another stage of the compiler, or
-# computed while it did not look, have no node in its graph.  Torch then builds one from the symbol's expression; of a
-# product of three or more it takes the first two (torch 2.11 to 2.15), and it knows no powers.  Those of a gradient's
-# size are no better: what is computed forward must not need them.  So every symbol is computed again, from the inputs
-# of the graph.
+# A recorder knows how to compute a symbol that it has seen computed.  Those of another stage of the
+# compiler, or computed while it did not look, have no node in its graph.  Torch then builds one
+# from the symbol's expression; of a product of three or more it takes the first two (torch 2.11 to
+# 2.15), and it knows no powers.  Those of a gradient's size are no better: what is computed forward
+# must not need them.  So every symbol is computed again, from the inputs of the graph.
 
 
 def recorder_of_sizes() -> Any:
@@ -120,9 +137,13 @@ def _recorded(size: Any, tracer: Any) -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     nodes, expression = tracer.symnode_tracker.sym_node_dict, size.node.expr
-    known = {symbol: next((node for node in nodes if node.expr == symbol), None) for symbol in expression.free_symbols}
+    known = {
+        symbol: next((node for node in nodes if node.expr == symbol), None)
+        for symbol in expression.free_symbols
+    }
     if None in known.values():
         return size
-    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]  # of torch
+    # of torch
+    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]
     computed = sympy_interp(PythonReferenceAnalysis, symbols, expression)
     return computed if isinstance(computed, int | torch.SymInt) else size

@@ -1,7 +1,8 @@
 """What torch calls in place of its own: modes, operators on a class of tensors, state dicts; recomputation in scopes.
 
-Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it again, after the block
-that entered them.  Both kinds of checkpoint keep the function in an object to which the frames of the first run refer.
+Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it
+again, after the block that entered them. Both kinds of checkpoint keep the function in an object to
+which the frames of the first run refer.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
-_LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as long as it does
+# the rules of a library last as long as it does
+_LIBRARIES: list[torch.library.Library] = []
 
 
-def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None) -> None:
+def register_dispatch(
+    cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None
+) -> None:
     """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class, by their names.
 
-    By default for all of aten, and for those that take functions: `run` gets their names, some before torch compiles
-    the functions.  For `__torch_dispatch__` torch would first ask whether the class is its own DTensor, and import
-    that, and sympy, for half a second.  The rules take 10 ms.  Operators with `out=`, a third of all, have none.
+    By default for all of aten, and for those that take functions: `run` gets their names, some
+    before torch compiles the functions. For `__torch_dispatch__` torch would first ask whether the
+    class is its own DTensor, and import that, and sympy, for half a second. The rules take 10 ms.
+    Operators with `out=`, a third of all, have none.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:
@@ -41,14 +46,19 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
     _LIBRARIES.append(library)
     if names is None:
         for name, operator in torch._ops._higher_order_ops.items():
-            operator.py_impl(cls)(lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs))
+            operator.py_impl(cls)(
+                lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs)
+            )
         utils: Any = torch._higher_order_ops.utils
-        compiled: Any = getattr(utils, "_hop_compile_and_call", None)  # torch 2.11 has no one place for it
+        # torch 2.11 has no one place for it
+        compiled: Any = getattr(utils, "_hop_compile_and_call", None)
 
         def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
             """What `torch.cond` and its kin call outside of compiled functions."""
             name = next((name for name in _COMPILED if name in fn.__name__), None)
-            if name and any(isinstance(leaf, cls) for leaf in torch.utils._pytree.tree_leaves(args)):
+            if name and any(
+                isinstance(leaf, cls) for leaf in torch.utils._pytree.tree_leaves(args)
+            ):
                 return run(cls, name, (cls,), args, kwargs)
             return compiled(fn, args, kwargs)
 
@@ -56,7 +66,7 @@ def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: S
             utils._hop_compile_and_call = before_compiling
 
 
-# --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside --------------------------------
+# --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside ------------
 
 _API = "torch.distributed.checkpoint.state_dict"
 
@@ -64,8 +74,9 @@ _API = "torch.distributed.checkpoint.state_dict"
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
     """Have state dicts read by `get(original, *args)` and loaded by `load(original, original_get, *args)`.
 
-    The first of `args` is the model, the last one torch's record of the options; before it is the state dict to load.
-    The module takes a second to import, so nothing is imported: it is wrapped when somebody imports it.
+    The first of `args` is the model, the last one torch's record of the options; before it is the
+    state dict to load. The module takes a second to import, so nothing is imported: it is wrapped
+    when somebody imports it.
     """
 
     def wrap(api: Any) -> None:
@@ -101,20 +112,26 @@ class _AfterImport(NamedTuple):
         return spec
 
 
-# --- modes that see functions ----------------------------------------------------------------------------------------
+# --- modes that see functions ---------------------------------------------------------------------
 
 
 def _unseen(source: Any) -> Callable[..., Any]:
     """A function of torch that no mode sees, though modes are active in what it runs."""
     unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
     unseen = FunctionType(
-        source.__code__, source.__globals__ | unasked, source.__name__, source.__defaults__, source.__closure__
+        source.__code__,
+        source.__globals__ | unasked,
+        source.__name__,
+        source.__defaults__,
+        source.__closure__,
     )
     unseen.__kwdefaults__ = source.__kwdefaults__
     return unseen
 
 
-_BACKWARD = {f: _unseen(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+_BACKWARD = {
+    f: _unseen(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
 
 
 class FunctionMode(TorchFunctionMode):
@@ -127,7 +144,11 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         subclass = next((kind for kind in types if kind is not torch.Tensor), None)
         with self:
-            return subclass.__torch_function__(func, types, args, kwargs) if subclass else unseen(*args, **kwargs)
+            return (
+                subclass.__torch_function__(func, types, args, kwargs)
+                if subclass
+                else unseen(*args, **kwargs)
+            )
 
 
 _active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
@@ -139,7 +160,8 @@ class ReplacedAttention(FunctionMode):
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
         self._attend = attend
-        self._outside: list[list[Any]] = []  # the checkpoints around each time that it was entered
+        # the checkpoints around each time that it was entered
+        self._outside: list[list[Any]] = []
 
     def __enter__(self) -> Self:
         self._outside.append(checkpoints())
@@ -166,24 +188,30 @@ class ReplacedAttention(FunctionMode):
         self.hold_in_recomputation()
         return self._attend(*args, **kwargs)
 
-    # Compiled code has a graph break here: attention asks what its block has agreed upon, and for its layout.
+    # Compiled code has a graph break here: attention asks what its block has agreed upon, and for
+    # its layout.
     _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_replaced)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             compiling = torch.compiler.is_compiling()
-            replaced = ReplacedAttention._replaced_in_graphs if compiling else ReplacedAttention._replaced
+            replaced = (
+                ReplacedAttention._replaced_in_graphs if compiling else ReplacedAttention._replaced
+            )
             return replaced(self, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
 
-# --- recomputation in the scopes of the first run ---------------------------------------------------------------------
+# --- recomputation in the scopes of the first run -------------------------------------------------
 
 Enter = Callable[[], AbstractContextManager[object]]
 
-# The functions whose frames refer to it; from torch 2.14 on, `checkpoint` calls another one for the second kind.
+# The functions whose frames refer to it; from torch 2.14 on, `checkpoint` calls another one for the
+# second kind.
 _REENTRANT = CheckpointFunction.forward.__code__
-_OTHER = unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
+_OTHER = unwrap(
+    getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)
+).__code__
 
 
 class _InScopes(NamedTuple):
@@ -216,9 +244,11 @@ def checkpoints() -> list[Any]:
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
     """Have the functions that checkpoints run now `enter` a scope when backward runs them again."""
     for record in checkpoints():
-        if any(record is other for other in outside):  # in which it was entered: they will enter it themselves
+        # in which it was entered: they will enter it themselves
+        if any(record is other for other in outside):
             continue
-        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"  # of reentrant ones, of others
+        # of reentrant ones, of others
+        name = "run_function" if hasattr(record, "run_function") else "recompute_fn"
         function = getattr(record, name)
         if not isinstance(function, _InScopes):
             function = _InScopes(function, {})

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,14 +39,16 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
     with out_of_sight(), _without_traces():
-        # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
+        # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none,
+        # or need the device.
         try:
             args, kwargs = build(META)
             args = _as_meta_kernels_take_it(op._schema.name, args)
             return _as_kernels_make_it(op._schema.name, args, op(*args, **kwargs), device_type)
         except (NotImplementedError, RuntimeError):
             pass
-        except ZeroDivisionError:  # the mean of no elements: the kernel itself, which has none to compute
+        except ZeroDivisionError:
+            # the mean of no elements: the kernel itself, which has none to compute
             return results_of(op, build)
         with mode or _fake_mode():
             args, kwargs = build(torch.device("cpu"))
@@ -58,16 +64,22 @@ def results_of(op: OpOverload, build: Build) -> Any:
 
 def out_of_sight() -> AbstractContextManager[Any]:
     """A block in which the modes of users do not see operators; torch takes 13 us for it, modes or not."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
+    # of torch
+    modes = (
+        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    )  # type: ignore[no-untyped-call]
     return _disable_current_modes() if modes else nullcontext()
 
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
     """A block that logs no error of fake tensors, and after which torch keeps no frame, so no tensor, of callers."""
-    # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a variable of that frame,
-    # and a frame refers to its caller: a cycle that only a collection ends.
-    imported, log = "torch._dynamo" in sys.modules, logging.getLogger("torch._subclasses.fake_tensor")
+    # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a
+    # variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
+    imported, log = (
+        "torch._dynamo" in sys.modules,
+        logging.getLogger("torch._subclasses.fake_tensor"),
+    )
     before, log.disabled = log.disabled, True  # the errors are raised as well
     try:
         yield
@@ -80,9 +92,10 @@ def _without_traces() -> Iterator[None]:
 def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..., Any]:
     """The cheapest callable for an operator and arguments like `build`'s.
 
-    torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the overload object, and
-    methods without arguments (`Tensor.relu`) 0.1 less than functions.  A binding is used if a call without memory takes
-    the arguments and returns what is expected (shapes and dtypes), or what the operator writes.
+    torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the
+    overload object, and methods without arguments (`Tensor.relu`) 0.1 less than functions. A
+    binding is used if a call without memory takes the arguments and returns what is expected
+    (shapes and dtypes), or what the operator writes.
     """
     for binding in _bindings(op):
         with out_of_sight():
@@ -96,7 +109,9 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
         else:
             results = result if isinstance(result, list | tuple) else [result]
             same = len(results) == len(expected) and all(
-                isinstance(a, torch.Tensor) and a.shape == torch.Size(b.shape) and a.dtype == b.dtype
+                isinstance(a, torch.Tensor)
+                and a.shape == torch.Size(b.shape)
+                and a.dtype == b.dtype
                 for a, b in zip(results, expected, strict=True)
             )
         if same:
@@ -109,11 +124,14 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     space, _, name = op._schema.name.partition("::")
     if space != "aten":
         return []
-    family = getattr(torch._C, f"_{name.partition('_')[0]}", torch._C._nn)  # such as torch._C._linalg of linalg_cross
+    # such as torch._C._linalg of linalg_cross
+    family = getattr(torch._C, f"_{name.partition('_')[0]}", torch._C._nn)
     function = getattr(torch._C._VariableFunctions, name, None) or getattr(family, name, None)
     method = getattr(torch._C.TensorBase, name, None)
     short = len(op._schema.arguments) == 1 or op._schema.is_mutable
-    return [binding for binding in ((method, function) if short else (function,)) if callable(binding)]
+    return [
+        binding for binding in ((method, function) if short else (function,)) if callable(binding)
+    ]
 
 
 def _of_aten(names: str) -> frozenset[str]:
@@ -122,7 +140,8 @@ def _of_aten(names: str) -> frozenset[str]:
 
 # They write `running_mean` and `running_var` when they train, although their schemas do not say so.
 WITH_UNMARKED_WRITES = _of_aten(
-    "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts "
+    "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats "
+    "batch_norm_gather_stats_with_counts "
     "batch_norm_update_stats"
 )
 
@@ -138,7 +157,9 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
-def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _weight_norm(
+    v: torch.Tensor, g: torch.Tensor, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight of norm `g` along `dim`, and the norm of `v`; torch's decomposition is wrong for vectors."""
     norm = torch.norm_except_dim(v, 2, dim)
     return v * (g / norm), norm
@@ -156,14 +177,16 @@ def view_of(op: OpOverload) -> OpOverload | None:
 def has_views(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is being dispatched has views, or autograd has saved it; each counts as two more uses."""
     uses: int = tensor._use_count()  # type: ignore[attr-defined]  # a method that stubs leave out
-    return uses > 4  # 3 from Python, 4 inside of a composite operator
+    # 3 from Python, 4 inside of a composite operator
+    return uses > 4
 
 
 def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Change the shape and stride of a wrapper as a view in place would, without touching any data.
 
-    Of a view, autograd repeats the views that led to it where it or its base is written to. It does not know of this
-    one: the gradient would have another shape, or be wrong. From here on it refuses a write that needs a gradient.
+    Of a view, autograd repeats the views that led to it where it or its base is written to. It does
+    not know of this one: the gradient would have another shape, or be wrong. From here on it
+    refuses a write that needs a gradient.
     """
     with no_dispatch():
         included = torch._C._meta_in_tls_dispatch_include()
@@ -173,14 +196,18 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
         finally:
             torch._C._set_meta_in_tls_dispatch_include(included)
     if tensor._is_view():
-        torch._C._autograd._set_creation_meta(tensor, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)
+        torch._C._autograd._set_creation_meta(
+            tensor, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+        )
 
 
-# --- what kernels return and meta kernels do not say: dtypes of statistics, strides of convolutions -------------------
+# --- what kernels return and meta kernels do not say: dtypes of statistics, strides of convolutions
 
-# Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small dtypes have float32 ones.
+# Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small
+# dtypes have float32 ones.
 _WITH_STATISTICS = _of_aten(
-    "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit _native_batch_norm_legit_no_training "
+    "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training "
     "native_batch_norm native_group_norm native_layer_norm"
 )
 
@@ -190,7 +217,13 @@ def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
     if name not in ("aten::index", "aten::_unsafe_index"):
         return args
     indices = args[1]
-    return (args[0], [i.bool() if isinstance(i, torch.Tensor) and i.dtype == torch.uint8 else i for i in indices])
+    return (
+        args[0],
+        [
+            i.bool() if isinstance(i, torch.Tensor) and i.dtype == torch.uint8 else i
+            for i in indices
+        ],
+    )
 
 
 def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
@@ -198,13 +231,17 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
     if name == "aten::convolution" and result.ndim == 4:
         # Channels-last if an operand is; in three spatial dims the CPU's results are contiguous.
         last = torch.channels_last
-        like_operands = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2])
+        like_operands = any(
+            t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2]
+        )
         return result.contiguous(memory_format=last) if like_operands else result
     if name in ("aten::native_batch_norm_backward", "aten::batch_norm_backward"):
-        mask = args[9]  # the meta kernel returns the input's gradient whether it is wanted or not
+        # the meta kernel returns the input's gradient whether it is wanted or not
+        mask = args[9]
         return tuple(t if wanted else None for t, wanted in zip(result, mask, strict=True))
     if name == "aten::_native_multi_head_attention" and not (args[10] if len(args) > 10 else True):
-        return (result[0], None)  # the meta kernel returns weights without elements where the kernel returns none
+        # the meta kernel returns weights without elements where the kernel returns none
+        return (result[0], None)
     if device_type != "cpu":
         return result
     if name == "aten::native_group_norm_backward" and result[0] is not None:
@@ -212,11 +249,12 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
     if name not in _WITH_STATISTICS or args[0].dtype not in (torch.bfloat16, torch.float16):
         return result
     mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
-    dtype = torch.float32 if mixed else args[0].dtype  # of the CPU's statistics: float32 if a parameter is
+    # of the CPU's statistics: float32 if a parameter is
+    dtype = torch.float32 if mixed else args[0].dtype
     return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
 
 
-# --- collective operators of torch.distributed ------------------------------------------------------------------------
+# --- collective operators of torch.distributed ----------------------------------------------------
 
 
 def is_collective(op: OpOverload) -> bool:
@@ -227,7 +265,8 @@ def is_collective(op: OpOverload) -> bool:
 def group_ranks(group: Any) -> tuple[int, ...]:
     """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""
     if isinstance(group, str):
-        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name is a str
+        # a name is a str
+        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))

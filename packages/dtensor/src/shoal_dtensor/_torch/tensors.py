@@ -25,11 +25,15 @@ from .compiling import is_tracing
 
 pytree = _pytree
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-around: Callable[..., Any] = torch.Tensor._dtensor__new__  # (class, local tensor, spec, requires_grad)
+# (class, local tensor, spec, requires_grad)
+around: Callable[..., Any] = torch.Tensor._dtensor__new__
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them
-split: Callable[..., Any] = BASE.split  # below the method of this name, which is in Python and takes 2 us to come to it
-TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a tensor; the second is around the first
+# attributes below what a subclass makes of them
+BASE: Any = torch._C.TensorBase
+# below the method of this name, which is in Python and takes 2 us to come to it
+split: Callable[..., Any] = BASE.split
+# what a compiler sees in place of a tensor; the second is around the first
+TRACED = (FakeTensor, FunctionalTensor)
 
 
 class TensorNote:
@@ -38,7 +42,8 @@ class TensorNote:
     __slots__ = ()
 
     def __reduce__(self) -> tuple[type[torch.Size], tuple[()]]:
-        return torch.Size, ()  # which is false and which, unlike None, a load of weights only can build
+        # which is false and which, unlike None, a load of weights only can build
+        return torch.Size, ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
@@ -59,7 +64,8 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements are, to compare with where they are later; an empty tensor has its own place too."""
-    # An address would not do: it is zero for all empty tensors, and that of freed memory is given to others.
+    # An address would not do: it is zero for all empty tensors, and that of freed memory is given
+    # to others.
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
@@ -81,23 +87,30 @@ def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with exclude(keys[0], False), exclude(keys[1], False):
             result = function(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), result)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), result
+            )
 
     return run
 
 
-# --- autograd's engine ------------------------------------------------------------------------------------------------
+# --- autograd's engine ----------------------------------------------------------------------------
 
 # Blocks in which modes and subclasses, or subclasses alone, do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
 
-# Of the backward pass that is running on this thread: its number, -1 outside of one; whether it will run a node
-# (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or its hook; what to call at its end.
+# Of the backward pass that is running on this thread: its number, -1 outside of one; whether it
+# will run a node (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or its
+# hook; what to call at its end.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many are active
 
@@ -105,7 +118,9 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how ma
 def selectively_checkpointed() -> bool:
     """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
     selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode
-    return dispatch_modes() > 0 and any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+    return dispatch_modes() > 0 and any(
+        isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -130,7 +145,8 @@ def thread_object(key: str) -> Any:
 
 def set_thread_object(key: str, value: Any) -> None:
     """Have this thread hold an object under a name."""
-    if torch.compiler.is_dynamo_compiling():  # the compiler would look into the object, all that it refers to, and this
+    # the compiler would look into the object, all that it refers to, and this
+    if torch.compiler.is_dynamo_compiling():
         _uncompiled(key, value)
         return
     if _stash_takes_over():
@@ -157,17 +173,20 @@ def _stash_takes_over() -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is how `vmap` or `grad` sees another one, possibly a DTensor."""
     functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(
+        tensor
+    )
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Run an autograd function; outside of functorch, without the 3 us that `Function.apply` takes to look for it."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+    # of C, left out of torch's stub
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 def steps_as(optimizer: Optimizer, module: str) -> bool:
@@ -179,19 +198,24 @@ def steps_as(optimizer: Optimizer, module: str) -> bool:
 def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """The state of the parameters of some groups as it is when their first step begins; the optimizer stays as it is.
 
-    Torch's optimizers have a function for it. Others make it somewhere in a step: it is that after a step of copies
-    with a rate and gradients of zero; none is made where others have state, or where a step needs a closure.
+    Torch's optimizers have a function for it. Others make it somewhere in a step: it is that after
+    a step of copies with a rate and gradients of zero; none is made where others have state, or
+    where a step needs a closure.
     """
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
     closure = signature(kind.step).parameters.get("closure")
-    if not has_init and (optimizer.state or (closure is not None and closure.default is closure.empty)):
+    if not has_init and (
+        optimizer.state or (closure is not None and closure.default is closure.empty)
+    ):
         return {}
     stand_in, inside = object.__new__(kind), {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     for group in groups:
-        copies = [param.detach() if has_init else param.detach().clone() for param in group["params"]]
+        copies = [
+            param.detach() if has_init else param.detach().clone() for param in group["params"]
+        ]
         for param, copied in zip(group["params"], copies, strict=True):
             copied.requires_grad_().grad = torch.zeros_like(copied)
             inside[param] = copied
@@ -199,11 +223,17 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
         stand_in.param_groups.append({**group, "params": copies, **rate})
     if has_init:
         for group in stand_in.param_groups:
-            lists: list[list[Any]] = [[] for _ in range(len(signature(kind._init_group).parameters) - 2)]
+            lists: list[list[Any]] = [
+                [] for _ in range(len(signature(kind._init_group).parameters) - 2)
+            ]
             kind._init_group(stand_in, group, *lists)
     elif inside:
         kind.step(stand_in)
-    return {param: stand_in.state[copied] for param, copied in inside.items() if stand_in.state.get(copied)}
+    return {
+        param: stand_in.state[copied]
+        for param, copied in inside.items()
+        if stand_in.state.get(copied)
+    }
 
 
 # What Muon adds for the update of a matrix; may overwrite the update.

@@ -46,22 +46,27 @@ def distribute_tensor(
 ) -> DTensor:
     """`V -> placements`: the DTensor with the values of one rank's plain tensor.
 
-    Every rank but the source needs memory for its own shard only (pass, say, `torch.empty(1).expand(shape)` there). A
-    tensor on the meta device gives meta shards, on every rank.
+    Every rank but the source needs memory for its own shard only (pass, say,
+    `torch.empty(1).expand(shape)` there). A tensor on the meta device gives meta shards, on every
+    rank.
 
     Args:
-        tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor of this layout
-            is returned as it is. Or a stored tensor, `safetensors.safe_open(...).get_slice(name)`, that all ranks can
-            read: each reads its own shard, and nothing is sent.
+        tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor of
+            this layout is returned as it is. Or a stored tensor,
+            `safetensors.safe_open(...).get_slice(name)`, that all ranks can read: each reads its
+            own shard, and nothing is sent.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Of a partial one, the ranks'
-            values reduce to the tensor's.
-        src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank slices its
-            own tensor, and of a memory-mapped one (`torch.load(mmap=True)`) reads its shard only; nothing is sent.
-        shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Of a
+            partial one, the ranks' values reduce to the tensor's.
+        src_data_rank: whose values count: the rank at this coordinate of every mesh axis. None:
+            each rank slices its own tensor, and of a memory-mapped one (`torch.load(mmap=True)`)
+            reads its shard only; nothing is sent.
+        shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+            ascending order.
 
     Raises:
-        PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor of another layout.
+        PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor
+            of another layout.
 
     Example:
         >>> from shoal_dtensor import Shard
@@ -74,13 +79,16 @@ def distribute_tensor(
     """
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)
-    check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
+    check_type(
+        "distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None"
+    )
     if isinstance(tensor, DTensor):
         asked = Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order)
         if tensor._spec.same_layout(asked):
             return tensor
         raise PlacementError(
-            f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
+            f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use "
+            f"redistribute to {asked!r}"
         )
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
@@ -90,7 +98,12 @@ def distribute_tensor(
         values = tensor.detach()
         local = _shared_out(spec, lambda start: shard_of(values, start, src_data_rank))
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
-    return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
+    # Parameter keeps the DTensor class
+    return (
+        nn.Parameter(result, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else result
+    )  # type: ignore[return-value]
 
 
 def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
@@ -108,38 +121,50 @@ def distributed_by(
 
 
 def _layout_of(
-    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None = None
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shard_order: ShardOrder | None = None,
 ) -> Spec:
     """The layout of a plain tensor on a mesh, in the memory order that it has."""
     if not tensor.is_leaf:
         raise PlacementError(
-            "distribute_tensor: the tensor is no leaf; use DTensor.from_local, which is differentiable"
+            "distribute_tensor: the tensor is no leaf; use DTensor.from_local, which is "
+            "differentiable"
         )
     stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
     return Spec(mesh, placements, tensor.shape, stride, tensor.dtype, shard_order)
 
 
 def _read(
-    stored: Sliceable, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+    stored: Sliceable,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shard_order: ShardOrder | None,
 ) -> DTensor:
     """Each rank reads its own box, and no rank more."""
     if not hasattr(stored, "get_shape"):
         raise PlacementError(
-            "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as safetensors' "
+            "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as "
+            "safetensors' "
             f"get_slice(name) gives, got {type(stored).__name__}"
         )
     shape = tuple(stored.get_shape())
     if any(isinstance(p, Partial) for p in placements):
         raise PlacementError(
-            f"distribute_tensor: a stored tensor is read as Shard or Replicate, got {list(placements)}"
+            "distribute_tensor: a stored tensor is read as Shard or Replicate, got "
+            f"{list(placements)}"
         )
     nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
     spec = Spec(mesh, placements, shape, None, nothing.dtype, shard_order)
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
         return DTensor(nothing.new_empty((0,), device=device), spec)
-    shard = (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
-    is_view = shard.untyped_storage().nbytes() != shard.nbytes  # a view would keep more than the shard alive
+    shard = (
+        (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
+    )
+    # a view would keep more than the shard alive
+    is_view = shard.untyped_storage().nbytes() != shard.nbytes
     return DTensor(shard.clone() if is_view else shard, spec)
 
 
@@ -155,23 +180,30 @@ def distribute_module(
     Args:
         module: changed in place and returned. A parameter shared by several modules stays shared.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        partition_fn: called with the name, module and mesh of every sub-module, to replace parameters by DTensors;
-            what it leaves plain is replicated.
-        input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it, `input_fn(inputs, mesh)`;
-            its result replaces the inputs.
+        partition_fn: called with the name, module and mesh of every sub-module, to replace
+            parameters by DTensors; what it leaves plain is replicated.
+        input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it,
+            `input_fn(inputs, mesh)`; its result replaces the inputs.
         output_fn: the same of the outputs, after forward.
 
     Raises:
-        PlacementError: if the module was distributed before, or `partition_fn` gives a shared parameter two layouts.
+        PlacementError: if the module was distributed before, or `partition_fn` gives a shared
+            parameter two layouts.
         ArgumentValueError: if a function takes another number of arguments.
     """
     mesh = mesh_or_current(device_mesh)
     check_type("distribute_module", "module", module, nn.Module, "an nn.Module")
-    for name, function in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+    for name, function in (
+        ("partition_fn", partition_fn),
+        ("input_fn", input_fn),
+        ("output_fn", output_fn),
+    ):
         check_callable("distribute_module", name, function)
     before, after = _with_module("input_fn", input_fn), _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
-        raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
+        raise PlacementError(
+            "distribute_module: this module was distributed before; distribute a fresh one"
+        )
     several = {held: where for held, where in _places(module).items() if len(where) > 1}
     plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
@@ -216,7 +248,9 @@ def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], 
     return places
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any], before: list[Any]) -> None:
+def _replicate(
+    module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any], before: list[Any]
+) -> None:
     """Replicate what is still plain; what `partition_fn` made of a tensor with several places is in all of them."""
     from ..modules.owners import carry_attached, note_replaced  # here: tensors are made without it
 
@@ -227,7 +261,8 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tenso
                 first = table[name] = shared.setdefault(held, made)
                 if not made._spec.same_layout(first._spec):
                     raise PlacementError(
-                        f"distribute_module: partition_fn made a shared parameter {first._spec!r} and {made._spec!r}"
+                        f"distribute_module: partition_fn made a shared parameter {first._spec!r} "
+                        f"and {made._spec!r}"
                     )
     for held, where in _places(module).items():
         if held not in shared:
@@ -240,7 +275,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tenso
             note_replaced(param)
 
 
-# --- factories --------------------------------------------------------------------------------------------------------
+# --- factories ------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -248,14 +283,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Keywords(TypedDict, total=False):
     """What every factory takes by keyword."""
 
-    dtype: torch.dtype | None  # element type; torch's default, or that of the number to fill with, when left out
+    # element type; torch's default, or that of the number to fill with, when left out
+    dtype: torch.dtype | None
     layout: torch.layout  # only `torch.strided`
-    requires_grad: bool  # whether autograd records operations on the tensor
-    device_mesh: DeviceMesh | None  # the mesh; the one of the enclosing `with mesh:` when left out
-    placements: Placements | None  # one per mesh axis, or a `PartitionSpec`; all replicated when left out
+    # whether autograd records operations on the tensor
+    requires_grad: bool
+    # the mesh; the one of the enclosing `with mesh:` when left out
+    device_mesh: DeviceMesh | None
+    # one per mesh axis, or a `PartitionSpec`; all replicated when left out
+    placements: Placements | None
 
 
-_DEFAULTS = Keywords(dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None)
+_DEFAULTS = Keywords(
+    dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+)
 
 
 def _factory(function: F) -> F:
@@ -265,26 +306,41 @@ def _factory(function: F) -> F:
     own = [*given.parameters.values()][:-1]  # without **keywords
     defaults: dict[str, Any] = {**_DEFAULTS}
     listed = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint.__forward_arg__)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=hint.__forward_arg__,
+        )
         for name, hint in Keywords.__annotations__.items()
     ]
-    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]  # inspect reads it
+    # inspect reads it
+    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
     return factory
 
 
 def _new(
-    size: Sequence[Any], keywords: Keywords, dtype: torch.dtype | None = None, number: complex | None = None
+    size: Sequence[Any],
+    keywords: Keywords,
+    dtype: torch.dtype | None = None,
+    number: complex | None = None,
 ) -> DTensor:
     """A tensor of a size, integers or one sequence, of `dtype` unless the keywords name one, filled if by a number."""
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
-        raise ArgumentTypeError(f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(_DEFAULTS)}")
+        raise ArgumentTypeError(
+            f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(_DEFAULTS)}"
+        )
     options = _DEFAULTS | keywords
     if options["layout"] is not torch.strided:
-        raise PlacementIndexError(f"only torch.strided tensors can be distributed, got {options['layout']}")
+        raise PlacementIndexError(
+            f"only torch.strided tensors can be distributed, got {options['layout']}"
+        )
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     for n in shape:
-        check_type("a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them")
+        check_type(
+            "a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them"
+        )
     mesh = mesh_or_current(options["device_mesh"])
     placements, shard_order = read_placements(mesh, options["placements"])
     dtype, device = options["dtype"] or dtype or torch.get_default_dtype(), mesh.device_type
@@ -292,12 +348,17 @@ def _new(
     if number is None:
         local = torch.empty(spec.local_shape, dtype=dtype, device=device)
     else:
-        local = _shared_out(spec, lambda start: torch.full(start.local_shape, number, dtype=dtype, device=device))
+        local = _shared_out(
+            spec, lambda start: torch.full(start.local_shape, number, dtype=dtype, device=device)
+        )
     return DTensor(local, spec, requires_grad=options["requires_grad"])
 
 
 def _drawn(
-    size: Sequence[Any], keywords: Keywords, fill: Callable[[DTensor], object], dtype: torch.dtype | None = None
+    size: Sequence[Any],
+    keywords: Keywords,
+    fill: Callable[[DTensor], object],
+    dtype: torch.dtype | None = None,
 ) -> DTensor:
     result = _new(size, {**keywords, "requires_grad": False}, dtype)
     fill(result)
@@ -310,7 +371,8 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
     Args:
         size: global shape, as integers or one sequence.
-        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and `placements`: `Keywords`.
+        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and
+            `placements`: `Keywords`.
 
     Raises:
         PlacementError: if the placements do not fit or the layout is another.
@@ -328,7 +390,9 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
 
 @_factory
-def full(size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
+def full(
+    size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]
+) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
     check_type("full", "fill_value", fill_value, (bool, int, float, complex), "a number")
     dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value).dtype
@@ -348,27 +412,43 @@ def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
 
 @_factory
-def rand(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
+def rand(
+    *size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
+) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
     return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
 
 @_factory
-def randn(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
+def randn(
+    *size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
+) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
     return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
 
 @_factory
 def randint(
-    low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
+    low: int,
+    high: int,
+    size: Sequence[int],
+    *,
+    generator: torch.Generator | None = None,
+    **keywords: Unpack[Keywords],
 ) -> DTensor:
     """Integers in `[low, high)`: the values that `torch.randint` draws on one device; keywords as for `empty`."""
-    return _drawn((tuple(size),), keywords, lambda drawn: drawn.random_(low, high, generator=generator), torch.int64)
+    return _drawn(
+        (tuple(size),),
+        keywords,
+        lambda drawn: drawn.random_(low, high, generator=generator),
+        torch.int64,
+    )
 
 
 @_factory
-def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
+def randperm(
+    n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
+) -> DTensor:
     """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; keywords as for `empty`.
 
     Every rank draws all of it, in O(n) memory, and keeps its shard.

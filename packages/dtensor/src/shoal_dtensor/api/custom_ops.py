@@ -43,28 +43,49 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
 
     Args:
         func: takes and returns plain tensors; left out, this is a decorator.
-        out_placements: of the outputs: one list for all, or a tuple with one for each; None leaves an output plain.
-        in_placements: that the inputs (flattened) must have, one entry each; None for other values, or for any.
+        out_placements: of the outputs: one list for all, or a tuple with one for each; None leaves
+            an output plain.
+        in_placements: that the inputs (flattened) must have, one entry each; None for other values,
+            or for any.
         in_grad_placements: placements of the inputs' gradients as they come back from `func`.
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
-        run_check: in every call, compare over the mesh the shapes of the outputs, which may be uneven, and the values
-            of replicated ones: one all-gather of 144 bytes for each output; threads may come in any order. If False,
-            replicas are taken to be equal, and shapes to be those of this rank on all, or as `Shard(dim, sizes=...)`
-            says. Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
+        run_check: in every call, compare over the mesh the shapes of the outputs, which may be
+            uneven, and the values of replicated ones: one all-gather of 144 bytes for each output;
+            threads may come in any order. If False, replicas are taken to be equal, and shapes to
+            be those of this rank on all, or as `Shard(dim, sizes=...)` says. Compiled code does not
+            compare; it refuses unevenly sharded inputs unless this is False.
 
     Raises:
-        PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or
-            on all ranks, if the outputs' shapes fit no sharding or replicas differ.
+        PlacementError: (when called) if an input has other placements, if the number of placements
+            does not fit, or on all ranks, if the outputs' shapes fit no sharding or replicas
+            differ.
         MixedTensorError: (when called) if a placement is given for a plain tensor.
     """
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
-        return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check)
+        return lambda func: local_map(
+            func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check
+        )
     check_callable("local_map", "func", func)
-    for name, entries in ("in_placements", in_placements), ("in_grad_placements", in_grad_placements):
-        check_type("local_map", name, entries, (tuple, list, type(None)), "a tuple with one entry for each input")
-    check_type("local_map", "out_placements", out_placements, (tuple, list, type(None)), "a list of placements")
+    for name, entries in (
+        ("in_placements", in_placements),
+        ("in_grad_placements", in_grad_placements),
+    ):
+        check_type(
+            "local_map",
+            name,
+            entries,
+            (tuple, list, type(None)),
+            "a tuple with one entry for each input",
+        )
+    check_type(
+        "local_map",
+        "out_placements",
+        out_placements,
+        (tuple, list, type(None)),
+        "a list of placements",
+    )
     if device_mesh is not None:
         check_mesh("local_map", device_mesh)
 
@@ -79,7 +100,9 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             _refuse_uneven(specs)
         mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        about = functools.partial(_output_of, func, specs) if run_check and not is_tracing() else None
+        about = (
+            functools.partial(_output_of, func, specs) if run_check and not is_tracing() else None
+        )
         return _outputs(result, out_placements, mesh, about)
 
     if not is_tracing():
@@ -88,7 +111,10 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
 
 
 def _local_inputs(
-    flat: list[Any], wanted: tuple[Placements, ...] | None, grads: tuple[Placements, ...] | None, redistribute: bool
+    flat: list[Any],
+    wanted: tuple[Placements, ...] | None,
+    grads: tuple[Placements, ...] | None,
+    redistribute: bool,
 ) -> tuple[list[Any], list[Spec]]:
     """What the function gets, and the layouts of the DTensors that it is of."""
     for name, entries in ("in_placements", wanted), ("in_grad_placements", grads):
@@ -96,7 +122,9 @@ def _local_inputs(
             given = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
             raise PlacementIndexError(f"local_map: {given}")
     every, local, specs = (None,) * len(flat), [], []
-    for i, (item, placements, grad) in enumerate(zip(flat, wanted or every, grads or every, strict=True)):
+    for i, (item, placements, grad) in enumerate(
+        zip(flat, wanted or every, grads or every, strict=True)
+    ):
         placed = _placed(i, item, placements, redistribute)
         if isinstance(placed, DTensor):
             specs.append(placed._spec)
@@ -110,7 +138,9 @@ def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> An
     if wanted is None or not isinstance(item, torch.Tensor):
         return item
     if not isinstance(item, DTensor):
-        raise MixedTensorError(f"local_map: input {index} is a plain tensor, but {list(wanted)} is asked of it")
+        raise MixedTensorError(
+            f"local_map: input {index} is a plain tensor, but {list(wanted)} is asked of it"
+        )
     target = item._spec.with_(placements=tuple(wanted))
     if item._spec.same_layout(target):
         return item
@@ -126,8 +156,10 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
     """Refuse inputs in compiled code whose outputs may have other shapes on other ranks."""
     if not all(spec.even for spec in specs):
         raise PlacementError(
-            f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the outputs; "
-            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it outside of "
+            f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot "
+            "compare the outputs; "
+            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call "
+            "it outside of "
             "compiled code"
         )
 
@@ -139,13 +171,16 @@ def _output_of(func: Any, specs: Sequence[Spec], index: int) -> str:
     return f"output {index} of local_map of {'.'.join(name)} (line {line}) on {specs}"
 
 
-def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, about: Callable[[int], str] | None) -> Any:
+def _outputs(
+    result: Any, out_placements: Any, mesh: DeviceMesh | None, about: Callable[[int], str] | None
+) -> Any:
     """What the function returned, with DTensors for its tensors; `about` tells outputs apart, if ranks compare them."""
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
         raise PlacementIndexError(
-            f"local_map: out_placements has {len(each)} entries, the function returned {len(flat)} outputs"
+            f"local_map: out_placements has {len(each)} entries, the function returned {len(flat)} "
+            "outputs"
         )
     outputs: list[Any] = []
     for i, (item, placements) in enumerate(zip(flat, each, strict=True)):
@@ -153,20 +188,30 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, about: C
             outputs.append(item)
             continue
         if mesh is None:
-            raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
+            raise PlacementError(
+                "local_map: no input is a DTensor, so device_mesh is needed for the outputs"
+            )
         options: dict[str, Any] = {}
         if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
-            spec = layout_of_ranks(item, mesh, placements, None, about=functools.partial(about, i), values=True)
-            placements, options = spec.placements, {"shape": spec.shape, "shard_order": spec.shard_order}
+            spec = layout_of_ranks(
+                item, mesh, placements, None, about=functools.partial(about, i), values=True
+            )
+            placements, options = (
+                spec.placements,
+                {"shape": spec.shape, "shard_order": spec.shard_order},
+            )
         outputs.append(DTensor.from_local(item, mesh, placements, **options))
     return pytree.tree_unflatten(outputs, structure)
 
 
-def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False) -> None:
+def register_rule(
+    op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False
+) -> None:
     """Give operators a rule for the rest of the process; `shoal_dtensor.rules.overlay` gives one for a block.
 
     Args:
-        op: one overload or several; in-place operators, operators without output and tensor keyword arguments included.
+        op: one overload or several; in-place operators, operators without output and tensor keyword
+            arguments included.
         rule: for instance `product("m k, k n -> m n")`.
         replace: allow an operator that has a rule already.
 
@@ -179,22 +224,28 @@ def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace:
     """
     check_type("register_rule", "rule", rule, Rule, "a Rule, such as product('m k, k n -> m n')")
     overloads = _overloads("register_rule", op)
-    from ..rules.all_rules import TABLE  # here: `import shoal_dtensor` does not build the tables
+    # here: `import shoal_dtensor` does not build the tables
+    from ..rules.all_rules import TABLE
 
     for overload in overloads:
         if overload in TABLE and not replace:
-            raise DuplicateRuleError(f"{overload} has a rule already; pass replace=True to give it another")
+            raise DuplicateRuleError(
+                f"{overload} has a rule already; pass replace=True to give it another"
+            )
         TABLE[overload] = rule
         for scope in [*SCOPES]:
             scope.decisions.pop(id(overload), None)
 
 
-def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_sharding(
+    op: OpOverload | Sequence[OpOverload],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that makes a rule of a function in the form that torch's `register_sharding` has.
 
-    The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global shape, stride, dtype),
-    and returns a list of pairs (output placements, input placements), each saying one way to shard along ONE mesh
-    axis; inputs that are not tensors have None. The one where everything is replicated need not be listed.
+    The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global
+    shape, stride, dtype), and returns a list of pairs (output placements, input placements), each
+    saying one way to shard along ONE mesh axis; inputs that are not tensors have None. The one
+    where everything is replicated need not be listed.
 
     Args:
         op: one overload or several.
@@ -226,10 +277,14 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callab
 
 def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
     """One pair of placements as a row; entries of non-tensor arguments are left out."""
-    given, results = ([p for p in pytree.tree_leaves(each) if isinstance(p, Placement)] for each in (inputs, outputs))
+    given, results = (
+        [p for p in pytree.tree_leaves(each) if isinstance(p, Placement)]
+        for each in (inputs, outputs)
+    )
     if (len(given), len(results)) != (len(call.tensors), len(call.outputs)):
         raise PlacementError(
-            f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor outputs, but the "
+            f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor "
+            "outputs, but the "
             f"registered sharding has placements for {len(given)} and {len(results)}"
         )
     return Row(tuple(map(_entry, given, call.tensors)), tuple(map(_entry, results, call.outputs)))
@@ -238,11 +293,18 @@ def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
 def _entry(placement: Placement, meta: TensorMeta) -> Entry:
     if isinstance(placement, Shard):
         return S(placement.dim % meta.ndim)
-    return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
+    # what is left is Partial
+    return R if placement.is_replicate() else placement  # type: ignore[return-value]
 
 
 def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
     overloads: list[Any] = list(op) if isinstance(op, list | tuple) else [op]
     for overload in overloads:
-        check_type(where, "op", overload, OpOverload, "an overload, such as torch.ops.aten.mm.default, or several")
+        check_type(
+            where,
+            "op",
+            overload,
+            OpOverload,
+            "an overload, such as torch.ops.aten.mm.default, or several",
+        )
     return overloads

@@ -33,10 +33,13 @@ class ExplicitRedistributionContext:
 
     def __init__(self, enable: bool = True, strict: bool = False, mode: str = "raise") -> None:
         if mode not in ("raise", "warn"):
-            raise ArgumentValueError(f"ExplicitRedistributionContext: mode is 'raise' or 'warn', got {mode!r}")
+            raise ArgumentValueError(
+                f"ExplicitRedistributionContext: mode is 'raise' or 'warn', got {mode!r}"
+            )
         if strict:
             raise ArgumentValueError(
-                "ExplicitRedistributionContext: strict=True is not here: what sends nothing is never refused; "
+                "ExplicitRedistributionContext: strict=True is not here: what sends nothing is "
+                "never refused; "
                 "DebugMode and explain show it"
             )
         self._policy: Any = ("forbid" if mode == "raise" else "warn") if enable else "allow"
@@ -51,18 +54,23 @@ class ExplicitRedistributionContext:
         self._entered.pop().__exit__(None, None, None)
 
 
-class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+# torch's __init_subclass__ has no types
+class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
-    The options are torch's: those for what is not recorded here are refused, those for how it is printed do nothing.
+    The options are torch's: those for what is not recorded here are refused, those for how it is
+    printed do nothing.
 
     Args:
-        record_realtensor, record_localtensor, record_output, record_profiler_context: change nothing.
-        record_torchfunction, record_faketensor, record_tensor_attributes, record_nn_module: refused.
+        record_realtensor, record_localtensor, record_output, record_profiler_context: change
+            nothing.
+        record_torchfunction, record_faketensor, record_tensor_attributes, record_nn_module:
+            refused.
         store_original_args, record_stack_trace, record_ids, run_compile_with_interpreter: refused.
 
     Attributes:
-        operators: a line for each operator and collective, in order; collectives that an operator starts are indented.
+        operators: a line for each operator and collective, in order; collectives that an operator
+            starts are indented.
 
     Raises:
         ArgumentValueError: for an option of torch's that records something else.
@@ -100,12 +108,19 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     ) -> None:
         options = dict(locals())
         super().__init__()
-        off = [name for name, option in inspect.signature(DebugMode).parameters.items() if not option.default]
+        off = [
+            name
+            for name, option in inspect.signature(DebugMode).parameters.items()
+            if not option.default
+        ]
         asked = ", ".join(name for name in off if options[name])
-        if asked:  # they record something else, all of them
+        # they record something else, all of them
+        if asked:
             raise ArgumentValueError(
-                f"DebugMode: {asked}: this mode records operators on DTensors and collectives alone; CommDebugMode "
-                "says which module starts them, torch.utils._debug_mode.DebugMode records what torch does"
+                f"DebugMode: {asked}: this mode records operators on DTensors and collectives "
+                "alone; CommDebugMode "
+                "says which module starts them, torch.utils._debug_mode.DebugMode records what "
+                "torch does"
             )
         self.operators: list[str] = []
         self._depth = 0
@@ -122,7 +137,8 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]
-        specs = [repr(arg._spec).removeprefix("Spec(").rpartition(" on (")[0] for arg in flat]  # without the mesh
+        # without the mesh
+        specs = [repr(arg._spec).removeprefix("Spec(").rpartition(" on (")[0] for arg in flat]
         self._note(f"{func}({', '.join(specs)})")
         self._depth += 1
         try:
@@ -144,5 +160,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
             ArgumentValueError: if stack traces are asked for, which are not recorded.
         """
         if show_stack_trace:
-            raise ArgumentValueError("DebugMode.debug_string: stack traces are not recorded, got show_stack_trace=True")
+            raise ArgumentValueError(
+                "DebugMode.debug_string: stack traces are not recorded, got show_stack_trace=True"
+            )
         return "\n".join(self.operators)

@@ -1,6 +1,7 @@
 """Layouts and plans to look at: why a redistribution is done as it is, which ranks hold which elements, step by step.
 
-Nothing is run; specs on an `abstract_mesh` need no process group.  Pictures are text, rich's or matplotlib's.
+Nothing is run; specs on an `abstract_mesh` need no process group. Pictures are text, rich's or
+matplotlib's.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ class Explanation:
 
     chosen: Plan  # the plan that `redistribute` runs
     rejected: tuple[Plan, ...]  # the runners-up, cheapest first
-    least_bytes: float  # what a rank has to receive at least, averaged over the ranks
+    # what a rank has to receive at least, averaged over the ranks
+    least_bytes: float
 
     def as_data(self) -> dict[str, Any]:
         """Everything as plain lists, numbers and strings (for JSON)."""
         return {
             "src": layout(self.chosen.src),
             "dst": layout(self.chosen.dst),
-            "mesh": dict(zip(self.chosen.src.mesh.axis_names, self.chosen.src.mesh.shape, strict=True)),
+            "mesh": dict(
+                zip(self.chosen.src.mesh.axis_names, self.chosen.src.mesh.shape, strict=True)
+            ),
             "shape": list(self.chosen.src.shape),
             "least_bytes": self.least_bytes,
             "chosen": _as_data(self.chosen),
@@ -58,8 +62,10 @@ class Explanation:
         for plan in self.rejected:
             slower = plan.seconds / self.chosen.seconds if self.chosen.seconds else float("inf")
             lines.append(
-                f"  {format_seconds(plan.seconds)} ({slower:.2f} x), {format_bytes(plan.bytes_sent)}, "
-                f"peak {format_bytes(plan.peak_bytes)}: " + ", then ".join(step.line() for step in plan.steps)
+                f"  {format_seconds(plan.seconds)} ({slower:.2f} x), "
+                f"{format_bytes(plan.bytes_sent)}, "
+                f"peak {format_bytes(plan.peak_bytes)}: "
+                + ", then ".join(step.line() for step in plan.steps)
             )
         return "\n".join(lines)
 
@@ -102,22 +108,24 @@ def explain(
 
     Args:
         src: a tensor, or its spec.
-        dst: the spec to redistribute to, or the placements, one per mesh axis or as a `PartitionSpec`.
+        dst: the spec to redistribute to, or the placements, one per mesh axis or as a
+            `PartitionSpec`.
         count: how many plans to show.
         shard_order: with placements, the axes of each dim that several shard, outermost first.
         options: `topology`, `memory_limit` in bytes, as for `redistribute.plan`.
 
     Raises:
         PlacementError: if the placements do not fit the mesh or the tensor.
-        RedistributeError: if the specs describe different tensors, or no plan stays within the memory limit.
+        RedistributeError: if the specs describe different tensors, or no plan stays within the
+            memory limit.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Partial, Replicate
         >>> src = Spec(abstract_mesh((4, 2), ("dp", "tp")), (Partial(), Replicate()), (1024, 1024))
         >>> why = explain(src, src.with_(placements=(Replicate(), Replicate())))
-        >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over tp
-        ['Slice', 'AllReduce', 'AllGather']
+        >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over
+        tp ['Slice', 'AllReduce', 'AllGather']
     """
     check_type("explain", "src", src, (Spec, DTensor), "a DTensor or its spec")
     source = src.spec if isinstance(src, DTensor) else src
@@ -147,7 +155,7 @@ def _as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 _STEP = 2.6  # inches for the picture of one layout
 
@@ -190,16 +198,21 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     if spec.coordinate is None or any(spec.coordinate):
         return
     if not use_rich:
-        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201  # what was asked for
+        # what was asked for
+        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201
         return
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
-        raise MissingExtraError("use_rich=True prints with rich, which is not installed: pip install rich") from error
+        raise MissingExtraError(
+            "use_rich=True prints with rich, which is not installed: pip install rich"
+        ) from error
     shown = Table("", *table.columns, title=header or None, show_lines=True)
     for name, cells in zip(table.rows, table.cells, strict=True):
-        shown.add_row(name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells))
+        shown.add_row(
+            name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells)
+        )
     Console().print(shown)
 
 
@@ -227,7 +240,8 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     """The axes of a picture of the tensor as a rectangle, a colour for each part, with the ranks that hold it.
 
     Args:
-        tensor: of any number of dims; those before the last two are drawn as one, from top to bottom.
+        tensor: of any number of dims; those before the last two are drawn as one, from top to
+            bottom.
         ax: matplotlib axes to draw on; those of a new figure when left out.
         title: placements when left out.
 
@@ -247,8 +261,19 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
         for top, bottom, left, right in _rectangles(box, spec.shape):
             size = (right - left, bottom - top)
             ax.add_patch(Rectangle((left, top), *size, facecolor=color, edgecolor="white", lw=2))
-        names = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
-        ax.text(left + size[0] / 2, top + size[1] / 2, names + note, ha="center", va="center", fontsize=8)
+        names = (
+            ", ".join(map(str, ranks))
+            if len(ranks) <= 8
+            else f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
+        )
+        ax.text(
+            left + size[0] / 2,
+            top + size[1] / 2,
+            names + note,
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=(0, columns), yticks=(0, rows))
     ax.tick_params(labelsize=7)
     ax.set_title(title or layout(spec), fontsize=8)
@@ -261,7 +286,8 @@ def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, i
     for size, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
         rows = [row * size + index for row in rows for index in range(start, stop)]
     runs: list[tuple[int, int]] = []
-    for row in rows:  # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
+    # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
+    for row in rows:
         top = runs.pop()[0] if runs and runs[-1][1] == row else row
         runs.append((top, row + 1))
     left, right = box[-1] if box else (0, 1)
@@ -272,7 +298,8 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
     """A matplotlib figure of the layouts of a model, or of any named tensors; equal ones once, with how often.
 
     Args:
-        tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are left out.
+        tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are
+            left out.
         columns: pictures side by side.
 
     Raises:
@@ -308,11 +335,17 @@ def draw_plan(plan: Plan) -> Any:
     """
     specs = [plan.src, *(step.dst for step in plan.steps)]
     figure = _figure(_STEP * len(specs), _STEP + 0.4)
-    axs = [draw_layout(spec, figure.add_subplot(1, len(specs), i)) for i, spec in enumerate(specs, 1)]
+    axs = [
+        draw_layout(spec, figure.add_subplot(1, len(specs), i)) for i, spec in enumerate(specs, 1)
+    ]
     for ax, step in zip(axs[1:], plan.steps, strict=True):
         axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
         what = f"after {step.name}{' over ' if axes else ''}{axes}"
-        cost = f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}" if step.communicates else "local"
+        cost = (
+            f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}"
+            if step.communicates
+            else "local"
+        )
         ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
     total = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}, peak {format_bytes(plan.peak_bytes)}"
     figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)

@@ -21,11 +21,17 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
     """The optimizers, of this model."""
     of_model = {id(parameter) for parameter in model.parameters()}
     checked = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    stepped = ((each, param) for each in checked for group in each.param_groups for param in group["params"])
+    stepped = (
+        (each, param)
+        for each in checked
+        for group in each.param_groups
+        for param in group["params"]
+    )
     for optimizer, parameter in stepped:
         if id(parameter) not in of_model:
             raise StateDictError(
-                f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a parameter "
+                f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that "
+                "is not a parameter "
                 "of the model: construct the optimizer after the model is parallelized"
             )
     return checked
@@ -45,7 +51,9 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     with ExitStack() as ends:
         for optimizer in optimizers:
             before = optimizer.state
-            complete: Any = _Complete({param: entry for param, entry in before.items() if entry != {}})
+            complete: Any = _Complete(
+                {param: entry for param, entry in before.items() if entry != {}}
+            )
             complete.update(_first_states(optimizer, lambda param: param.requires_grad))
             optimizer.state = complete
             ends.callback(setattr, optimizer, "state", before)
@@ -55,12 +63,21 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 def _first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
     """By parameter, for those wanted that have none and will have one."""
     groups = [
-        {**group, "params": [each for each in group["params"] if wanted(each) and not optimizer.state.get(each)]}
+        {
+            **group,
+            "params": [
+                each for each in group["params"] if wanted(each) and not optimizer.state.get(each)
+            ],
+        }
         for group in optimizer.param_groups
     ]
     if steps_as(optimizer, SGD.__module__):  # makes its state at the end of a step
         return {
-            param: {"momentum_buffer": torch.full_like(param.detach(), float("nan") if group["dampening"] else 0.0)}
+            param: {
+                "momentum_buffer": torch.full_like(
+                    param.detach(), float("nan") if group["dampening"] else 0.0
+                )
+            }
             for group in groups
             if group["momentum"]
             for param in group["params"]
@@ -68,16 +85,24 @@ def _first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> Sta
     return make_state(optimizer, groups)
 
 
-def add_frozen_states(optimizers: Iterable[Optimizer], target: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def add_frozen_states(
+    optimizers: Iterable[Optimizer], target: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
     """Have what optimizers can load include the first states of frozen parameters too, where state is given."""
     named = names_of(optimizers, target["param_groups"])
-    frozen = {param: name for name, param in named.items() if given.get(name) and not param.requires_grad}
+    frozen = {
+        param: name for name, param in named.items() if given.get(name) and not param.requires_grad
+    }
     for optimizer in optimizers:
-        first = _first_states(optimizer, lambda param: param in frozen and param.is_floating_point())
+        first = _first_states(
+            optimizer, lambda param: param in frozen and param.is_floating_point()
+        )
         target["state"].update({frozen[param]: entry for param, entry in first.items()})
 
 
-def names_of(optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+def names_of(
+    optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Tensor]:
     """The parameters of optimizers by the names that their groups have in a state dict."""
     params = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     names = (group["params"] for group in groups)
@@ -106,19 +131,31 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise a StateDictError that names what the state lacks of a target."""
     given, groups = state.get("state", {}), state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
-    missing = [f"{n}.{each}" for n, entry in target["state"].items() for each in entry if each not in given.get(n, {})]
+    missing = [
+        f"{n}.{each}"
+        for n, entry in target["state"].items()
+        for each in entry
+        if each not in given.get(n, {})
+    ]
     lacking = [group["params"] for group in target["param_groups"] if group["params"]]
     missing += [f"the options of {names[0]}" for names in lacking if named.isdisjoint(names)]
     if missing and not _is_by_number(given):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise StateDictError(
-            f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves these as they are"
+            f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves "
+            "these as they are"
         )
 
 
-def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def load_states(
+    optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]
+) -> None:
     """Load state and options by names of parameters; what is not given stays as the target has it."""
-    given, groups, own_groups = state.get("state", {}), state.get("param_groups", ()), iter(target["param_groups"])
+    given, groups, own_groups = (
+        state.get("state", {}),
+        state.get("param_groups", ()),
+        iter(target["param_groups"]),
+    )
     for optimizer in optimizers:
         own = [next(own_groups) for _ in optimizer.param_groups]
         named = names_of([optimizer], own)
@@ -128,15 +165,20 @@ def load_states(optimizers: Iterable[Optimizer], state: Mapping[str, Any], targe
             if given.get(name) or optimizer.state.get(param)
         }
         options = []
-        for group in own:  # has the options of the last given group that shares a parameter, else its own
+        # has the options of the last given group that shares a parameter, else its own
+        for group in own:
             names = group["params"]
-            sharing = [each for each in groups if each["params"] == names or {*names} & {*each["params"]}]
+            sharing = [
+                each for each in groups if each["params"] == names or {*names} & {*each["params"]}
+            ]
             options.append({**[group, *sharing][-1], "params": names})
         by_name = {"state": entries, "param_groups": options}
-        load = type(optimizer).load_state_dict  # torch may have put a call of this function in the optimizer
+        # torch may have put a call of this function in the optimizer
+        load = type(optimizer).load_state_dict
         load(optimizer, dict(state) if _is_by_number(given) else by_name)
         if steps_as(optimizer, SGD.__module__):
-            # Loaded state that says there is none: with dampening, a first step is none from a buffer of zeros.
+            # Loaded state that says there is none: with dampening, a first step is none from a
+            # buffer of zeros.
             for group in optimizer.param_groups:
                 for param in group["params"] if group["dampening"] else ():
                     buffer = optimizer.state.get(param, {}).get("momentum_buffer")

@@ -1,6 +1,7 @@
 """Random numbers for users: seeds, modes, states, and torch's tracker interface.
 
-Nothing has to be called: a program that seeds every rank alike draws, on any mesh, what one device would draw.
+Nothing has to be called: a program that seeds every rank alike draws, on any mesh, what one device
+would draw.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from shoal_mesh.internal import own_device
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
-from ..rng.state import check_in_step, current_mode, forget_checks, generator_of, has_generators, set_random_mode
+from ..rng.state import (
+    check_in_step,
+    current_mode,
+    forget_checks,
+    generator_of,
+    has_generators,
+    set_random_mode,
+)
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
@@ -59,7 +67,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     check_mesh("manual_seed", device_mesh)
     if not is_rng_supported_mesh(device_mesh):
         raise RandomStateError(
-            f"manual_seed: expected a mesh of devices whose generators torch shows, got {device_mesh}"
+            "manual_seed: expected a mesh of devices whose generators torch shows, got "
+            f"{device_mesh}"
         )
     torch.manual_seed(seed)
     forget_checks()
@@ -87,7 +96,8 @@ class OffsetBasedRNGTracker:
 
     Args:
         device_mesh: whose device type decides which generator the states are of.
-        run_state_sync: check now that the ranks of the mesh agree; torch would broadcast rank 0's state instead.
+        run_state_sync: check now that the ranks of the mesh agree; torch would broadcast rank 0's
+            state instead.
 
     Attributes:
         distribute_region_enabled: when False, random operators draw from each rank's own generator.
@@ -121,11 +131,15 @@ class OffsetBasedRNGTracker:
         forget_checks()
 
     @contextmanager
-    def _distribute_region(self, spec: Spec, generator: torch.Generator | None = None) -> Iterator[None]:
+    def _distribute_region(
+        self, spec: Spec, generator: torch.Generator | None = None
+    ) -> Iterator[None]:
         """A region in which random operators on DTensors draw as on one device: every region is one."""
         yield
 
     def _named(self, name: str) -> torch.Generator:
         if name != "parallel-rng":
-            raise RandomStateError(f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}")
+            raise RandomStateError(
+                f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}"
+            )
         return generator_of(own_device(self._mesh.device_type))

@@ -1,8 +1,9 @@
 """State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
 
-Torch's functions would leave DTensors of this package sharded in full state dicts, as they know its own by the class.
-Gathering and sharding, one tensor at a time, stands around what they call inside, so that they do the same as those
-here, which check their arguments on all ranks first.  torch.distributed.checkpoint is imported in the first call.
+Torch's functions would leave DTensors of this package sharded in full state dicts, as they know its
+own by the class. Gathering and sharding, one tensor at a time, stands around what they call inside,
+so that they do the same as those here, which check their arguments on all ranks first.
+torch.distributed.checkpoint is imported in the first call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from .._torch.tensors import pytree
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
-from .optimizer_states import add_frozen_states, check_complete, load_states, nested, optimizers_of, with_first_states
+from .optimizer_states import (
+    add_frozen_states,
+    check_complete,
+    load_states,
+    nested,
+    optimizers_of,
+    with_first_states,
+)
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -37,9 +45,10 @@ def get_model_state_dict(
     Args:
         model: the model; all ranks call this with the same one.
         submodules: as in torch (deprecated there).
-        options: a `torch.distributed.checkpoint.state_dict.StateDictOptions`. `full_state_dict`: every DTensor as a
-            plain tensor of the global shape, on every rank; with `cpu_offload` too, in CPU memory on rank 0 alone, and
-            an empty dict on the others. Otherwise DTensors, each rank its shards.
+        options: a `torch.distributed.checkpoint.state_dict.StateDictOptions`. `full_state_dict`:
+            every DTensor as a plain tensor of the global shape, on every rank; with `cpu_offload`
+            too, in CPU memory on rank 0 alone, and an empty dict on the others. Otherwise DTensors,
+            each rank its shards.
 
     Raises:
         StateDictError: the options are of another type, or not those that `get` takes.
@@ -56,18 +65,25 @@ def get_model_state_dict(
         {'weight': tensor([1., 1.])}
     """
     api, options = _read(options)
-    return cast("dict[str, Any]", api.get_model_state_dict(model, submodules=submodules, options=options))
+    return cast(
+        "dict[str, Any]", api.get_model_state_dict(model, submodules=submodules, options=options)
+    )
 
 
 def get_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
 ) -> dict[str, Any]:
     """`placements -> R` for a full state dict, else no communication: state and options by names of parameters.
 
     Args:
         model: the model that the optimizers step.
-        optimizers: one or several, which stay as they are. A trainable parameter without state is given that with which
-            its first step begins; where that is unknown, that after a step without gradients, as in torch.
+        optimizers: one or several, which stay as they are. A trainable parameter without state is
+            given that with which its first step begins; where that is unknown, that after a step
+            without gradients, as in torch.
         submodules: as in torch (deprecated there).
         options: as for `get_model_state_dict`; also `flatten_optimizer_state_dict`.
 
@@ -77,12 +93,18 @@ def get_optimizer_state_dict(
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)
     with with_first_states(optimizers):
-        state: dict[str, Any] = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+        state: dict[str, Any] = api.get_optimizer_state_dict(
+            model, optimizers, submodules=submodules, options=options
+        )
     return state
 
 
 def get_state_dict(
-    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`placements -> R` for full state dicts, else no communication: those of the model and of its optimizers.
 
@@ -93,24 +115,30 @@ def get_state_dict(
         StateDictError: as for that.
     """
     model_state = get_model_state_dict(model, submodules=submodules, options=options)
-    return model_state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    return model_state, get_optimizer_state_dict(
+        model, optimizers, submodules=submodules, options=options
+    )
 
 
-def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Any:
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None
+) -> Any:
     """`R -> placements` of a full state dict, or of rank 0's; else DTensors are copied: loads parameters and buffers.
 
     Args:
         model: the model, whose layouts stay as they are; all ranks call this.
-        model_state_dict: what `get_model_state_dict` gives. Full: each rank takes its shards from its own tensors, or
-            with `broadcast_from_rank0` from those of rank 0 (one tensor at a time; the other ranks pass `{}`).
+        model_state_dict: what `get_model_state_dict` gives. Full: each rank takes its shards from
+            its own tensors, or with `broadcast_from_rank0` from those of rank 0 (one tensor at a
+            time; the other ranks pass `{}`).
         options: a `StateDictOptions`: `full_state_dict`, `broadcast_from_rank0`, `strict`.
 
     Returns:
         The missing and unexpected keys, as `nn.Module.load_state_dict`.
 
     Raises:
-        StateDictError: a key is missing or unexpected though `strict`, a tensor has another shape than the parameter,
-            or a parameter is on the meta device: on every rank, and the model is unchanged.
+        StateDictError: a key is missing or unexpected though `strict`, a tensor has another shape
+            than the parameter, or a parameter is on the meta device: on every rank, and the model
+            is unchanged.
 
     Example:
         >>> model = torch.nn.Linear(2, 4)
@@ -120,23 +148,31 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     api, options = _read(options)
     if options.full_state_dict:
         model_state_dict = _sharded(model_state_dict, api.get_model_state_dict(model), options)
-    return api.set_model_state_dict(model, dict(model_state_dict), options=_sharded_options(options))
+    return api.set_model_state_dict(
+        model, dict(model_state_dict), options=_sharded_options(options)
+    )
 
 
 def set_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: Any = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: Any = None,
 ) -> None:
     """`R -> placements` of a full state dict, or of rank 0's; else DTensors are taken over: loads state and options.
 
     Args:
         model: the model that the optimizers step.
         optimizers: one or several.
-        optim_state_dict: what `get_optimizer_state_dict` gives; with `broadcast_from_rank0` that of rank 0 counts.
+        optim_state_dict: what `get_optimizer_state_dict` gives; with `broadcast_from_rank0` that of
+            rank 0 counts.
         options: as for `set_model_state_dict`.
 
     Raises:
-        StateDictError: an entry has another shape than the state that it replaces, one is missing though `strict`, or
-            an optimizer is not one of this model: on every rank, nothing is changed.
+        StateDictError: an entry has another shape than the state that it replaces, one is missing
+            though `strict`, or an optimizer is not one of this model: on every rank, nothing is
+            changed.
 
     Example:
         >>> model = torch.nn.Linear(2, 4)
@@ -182,7 +218,8 @@ def _get(original: Callable[..., Any], *args: Any) -> Any:
     with with_first_states(chain(*owners[1:])):
         if not options.full_state_dict:
             return original(*args)
-        state = original(*owners, replace(options, cpu_offload=False))  # on all ranks, as gathering takes them
+        # on all ranks, as gathering takes them
+        state = original(*owners, replace(options, cpu_offload=False))
     return _gathered(state, options)
 
 
@@ -216,11 +253,14 @@ def _read(options: Any) -> tuple[Any, Any]:
         return api, api.StateDictOptions()
     if not isinstance(options, api.StateDictOptions):
         raise StateDictError(
-            "options must be a torch.distributed.checkpoint.state_dict.StateDictOptions or None, got "
+            "options must be a torch.distributed.checkpoint.state_dict.StateDictOptions or None, "
+            "got "
             f"{type(options).__name__}"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise StateDictError("broadcast_from_rank0=True needs full_state_dict=True: only full tensors are broadcast")
+        raise StateDictError(
+            "broadcast_from_rank0=True needs full_state_dict=True: only full tensors are broadcast"
+        )
     return api, options
 
 
@@ -240,10 +280,14 @@ def _load_states(
     _check(structure, target)
     if options.strict:
         check_complete(structure, target)
-    load_states(optimizers, _laid_out(structure, state, target, options) if options.full_state_dict else state, target)
+    load_states(
+        optimizers,
+        _laid_out(structure, state, target, options) if options.full_state_dict else state,
+        target,
+    )
 
 
-# --- full state dicts -------------------------------------------------------------------------------------------------
+# --- full state dicts -----------------------------------------------------------------------------
 
 
 def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
@@ -270,7 +314,8 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
     structure = _structure(state, options)
     if options.strict and structure.keys() != target.keys():
         raise StateDictError(
-            f"the state dict does not fit the model: missing {sorted(target.keys() - structure.keys())}, unexpected "
+            "the state dict does not fit the model: missing "
+            f"{sorted(target.keys() - structure.keys())}, unexpected "
             f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
         )
     _check(structure, target)
@@ -282,7 +327,9 @@ def _laid_out(
 ) -> dict[str, Any]:
     """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
     values, wanted = _by_path(state), _by_path(target)
-    device = next((each.device for each in wanted.values() if isinstance(each, DTensor)), torch.device("cpu"))
+    device = next(
+        (each.device for each in wanted.values() if isinstance(each, DTensor)), torch.device("cpu")
+    )
 
     def shard(path: Any, info: Any) -> Any:
         if not isinstance(info, torch.Tensor) or not info.dim():
@@ -308,13 +355,20 @@ def _structure(state: Any, options: Any) -> dict[str, Any]:
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
         structure = pytree.tree_map_only(
-            torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if t.dim() else t, state
+            torch.Tensor,
+            lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if t.dim() else t,
+            state,
         )
     if options.broadcast_from_rank0:
-        structure = agree(lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent")[0]
-    others = [each for each in pytree.tree_leaves(structure) if isinstance(each, Mapping)]  # of which it knows no keys
+        structure = agree(
+            lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent"
+        )[0]
+    # of which it knows no keys
+    others = [each for each in pytree.tree_leaves(structure) if isinstance(each, Mapping)]
     if others or not isinstance(structure, dict):
-        raise StateDictError(f"a state dict must be a dict, got {type([structure, *others][-1]).__name__}")
+        raise StateDictError(
+            f"a state dict must be a dict, got {type([structure, *others][-1]).__name__}"
+        )
     return structure
 
 
@@ -327,6 +381,10 @@ def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
             continue
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         if like.shape != info.shape:
-            raise StateDictError(f"{name} has shape {tuple(info.shape)}, here it has {tuple(like.shape)}")
+            raise StateDictError(
+                f"{name} has shape {tuple(info.shape)}, here it has {tuple(like.shape)}"
+            )
         if like.is_meta:
-            raise StateDictError(f"{name} is on the meta device: allocate the model first, with to_empty(device=...)")
+            raise StateDictError(
+                f"{name} is on the meta device: allocate the model first, with to_empty(device=...)"
+            )

@@ -1,8 +1,8 @@
 """Checkpointer: the checkpoints of a training run, which survive a kill of any rank at any moment.
 
-A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and digests. It is
-written under a name that begins with a dot and renamed when it is complete, so what has its name is whole or was
-damaged later. It is removed under such a name too.
+A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and
+digests. It is written under a name that begins with a dot and renamed when it is complete, so what
+has its name is whole or was damaged later. It is removed under such a name too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _STEP = re.compile(r"step_(\d+)")
 class Checkpointer:
     """Saves and loads the state of a run in one folder, by way of torch.distributed.checkpoint.
 
-    A step is written beside, every rank its own shards, read back, and given its name in one rename, so a kill at any
-    moment leaves the steps that were there and none that is half written. Older ones are removed after that. Loading
-    takes the newest step whose files are what was written, on any number of ranks and in any layout; it runs no code
-    that a checkpoint holds. All methods are called by all ranks.
+    A step is written beside, every rank its own shards, read back, and given its name in one
+    rename, so a kill at any moment leaves the steps that were there and none that is half written.
+    Older ones are removed after that. Loading takes the newest step whose files are what was
+    written, on any number of ranks and in any layout; it runs no code that a checkpoint holds. All
+    methods are called by all ranks.
 
     Args:
         folder: of this run alone, seen by all ranks.
@@ -100,15 +101,14 @@ class Checkpointer:
         Args:
             step: its number.
             state_dict: tensors, DTensors and other values by name; mappings may be nested.
-            background: return once the values are copied, and write beside the next steps. One save is under way at
-                most, the next one waits for it: one copy of this rank's shards, in memory of the host, is all the
-                memory that it takes.
-                `wait` says how it went.
+            background: return once the values are copied, and write beside the next steps. One save
+                is under way at most, the next one waits for it: one copy of this rank's shards, in
+                memory of the host, is all the memory that it takes. `wait` says how it went.
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
-            CheckpointError: on all ranks, if one could not write, or the one before in the background failed. No older
-                step has been removed then.
+            CheckpointError: on all ranks, if one could not write, or the one before in the
+                background failed. No older step has been removed then.
         """
         check_type("Checkpointer.save", "step", step, int, "an int")
         check_type("Checkpointer.save", "state_dict", state_dict, Mapping, "a mapping")
@@ -131,7 +131,9 @@ class Checkpointer:
         writer, self._writer = self._writer, None
         failure = None if writer is None else writer.exception()
         if failure is not None:
-            raise CheckpointError(f"a checkpoint was not saved in the background: {failure}") from failure
+            raise CheckpointError(
+                f"a checkpoint was not saved in the background: {failure}"
+            ) from failure
 
     def close(self) -> None:
         """Wait, and let go of the process group of background saves."""
@@ -156,8 +158,8 @@ class Checkpointer:
             The step, or None where there is none.
 
         Raises:
-            CheckpointError: on all ranks: the given step is not there or not whole, no step is although there are some,
-                or its metadata are broken or hold code.
+            CheckpointError: on all ranks: the given step is not there or not whole, no step is
+                although there are some, or its metadata are broken or hold code.
         """
         group = dist.group.WORLD
         self.wait()
@@ -179,10 +181,13 @@ class Checkpointer:
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         sizes = {name: size for name, (size, _) in self._manifest(step).items()}
         reader = TrustedReader(self._path(step), sizes)
-        agree(lambda: bool(reader.read_metadata()), group, CheckpointError)  # refused on all ranks before one loads
+        # refused on all ranks before one loads
+        agree(lambda: bool(reader.read_metadata()), group, CheckpointError)
         with purpose(f"load step {step}"):
             try:
-                dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
+                dcp.load(
+                    state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group
+                )
             except dist.checkpoint.api.CheckpointException as error:
                 raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
 
@@ -192,15 +197,21 @@ class Checkpointer:
         def begin() -> None:
             newest = max(self.steps(), default=-1)
             if step <= newest:
-                raise CheckpointError(f"step {step} is not newer than {newest}, which is in {self._folder} already")
+                raise CheckpointError(
+                    f"step {step} is not newer than {newest}, which is in {self._folder} already"
+                )
             if first:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
 
         def read_back() -> Files:
-            own = [path for path in folder.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")]
-            return {path.name: digest_of(path) for path in [*own, *([folder / ".metadata"] * first)]}
+            own = [
+                path for path in folder.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")
+            ]
+            return {
+                path.name: digest_of(path) for path in [*own, *([folder / ".metadata"] * first)]
+            }
 
         def complete() -> None:
             if first:
@@ -238,29 +249,47 @@ class Checkpointer:
         """Size and digest of each file of a step."""
         try:
             manifest = json.loads((self._path(step) / _MANIFEST).read_text())
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+            files = {
+                str(name): (int(size), str(digest))
+                for name, (size, digest) in manifest["files"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"step {step} has no manifest that can be read: {error!r}") from error
-        if manifest["step"] != step or ".metadata" not in files or any(Path(name).name != name for name in files):
-            raise CheckpointError(f"the manifest of step {step} is of another step, or names files elsewhere")
+            raise CheckpointError(
+                f"step {step} has no manifest that can be read: {error!r}"
+            ) from error
+        if (
+            manifest["step"] != step
+            or ".metadata" not in files
+            or any(Path(name).name != name for name in files)
+        ):
+            raise CheckpointError(
+                f"the manifest of step {step} is of another step, or names files elsewhere"
+            )
         return files
 
     def _check(self, step: int) -> None:
         """See that this rank's part of a step's files have the sizes and digests of its manifest."""
-        for name, (size, digest) in sorted(self._manifest(step).items())[dist.get_rank() :: dist.get_world_size()]:
+        for name, (size, digest) in sorted(self._manifest(step).items())[
+            dist.get_rank() :: dist.get_world_size()
+        ]:
             path = self._path(step) / name
             try:
                 actual = digest_of(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
             if actual != (size, digest):
-                raise CheckpointError(f"{path} is not what was written: {actual[0]} bytes instead of {size}, or others")
+                raise CheckpointError(
+                    f"{path} is not what was written: {actual[0]} bytes instead of {size}, or "
+                    "others"
+                )
 
 
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:
     """What went wrong, by rank."""
     failures = sorted(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures)
+    return "; ".join(
+        f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures
+    )
 
 
 def _copied(state: Any) -> Any:

@@ -21,7 +21,8 @@ from ..layout.boxes import Box, slices_of, volume, whole_box
 from ..redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from ..tensor.dtensor import DTensor
 
-Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings and lists
+# the keys that lead to a value in nested mappings and lists
+Name = tuple[str | int, ...]
 
 
 class _HeldPart(NamedTuple):
@@ -35,8 +36,10 @@ class _HeldPart(NamedTuple):
 class _Facts(NamedTuple):
     """What one rank tells the others."""
 
-    held: tuple[int, str] | None  # step and lineage of the state that it holds whole
-    fresh: str  # what is kept after this recovery is never taken for what was kept before
+    # step and lineage of the state that it holds whole
+    held: tuple[int, str] | None
+    # what is kept after this recovery is never taken for what was kept before
+    fresh: str
     present: Mapping[Name, _HeldPart]
     values: Mapping[Name, object]  # those without tensors
     wanted: Mapping[Name, _HeldPart]
@@ -45,9 +48,10 @@ class _Facts(NamedTuple):
 class HeldState:
     """The newest whole state that this rank holds its shards of, for the ranks that are left after a loss.
 
-    After a loss the shards of a tensor may still all be there: along a data-parallel axis, for one, another rank has
-    the same. `recover` then moves them to the layout of the new mesh. What it brings is of one step: where ranks
-    stopped at different ones, the newest that is complete. Nothing is mixed with a checkpoint.
+    After a loss the shards of a tensor may still all be there: along a data-parallel axis, for one,
+    another rank has the same. `recover` then moves them to the layout of the new mesh. What it
+    brings is of one step: where ranks stopped at different ones, the newest that is complete.
+    Nothing is mixed with a checkpoint.
 
     Example:
         >>> import torch
@@ -74,7 +78,8 @@ class HeldState:
 
         Args:
             step: its number.
-            state_dict: tensors, DTensors and other values by name; mappings and lists may be nested.
+            state_dict: tensors, DTensors and other values by name; mappings and lists may be
+                nested.
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
@@ -109,11 +114,17 @@ class HeldState:
             CheckpointError: on all ranks: a tensor is held in another shape or dtype.
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
-        targets = {n: _part_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
+        targets = {
+            n: _part_of(n, value)
+            for n, _, value in _leaves(state_dict)
+            if isinstance(value, Tensor)
+        }
 
         def own() -> _Facts:
             held = None if self._step is None else (self._step, self._lineage)
-            present, wanted = ({n: part for n, (part, _) in of.items()} for of in (self._tensors, targets))
+            present, wanted = (
+                {n: part for n, (part, _) in of.items()} for of in (self._tensors, targets)
+            )
             return _Facts(held, secrets.token_hex(8), present, self._values, wanted)
 
         facts = agree(own, dist.group.WORLD, CheckpointError)
@@ -125,12 +136,18 @@ class HeldState:
         moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
         empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
         for name in sorted(wanted, key=repr):
-            before = [fact.present.get(name, empty[0]).boxes if i in holders else () for i, fact in enumerate(facts)]
+            before = [
+                fact.present.get(name, empty[0]).boxes if i in holders else ()
+                for i, fact in enumerate(facts)
+            ]
             after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
             shards = self._tensors.get(name, empty)[1], targets.get(name, empty)[1]
-            moves[wanted[name].kind].append((exchange_blocks(dist.get_rank(), before, after), *shards))
+            moves[wanted[name].kind].append(
+                (exchange_blocks(dist.get_rank(), before, after), *shards)
+            )
         with purpose(f"recover step {newest[0]}"):
-            for of_kind in moves.values():  # one all-to-all for each dtype and kind of device
+            # one all-to-all for each dtype and kind of device
+            for of_kind in moves.values():
                 move_blocks(of_kind, comm_over(range(dist.get_world_size())))
         values = facts[holders[0]].values
         for name, container, value in [*_leaves(state_dict)]:
@@ -155,10 +172,18 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     if not isinstance(tensor, DTensor):
         return _HeldPart(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
     if tensor.spec.partials:
-        raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
+        raise CheckpointError(
+            f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first"
+        )
     spec, local = tensor.spec, tensor._local_tensor.detach()
-    boxes = [] if spec.coordinate is None else [pair for pair in spec.boxes(spec.coordinate) if volume(pair[0])]
-    return _HeldPart(shape, kind, tuple(box for box, _ in boxes)), [(box, local[slices_of(at)]) for box, at in boxes]
+    boxes = (
+        []
+        if spec.coordinate is None
+        else [pair for pair in spec.boxes(spec.coordinate) if volume(pair[0])]
+    )
+    return _HeldPart(shape, kind, tuple(box for box, _ in boxes)), [
+        (box, local[slices_of(at)]) for box, at in boxes
+    ]
 
 
 def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int, str] | None:
@@ -170,7 +195,8 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
                 target = wanted.get(name, part)
                 if (part.shape, part.kind) != (target.shape, target.kind):
                     raise CheckpointError(
-                        f"{'.'.join(map(str, name))} is held as {part.shape} of {part.kind} and wanted as "
+                        f"{'.'.join(map(str, name))} is held as {part.shape} of {part.kind} and "
+                        "wanted as "
                         f"{target.shape} of {target.kind}: recover into a state of the same shapes"
                     )
                 boxes[name] |= {*part.boxes}

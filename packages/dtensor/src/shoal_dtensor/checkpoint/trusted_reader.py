@@ -11,7 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
@@ -25,7 +30,12 @@ _CLASSES = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
 } | {f"{_MODULE}.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"}  # fmt: skip
-_PATHS = {"pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"}
+_PATHS = {
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -33,12 +43,16 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         whole = f"{module}.{name}"
-        if whole in _PATHS:  # of the machine that wrote: nothing is read there
+        # of the machine that wrote: nothing is read there
+        if whole in _PATHS:
             return lambda *parts: "/".join(map(str, parts))
-        if whole in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if whole in _CLASSES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise CheckpointError(
-            f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not loaded"
+            f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not "
+            "loaded"
         )
 
 
@@ -46,8 +60,9 @@ class TrustedReader(FileSystemReader):
     """Reads a folder whose files have known sizes.
 
     Raises from `read_metadata`:
-        CheckpointError: metadata that are broken, hold other things than metadata, name files or bytes that the folder
-            does not have, or tensors whose parts overlap, stand out, or do not cover them.
+        CheckpointError: metadata that are broken, hold other things than metadata, name files or
+            bytes that the folder does not have, or tensors whose parts overlap, stand out, or do
+            not cover them.
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
@@ -62,7 +77,9 @@ class TrustedReader(FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:  # what broken bytes lead to is anything
-            raise CheckpointError(f"the metadata in {self._folder} are broken: {error!r}") from error
+            raise CheckpointError(
+                f"the metadata in {self._folder} are broken: {error!r}"
+            ) from error
         metadata.storage_meta.load_id = self.load_id
         return cast(Metadata, metadata)
 
@@ -74,9 +91,11 @@ class TrustedPlanner(DefaultLoadPlanner):
         """Put a value where it belongs, if it is of classes that `torch.load(weights_only=True)` takes."""
         try:
             torch.load(value, weights_only=True)
-        except Exception as error:  # broken bytes may raise anything in the loader
+        except Exception as error:
+            # broken bytes may raise anything in the loader
             raise CheckpointError(
-                f"{read_item.dest_index.fqn} is not loaded: it holds more than tensors, numbers, texts and their "
+                f"{read_item.dest_index.fqn} is not loaded: it holds more than tensors, numbers, "
+                "texts and their "
                 f"containers ({error!r:.200})"
             ) from error
         value.seek(0)
@@ -103,7 +122,8 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
         end, whole = place.offset + place.length, sizes.get(place.relative_path, -1)
         if not 0 <= place.offset <= end <= whole or getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                f"{index.fqn} is said to be at bytes {place.offset} to {end} of {place.relative_path!r}, which is no "
+                f"{index.fqn} is said to be at bytes {place.offset} to {end} of "
+                f"{place.relative_path!r}, which is no "
                 "such part of a file of this checkpoint"
             )
 
@@ -114,9 +134,15 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
     for chunk in stored.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         box = box_at(offsets, sizes) if len(offsets) == len(sizes) == len(shape) else None
-        if box is None or not all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)):
-            raise CheckpointError(f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside")
+        if box is None or not all(
+            0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside"
+            )
         boxes.append(box)
     if sum(map(volume, boxes)) != prod(shape) or overlap(boxes) is not None:
         parts = ", ".join(map(format_box, boxes[:8]))
-        raise CheckpointError(f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}")
+        raise CheckpointError(
+            f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}"
+        )

@@ -1,9 +1,10 @@
 """Giving each mesh axis one row of a rule: the search behind every sharding decision.
 
-A row is a candidate on an axis only if some input is already placed so there: no new sharding is invented.  A
-combination of rows fixes every operand's sharding, because all sharded entries of a row share one factor.  Where
-several inputs shard that factor differently, each of their shardings is tried.  The price of a combination is what its
-inputs' redistribution takes.  Where one exists for which nothing moves and nothing communicates, no other is priced.
+A row is a candidate on an axis only if some input is already placed so there: no new sharding is
+invented. A combination of rows fixes every operand's sharding, because all sharded entries of a row
+share one factor. Where several inputs shard that factor differently, each of their shardings is
+tried. The price of a combination is what its inputs' redistribution takes. Where one exists for
+which nothing moves and nothing communicates, no other is priced.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import NamedTuple
 from shoal_mesh import DeviceMesh
 
 from ..layout.boxes import spans
-from ..layout.dim_sharding import AnyDimSharding, DimSharding, StridedDimSharding, fold_levels, shard_dim
+from ..layout.dim_sharding import (
+    AnyDimSharding,
+    DimSharding,
+    StridedDimSharding,
+    fold_levels,
+    shard_dim,
+)
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
@@ -39,12 +46,15 @@ class ShardingProblem(NamedTuple):
     """What an assignment is for."""
 
     specs: tuple[Spec, ...]  # of every tensor input that is read
-    outputs: tuple[TensorMeta, ...]  # global shape, stride and dtype of every tensor output
-    # pairs (input, output or None): this input is written in place, so its layout must stay, and the output that
-    # aliases it has the same
+    # global shape, stride and dtype of every tensor output
+    outputs: tuple[TensorMeta, ...]
+    # pairs (input, output or None): this input is written in place, so its layout must stay, and
+    # the output that aliases it has the same
     fixed: tuple[tuple[int, int | None], ...] = ()
-    outs: tuple[Spec, ...] = ()  # specs of `out=` arguments; output `i` must have the layout of `outs[i]`
-    unordered: bool = False  # whether the order of elements along sharded dims does not matter (see `Rule`)
+    # specs of `out=` arguments; output `i` must have the layout of `outs[i]`
+    outs: tuple[Spec, ...] = ()
+    # whether the order of elements along sharded dims does not matter (see `Rule`)
+    unordered: bool = False
 
 
 def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
@@ -56,9 +66,14 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
     lowest: tuple[float, int] | None = None
     cheapest: Sharding | None = None
     for combination, sharding in _assignments(choices, problem, mesh):
-        moves = [(a, b) for a, b in zip(problem.specs, sharding.inputs, strict=True) if not a.same_layout(b)]
+        moves = [
+            (a, b)
+            for a, b in zip(problem.specs, sharding.inputs, strict=True)
+            if not a.same_layout(b)
+        ]
         cost = sum(price(a, b) for a, b in moves) + sum(
-            seconds(mesh, (axis,), int(row.traffic(mesh.shape[axis])))  # reductions of the local function
+            # reductions of the local function
+            seconds(mesh, (axis,), int(row.traffic(mesh.shape[axis])))
             for axis, row in enumerate(combination)
             if row.traffic is not None
         )
@@ -75,7 +90,9 @@ def unmoved(
     rows, whole = _with_whole(rows, problem)
     choices = []
     for axis in range(mesh.ndim):
-        staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
+        staying = _candidates(
+            [row for row in rows if _stays(row, problem, axis, communicating)], problem, axis
+        )
         choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
     for _, sharding in _assignments(choices, problem, mesh):
         if all(a.same_layout(b) for a, b in zip(problem.specs, sharding.inputs, strict=True)):
@@ -88,7 +105,9 @@ def _assignments(
 ) -> Iterator[tuple[Sequence[Row], Sharding]]:
     """Every combination of a row per mesh axis, with a sharding by it that keeps written tensors' layouts."""
     for combination in islice(product(*choices), MAX_COMBINATIONS):
-        communicating = tuple([axis for axis, row in enumerate(combination) if row.traffic is not None])
+        communicating = tuple(
+            [axis for axis, row in enumerate(combination) if row.traffic is not None]
+        )
         for inputs, outputs in _resolve(combination, problem, mesh):
             if _is_valid(problem, inputs, outputs):
                 yield combination, Sharding(inputs, outputs, communicating)
@@ -96,8 +115,15 @@ def _assignments(
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
     """The rows for the norms that the problem has, and the one where everything is replicated."""
-    partials = [p for spec in (*problem.specs, *problem.outs) for p in spec.placements if isinstance(p, Partial)]
-    norms = dict.fromkeys(partial for partial in partials if norm_order(partial.reduce_op) is not None)
+    partials = [
+        p
+        for spec in (*problem.specs, *problem.outs)
+        for p in spec.placements
+        if isinstance(p, Partial)
+    ]
+    norms = dict.fromkeys(
+        partial for partial in partials if norm_order(partial.reduce_op) is not None
+    )
     whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
     return with_norms(rows, tuple(norms)) if norms else rows, whole
 
@@ -105,7 +131,9 @@ def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
     """Whether every input is already placed as a row asks along a mesh axis, which communicates only if it may."""
     return (row.traffic is None or communicating) and all(
-        axis in spec.dim_shardings[entry.dim].axes if isinstance(entry, S) else spec.placements[axis] is entry
+        axis in spec.dim_shardings[entry.dim].axes
+        if isinstance(entry, S)
+        else spec.placements[axis] is entry
         for entry, spec in zip(row.inputs, problem.specs, strict=True)
     )
 
@@ -117,10 +145,14 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
         unordered = problem.unordered and is_plain(row)
         operands = [*zip(row.inputs, problem.specs, strict=True)]
         results = [*zip(row.outputs, problem.outs, strict=False)]
-        is_followed = True in [_is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results]
-        # A partial entry is reached from the same partial or from a replicated value, not from shards.
+        is_followed = True in [
+            _is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results
+        ]
+        # A partial entry is reached from the same partial or from a replicated value, not from
+        # shards.
         if is_followed and all(
-            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE) for entry, spec in operands
+            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
+            for entry, spec in operands
         ):
             candidates.append(row)
     return candidates
@@ -129,7 +161,9 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
 def is_plain(row: Row) -> bool:
     """Whether every sharded entry stands for a dim element by element, in any order."""
     entries = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
-    return not row.ordered and all(entry.unit == entry.runs == 1 and entry.map is None for entry in entries)
+    return not row.ordered and all(
+        entry.unit == entry.runs == 1 and entry.map is None for entry in entries
+    )
 
 
 def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
@@ -138,21 +172,28 @@ def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
     sharding = spec.dim_shardings[entry.dim]
     if axis not in sharding.axes:
         return False
-    return entry.runs == 1 if isinstance(sharding, DimSharding) else unordered or sharding.runs_of(axis) == entry.runs
+    return (
+        entry.runs == 1
+        if isinstance(sharding, DimSharding)
+        else unordered or sharding.runs_of(axis) == entry.runs
+    )
 
 
 def _resolve(
     combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
 ) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
     """The specs that a combination asks for: one result per way to shard its factors."""
-    # Rows that shard, with the axes that take them: (m, k) @ (k, n) with m by axes 0 and 2 is {row of m: [0, 2]}.
+    # Rows that shard, with the axes that take them: (m, k) @ (k, n) with m by axes 0 and 2 is {row
+    # of m: [0, 2]}.
     axes_of: dict[int, tuple[Row, list[int]]] = {}
     for axis, row in enumerate(combination):
         if any(isinstance(entry, S) for entry in row.inputs):
             axes_of.setdefault(id(row), (row, []))[1].append(axis)
     metas = (*(spec.tensor_meta for spec in problem.specs), *problem.outputs)
     operands = [(*row.inputs, *row.outputs) for row in combination]
-    for chosen in product(*(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())):
+    for chosen in product(
+        *(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())
+    ):
         pairs = zip(axes_of.values(), chosen, strict=True)
         shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
         specs: list[Spec] = []
@@ -163,7 +204,9 @@ def _resolve(
                 break
             specs.append(Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim))
         else:
-            kept = [a if a.same_layout(b) else b for a, b in zip(problem.specs, specs, strict=False)]
+            kept = [
+                a if a.same_layout(b) else b for a, b in zip(problem.specs, specs, strict=False)
+            ]
             yield tuple(kept), tuple(specs[len(kept) :])
 
 
@@ -206,13 +249,17 @@ def _factor_sharding(
 DimShardings = dict[int, tuple[Row, AnyDimSharding]]
 
 
-def placements_of(entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]) -> tuple[Placement, ...]:
+def placements_of(
+    entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]
+) -> tuple[Placement, ...]:
     """The placements of an operand with these entries whose dims are sharded so."""
     of_dim = {dim: sharding.placements(dim) for dim, sharding in by_dim.items()}
     return tuple([of_dim[e.dim][axis] if isinstance(e, S) else e for axis, e in enumerate(entries)])
 
 
-def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]) -> dict[int, AnyDimSharding] | None:
+def placed(
+    entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]
+) -> dict[int, AnyDimSharding] | None:
     """The dim shardings that an operand's entries mean; None if two rows of one dim do not fit."""
     by_dim: dict[int, AnyDimSharding] = {}
     rows: dict[int, list[Row]] = {}
@@ -223,14 +270,19 @@ def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[in
         seen = rows.setdefault(entry.dim, [])
         if any(row is other for other in seen):
             continue
-        sharding: AnyDimSharding | None  # of the dim, when the factor behind its entry is sharded so
+        # of the dim, when the factor behind its entry is sharded so
+        sharding: AnyDimSharding | None
         if isinstance(factor, StridedDimSharding):
             sharding = factor  # only plain entries get one
         elif entry.map is not None:
             sharding = entry.map(factor)
         else:
             sharding = factor.scaled(entry.unit)
-            sharding = sharding if entry.runs == 1 else fold_levels({entry.runs: sharding}, shape[entry.dim])
+            sharding = (
+                sharding
+                if entry.runs == 1
+                else fold_levels({entry.runs: sharding}, shape[entry.dim])
+            )
         if seen and sharding is not None:
             join = _shared if getattr(entry.map, "intersects", False) else _joined
             exclusive = getattr(entry.map, "exclusive", False)
@@ -248,7 +300,8 @@ def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSh
     if not levels[0].keys() & levels[1].keys():
         return fold_levels(levels[0] | levels[1], length)
     for outer, inner in ((one, other), (other, one)):
-        if isinstance(outer, DimSharding) and outer.step == length:  # (0, 4) of a selected element, and (3, 1) in it
+        # (0, 4) of a selected element, and (3, 1) in it
+        if isinstance(outer, DimSharding) and outer.step == length:
             return _shared(outer, inner, length)
     return None
 
@@ -270,6 +323,8 @@ def _is_valid(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequenc
     if any(len(ops) > 1 and ops != {"sum", "avg"} for ops in kinds):
         return False
     kept = [(problem.specs[i], inputs[i]) for i, _ in problem.fixed]
-    kept += [(problem.specs[i], outputs[output]) for i, output in problem.fixed if output is not None]
+    kept += [
+        (problem.specs[i], outputs[output]) for i, output in problem.fixed if output is not None
+    ]
     kept += zip(problem.outs, outputs, strict=False)
     return all(spec.same_layout(got) for spec, got in kept)

@@ -1,9 +1,10 @@
 """Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
 
-A collective runs on shards where each rank of its group holds the same shard: if the group has no other rank of the
-tensor's mesh, or is all ranks along mesh axes along which the tensor is replicated.  A reduction of values that are
-partial along other axes must commute with theirs.  All else is refused.  An operator on lists runs on one element after
-the other where some are redistributed, for one may write what is redistributed for another, or mesh by mesh.
+A collective runs on shards where each rank of its group holds the same shard: if the group has no
+other rank of the tensor's mesh, or is all ranks along mesh axes along which the tensor is
+replicated. A reduction of values that are partial along other axes must commute with theirs. All
+else is refused. An operator on lists runs on one element after the other where some are
+redistributed, for one may write what is redistributed for another, or mesh by mesh.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 
-# These, and their forms in place, return what they are given, reduced or broadcast; what gathers, scatters or exchanges
-# makes tensors of other shapes, which only mesh axes can name.
+# These, and their forms in place, return what they are given, reduced or broadcast; what gathers,
+# scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
 _REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "allreduce", "allreduce_coalesced"})
 _ON_SHARDS = _REDUCTIONS | {"broadcast", "check_for_nan"}
 _UNCHANGED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
@@ -35,14 +36,20 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoRuleError(
-            f"{op} got a DTensor, and its result has no placements: call it on tensor.to_local(), or say what it is "
+            f"{op} got a DTensor, and its result has no placements: call it on tensor.to_local(), "
+            "or say what it is "
             f"for with redistribute or full_tensor"
         )
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = [first] if isinstance(first, Tensor) else list(first)
-        given = dict(zip([argument.name for argument in op._schema.arguments[1:]], args, strict=False))
-        group, reduction = given.get("process_group", given.get("group_name")), given.get("reduce_op")
+        given = dict(
+            zip([argument.name for argument in op._schema.arguments[1:]], args, strict=False)
+        )
+        group, reduction = (
+            given.get("process_group", given.get("group_name")),
+            given.get("reduce_op"),
+        )
         for tensor in tensors:
             _check(op, tensor, group, None if reduction is None else reduction_name(reduction))
         shards = [tensor._local_tensor for tensor in tensors]
@@ -54,7 +61,9 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
         waited = [torch.ops._c10d_functional.wait_tensor(shard) for shard in flatten(result)]
         if name.endswith("_"):
             return first
-        wrapped = [around(type(t), shard, t._spec, False) for t, shard in zip(tensors, waited, strict=True)]
+        wrapped = [
+            around(type(t), shard, t._spec, False) for t, shard in zip(tensors, waited, strict=True)
+        ]
         return wrapped[0] if isinstance(first, Tensor) else wrapped
 
     if name in _UNCHANGED:
@@ -66,25 +75,38 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
     """Refuse a tensor whose shards the ranks of a group cannot combine, and to write to what no base would see."""
     spec: Spec | None = getattr(tensor, "_spec", None)
     if spec is None:
-        raise MixedTensorError(f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}")
+        raise MixedTensorError(
+            f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}"
+        )
     if group is None:
         return
     if isinstance(tensor, type(tensor).copied_view) and op._schema.name.endswith("_"):
-        raise InPlaceError(f"{op} writes to a view that was redistributed, so the write would not reach its base")
+        raise InPlaceError(
+            f"{op} writes to a view that was redistributed, so the write would not reach its base"
+        )
     ranks = group_ranks(group)
     axes = _axes_of(spec, ranks)
     if axes is None or any(not isinstance(spec.placements[axis], Replicate) for axis in axes):
         raise PlacementError(
-            f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard of it; a group must "
-            f"be all ranks along mesh axes on which the tensor is replicated, or of tensors on other meshes. "
-            f"Redistribute it, or call the collective on tensor.to_local(). Gradients of parameters that fully_shard "
+            f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard "
+            "of it; a group must "
+            "be all ranks along mesh axes on which the tensor is replicated, or of tensors on "
+            "other meshes. "
+            "Redistribute it, or call the collective on tensor.to_local(). Gradients of "
+            "parameters that fully_shard "
             f"has placed are averaged already: no DistributedDataParallel belongs around it"
         )
     for axis, partial in spec.partials:
-        if reduction is not None and reduction != partial and {reduction, partial} != {"sum", "avg"}:
+        if (
+            reduction is not None
+            and reduction != partial
+            and {reduction, partial} != {"sum", "avg"}
+        ):
             raise PlacementError(
-                f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh axis "
-                f"{spec.mesh.axis_names[axis]!r}: the two reductions do not commute; redistribute it first"
+                f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh "
+                "axis "
+                f"{spec.mesh.axis_names[axis]!r}: the two reductions do not commute; redistribute "
+                "it first"
             )
 
 
@@ -97,36 +119,46 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
         return None
     if len(coordinates) == 1:
         return ()
-    axes = tuple(axis for axis in range(spec.mesh.ndim) if len({at[axis] for at in coordinates.values()}) > 1)
+    axes = tuple(
+        axis for axis in range(spec.mesh.ndim) if len({at[axis] for at in coordinates.values()}) > 1
+    )
     return axes if {*ranks} == {*spec.mesh.ranks_along(axes, spec.coordinate)} else None
 
 
-# --- views by strides -------------------------------------------------------------------------------------------------
+# --- views by strides -----------------------------------------------------------------------------
 
 
 def check_strided(op: OpOverload, tensor: Any) -> None:
     """Refuse to find elements by places in the memory of what a tensor is a view of, unless ranks have all of it."""
     base = tensor if tensor._base is None else tensor._base
-    is_part = base.numel() != tensor.numel() or tensor.is_inference()  # there any tensor may be a view of a part
+    # there any tensor may be a view of a part
+    is_part = base.numel() != tensor.numel() or tensor.is_inference()
     if is_part and not (tensor._spec.replicated and base._spec.replicated):
         raise NoRuleError(
-            f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the memory of its base, "
-            "of which a rank has only some. Call it on view.clone(), with an offset in that, or on the base"
+            f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the "
+            "memory of its base, "
+            "of which a rank has only some. Call it on view.clone(), with an offset in that, or on "
+            "the base"
         )
 
 
 # Operators that say by strides and an offset which elements they mean.
-BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+BY_STRIDES = frozenset(
+    {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+)
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
-def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]] | None:
+def groups_by_mesh(
+    cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[list[int]] | None:
     """The elements of a `foreach` call, plain ones in a group and those of each mesh, as [[0, 2], [1]].
 
-    An element is what the lists have at one position; plain tensors without dims go with any kind.  None if all
-    elements are of one kind, if an element is of two kinds, or if a tensor with dims is shared by all.
+    An element is what the lists have at one position; plain tensors without dims go with any kind.
+    None if all elements are of one kind, if an element is of two kinds, or if a tensor with dims is
+    shared by all.
     """
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and value.ndim for value in values):
@@ -134,8 +166,14 @@ def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     count = len(args[0])
     groups: dict[Any, list[int]] = {}  # by mesh; None: of plain tensors
     without_dims: list[int] = []
-    for i, element in enumerate(zip(*(value for value in values if _is_walked(value, count)), strict=True)):
-        tensors = [value for value in element if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)]
+    for i, element in enumerate(
+        zip(*(value for value in values if _is_walked(value, count)), strict=True)
+    ):
+        tensors = [
+            value
+            for value in element
+            if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)
+        ]
         meshes = {tensor._spec.mesh if isinstance(tensor, cls) else None for tensor in tensors}
         if len(meshes) > 1:
             return None
@@ -146,13 +184,16 @@ def groups_by_mesh(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return [*groups.values()]
 
 
-def run_in_groups(op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[Any] | None:
+def run_in_groups(
+    op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+) -> list[Any] | None:
     """What a `foreach` operator returns, run on the elements of one group after the other."""
     count = sum(map(len, groups))
     results: list[Any] = [None] * count
     for group in groups:
         values = [
-            [value[i] for i in group] if _is_walked(value, count) else value for value in (*args, *kwargs.values())
+            [value[i] for i in group] if _is_walked(value, count) else value
+            for value in (*args, *kwargs.values())
         ]
         result = op(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         for i, item in zip(group, result or (), strict=bool(result)):

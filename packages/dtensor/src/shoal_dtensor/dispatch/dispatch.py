@@ -1,8 +1,8 @@
 """The hot path: every operator on DTensors passes through `dispatch`.
 
-Unwrap the arguments into a key of specs and static values, look the decision up, call the local function, wrap what it
-returns.  What is decided once per key is decided in `propagate`; no operator is named here.
-docs/concepts/dispatch.md follows a call through the package.
+Unwrap the arguments into a key of specs and static values, look the decision up, call the local
+function, wrap what it returns. What is decided once per key is decided in `propagate`; no operator
+is named here. docs/concepts/dispatch.md follows a call through the package.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, blocks, current, entered, own_scope, watched
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
 from .global_call import mesh_of, replicated_spec, run_on_few, specs_of
-from .plain_tensors import OF_SHAPES, Plain, check_recorded, is_candidate, keep_gradient_plain, verify_plain
+from .plain_tensors import (
+    OF_SHAPES,
+    Plain,
+    check_recorded,
+    is_candidate,
+    keep_gradient_plain,
+    verify_plain,
+)
 from .propagate import decide, rule_of
 from .results import Decision, ResultKind, as_seen, count_writes, follow, within
 
-_LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
+# SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
+_LOG = logging.getLogger("shoal.decisions")
 
-# Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
+# Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a
+# handful per operator.
 MAX_DECISIONS = 4096
 
 _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
@@ -59,27 +68,36 @@ class _OpCache:
     def remember(self, key: Any, decision: Decision) -> None:
         """Keep a decision, in place of the oldest if there are too many."""
         if has_symbols(key):
-            return  # what follows from symbols holds for one graph
+            # what follows from symbols holds for one graph
+            return
         if len(self.decisions) >= MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
         self.decisions[key] = decision
 
 
-# A call that is not run on the fast path: class, operator, its arguments, and what the local call gets for them.
+# A call that is not run on the fast path: class, operator, its arguments, and what the local call
+# gets for them.
 _Call = tuple[Any, OpOverload, tuple[Any, ...], Mapping[str, Any], Sequence[Any], Mapping[str, Any]]
 
 
-# `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each once.
-# One function on purpose: a call takes 60 ns of the microsecond there is; a loop over one or two tensors takes 100.
+# `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each
+# once. One function on purpose: a call takes 60 ns of the microsecond there is; a loop over one or
+# two tensors takes 100.
 def dispatch(  # noqa: C901, PLR0912  # see above
-    cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    cls: Any,
+    op: OpOverload,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run an operator on DTensors; bound to the class, it is `__torch_dispatch__`."""
-    try:  # an overload's own hash is a Python function
+    # an overload's own hash is a Python function
+    try:
         cache = (current() if blocks else own_scope()).decisions[id(op)]
     except KeyError:
         cache = None
-    if cache is None:  # not in the handler: errors are raised without a miss before them
+    # not in the handler: errors are raised without a miss before them
+    if cache is None:
         cache = _new_op_cache(cls, op)
     named = kwargs = {} if kwargs is None else kwargs
     key: Any
@@ -109,10 +127,14 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             named = _read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
     if recorder():
-        check_recorded(str(op), *[t._local_tensor for t in flatten([*args, *kwargs.values()]) if isinstance(t, cls)])
+        check_recorded(
+            str(op),
+            *[t._local_tensor for t in flatten([*args, *kwargs.values()]) if isinstance(t, cls)],
+        )
     try:
         decision = cache.decisions[key]
-    except (KeyError, TypeError):  # symbols among the arguments have no hash
+    except (KeyError, TypeError):
+        # symbols among the arguments have no hash
         decision = None
     if decision is None:
         return _on_cache_miss((cls, op, args, kwargs, local, named), cache, key)
@@ -140,7 +162,8 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     if not isinstance(op, OpOverload):
         raise raised_as_it_is(
             OperatorArgumentError(
-                f"{op} takes no DTensors: call it on local tensors in local_map, in layouts in which shards need "
+                f"{op} takes no DTensors: call it on local tensors in local_map, in layouts in "
+                "which shards need "
                 "nothing of each other"
             )
         ) from None
@@ -148,9 +171,11 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     rule = rule_of(op, scope)
     readers = _readers_of(op, cls, by_value=rule is None or rule.by_value)
     cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
-    if op in BY_STRIDES:  # what they do depends on what a tensor is a view of, which no key says
+    # what they do depends on what a tensor is a view of, which no key says
+    if op in BY_STRIDES:
         return cache
-    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
+    # scopes know no decisions
+    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
@@ -171,25 +196,39 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if verified:
         verify_plain(cls, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
     tensors = flatten([*args, *kwargs.values()])
-    copies = frozenset([i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)])
+    copies = frozenset(
+        [i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)]
+    )
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, scope, copies)
     if verified:
         decision = replace(decision, slow_path=True, verifies_plain=True)
-    if _LOG.isEnabledFor(logging.DEBUG):  # the operator on its specs, what is redistributed first, what comes out
-        moves = "".join(f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items())
+    # the operator on its specs, what is redistributed first, what comes out
+    if _LOG.isEnabledFor(logging.DEBUG):
+        moves = "".join(
+            f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items()
+        )
         outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-        _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, (*specs, *named_specs.values()))), outputs, moves)
+        _LOG.debug(
+            "%s(%s) -> %s%s",
+            op,
+            ", ".join(map(str, (*specs, *named_specs.values()))),
+            outputs,
+            moves,
+        )
     cache.remember(key, decision)
     return _run(call, decision, first=(cache, key))
 
 
-def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
+def _run(
+    call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None
+) -> Any:
     """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
     if decision.foreach and decision.moves and len(args[0]) > 1:
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
-        count_writes(decision.unreported_writes, args, kwargs)  # what it refuses of a list, no element shows
+        # what it refuses of a list, no element shows
+        count_writes(decision.unreported_writes, args, kwargs)
         return results
     if decision.verifies_plain and first is None:
         verify_plain(cls, op, args, kwargs, candidates=True)
@@ -202,8 +241,13 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
         local, named = [*local], {**named}
         with purpose(decision.reason) if decision.reason else nullcontext():
             for place, plan in decision.moves.items():
-                (tensors, at), (owners, _) = within(place, local, named), within(place, args, kwargs)
-                tensors[at] = run_cached(plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
+                (tensors, at), (owners, _) = (
+                    within(place, local, named),
+                    within(place, args, kwargs),
+                )
+                tensors[at] = run_cached(
+                    plan, tensors[at], owners[at], fresh=bool(decision.write_backs)
+                )
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
     for place, plan in decision.write_backs.items():
@@ -221,21 +265,29 @@ def _run(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]
     return _wrapped(cls, result, decision, args, kwargs)
 
 
-def _wrapped(cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _wrapped(
+    cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     if decision.result_kind is _NONE:
         return result
     if decision.result_kind is _ONE:
         return around(cls, result, decision.outputs[0], False)
-    if decision.result_kind is ResultKind.DYNAMIC:  # every rank has computed the same results; sparse ones stay plain
+    # every rank has computed the same results; sparse ones stay plain
+    if decision.result_kind is ResultKind.DYNAMIC:
         mesh = mesh_of(cls, args, kwargs)
 
         def replicated(local: Tensor) -> Any:
-            return around(cls, local, replicated_spec(mesh, local), False) if local.layout is torch.strided else local
+            return (
+                around(cls, local, replicated_spec(mesh, local), False)
+                if local.layout is torch.strided
+                else local
+            )
 
         return mapped(result, Tensor, replicated)
     originals = [*flatten([*args, *kwargs.values()])]
 
-    def wrapped(local: Tensor, spec: Spec, index: int | None) -> Any:  # one that is a written input is that itself
+    # one that is a written input is that itself
+    def wrapped(local: Tensor, spec: Spec, index: int | None) -> Any:
         return around(cls, local, spec, False) if index is None else originals[index]
 
     return decision.with_outputs(result, wrapped)
@@ -266,17 +318,20 @@ def clear_cache() -> None:
         scope.decisions.clear()
 
 
-# --- what arguments add to the key, and what the local call gets for them ---------------------------------------------
+# --- what arguments add to the key, and what the local call gets for them -------------------------
 #
-# The schema says once per operator how each argument is read, so that a call looks at values only: a float is a float,
-# a list of tensors is not searched for numbers.
+# The schema says once per operator how each argument is read, so that a call looks at values only:
+# a float is a float, a list of tensors is not searched for numbers.
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
-_NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
+_NUMERIC = frozenset(
+    {"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"}
+)
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
 
-# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
+# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local
+# argument.
 Reader = Callable[[Any, list[Any], Any], Any]
 # None where the value itself is the key.
 Readers = Mapping[str, Reader | None]
@@ -284,7 +339,8 @@ Readers = Mapping[str, Reader | None]
 
 def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     """How the arguments of an operator are read; numbers are part of the key `by_value`, or only by their types."""
-    if is_collective(op):  # one decision for all arguments, among which process groups are new objects in every call
+    # one decision for all arguments, among which process groups are new objects in every call
+    if is_collective(op):
         return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
     anything = _reader_of_anything(cls, by_value=by_value)
     tensors = _reader_of_tensors(cls, anything)
@@ -307,7 +363,9 @@ def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     return {argument.name: reader(argument.type) for argument in op._schema.arguments}
 
 
-def _read_keywords(readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any) -> dict[str, Any]:
+def _read_keywords(
+    readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any
+) -> dict[str, Any]:
     """The local keyword arguments; their names and what decides about them are added to `key`."""
     local: dict[str, Any] = {}
     for name, arg in kwargs.items():
@@ -339,21 +397,28 @@ def _values(arg: Any, key: list[Any], types: Any) -> Any:
 
 
 def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
-    # The count of references that `is_candidate` takes depends on this being called with an item of a loop.
+    # The count of references that `is_candidate` takes depends on this being called with an item of
+    # a loop.
     def anything(arg: Any, key: list[Any], types: Any) -> Any:
         kind = type(arg)
         if kind in _NUMBERS:
-            key.append(kind)  # 1, 1.0 and True are equal keys but different arguments
+            # 1, 1.0 and True are equal keys but different arguments
+            key.append(kind)
             if by_value:
                 key.append(arg)
         elif isinstance(arg, cls):
-            local = arg._local_tensor  # before the class is looked at: the first use of a pending tensor changes it
+            # before the class is looked at: the first use of a pending tensor changes it
+            local = arg._local_tensor
             key.append(arg._spec)
             if type(arg) is not cls:
                 key.append(type(arg))
             return local
         elif isinstance(arg, torch.Tensor):
-            key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)))
+            key.append(
+                Plain(
+                    arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)
+                )
+            )
             if arg.requires_grad and torch.is_grad_enabled():
                 keep_gradient_plain(arg)
             return arg.resolve_conj().resolve_neg()
@@ -374,8 +439,10 @@ def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
         if types == only:
             try:
                 key.append(tuple(map(_SPEC, arg)))
-            except AttributeError:  # a plain tensor among them, which torch does not name in `types`
-                pass  # the error refers to it, and is over before references are counted
+            except AttributeError:
+                # a plain tensor among them, which torch does not name in `types`
+                # the error refers to it, and is over before references are counted
+                pass
             else:
                 return list(map(_LOCAL, arg))
         return anything(arg, key, types)

@@ -1,9 +1,10 @@
 """A call as on global tensors: its arguments as specs, metas or examples, what it returns, the cheapest way to run it.
 
-The meta kernel says what it returns.  Of many operators that is Python code, which takes 0.2 to 2 ms, and imports a
-compiler.  Most operators ask of sizes no more than which are equal to each other, to 0 or to 1 (`Rule.sizes`): they are
-run on tensors of few elements in place of it, once for all calls with the same equalities.  (24, 6) @ (6, 10) is run as
-(5, 6) @ (6, 7), whose result of 5 x 7 elements stands for one of 24 x 10.
+The meta kernel says what it returns. Of many operators that is Python code, which takes 0.2 to 2
+ms, and imports a compiler. Most operators ask of sizes no more than which are equal to each other,
+to 0 or to 1 (`Rule.sizes`): they are run on tensors of few elements in place of it, once for all
+calls with the same equalities. (24, 6) @ (6, 10) is run as (5, 6) @ (6, 7), whose result of 5 x 7
+elements stands for one of 24 x 10.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from ..layout.tensor_meta import (
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule
 
-FEW = 3  # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's size
+# sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's
+# size
+FEW = 3
 _NUMBERS = (int, float, bool, complex)
 
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of the first DTensor among the arguments."""
-    mesh: DeviceMesh = next(item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls))
+    mesh: DeviceMesh = next(
+        item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls)
+    )
     return mesh
 
 
@@ -49,7 +54,9 @@ def replicated_spec(mesh: DeviceMesh, tensor: torch.Tensor) -> Spec:
     return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def specs_of(
+    cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
     mesh = mesh_of(cls, args, kwargs)
 
@@ -66,7 +73,7 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
     return specs
 
 
-# --- what it returns --------------------------------------------------------------------------------------------------
+# --- what it returns ------------------------------------------------------------------------------
 
 
 class GlobalOutputs(NamedTuple):
@@ -92,14 +99,23 @@ def by_meta_kernel(
 
 
 def by_few_elements(
-    op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
+    op: OpOverload,
+    rule: Rule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Spec],
 ) -> GlobalOutputs | None:
     """The outputs of a call by those of a smaller one; None if sizes matter to the operator. Arguments as above."""
     sizes, schema = rule.sizes, schema_of(op)
     values = (*args, *kwargs.values())
     if sizes is None or schema.is_random or has_symbols(values):
         return None
-    if any(type(item) not in _NUMBERS for value in values if isinstance(value, list | tuple) for item in value):
+    if any(
+        type(item) not in _NUMBERS
+        for value in values
+        if isinstance(value, list | tuple)
+        for item in value
+    ):
         return None
     orders = {spec: dense_order(spec.shape, spec.stride) for spec in specs}
     if None in orders.values():
@@ -111,7 +127,9 @@ def by_few_elements(
             shape = tuple([few.setdefault(n, len(few) + FEW) for n in value.shape])
             return TensorMeta(shape, dense_stride(shape, orders[value] or ()), value.dtype)
         if isinstance(value, list | tuple):
-            return tuple([few.setdefault(n, len(few) + FEW) for n in value] if name in sizes else value)
+            return tuple(
+                [few.setdefault(n, len(few) + FEW) for n in value] if name in sizes else value
+            )
         return value if rule.by_value or type(value) not in (int, float) else type(value)(1)
 
     by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
@@ -123,25 +141,36 @@ def by_few_elements(
     metas = []
     for meta in shown.metas:
         shape = tuple([size_of[n] for n in meta.shape])
-        metas.append(TensorMeta(shape, dense_stride(shape, dense_order(meta.shape, meta.stride) or ()), meta.dtype))
+        metas.append(
+            TensorMeta(
+                shape, dense_stride(shape, dense_order(meta.shape, meta.stride) or ()), meta.dtype
+            )
+        )
     return GlobalOutputs(tuple(metas), shown.binding)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: 1, 1.0 and True make different dtypes
-def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> GlobalOutputs | None:
+# typed: 1, 1.0 and True make different dtypes
+@lru_cache(maxsize=4096, typed=True)
+def run_on_few(
+    op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any
+) -> GlobalOutputs | None:
     """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
-        return None  # no index is one of a dim of no elements, and some kernels do not check
+        # no index is one of a dim of no elements, and some kernels do not check
+        return None
     build = _builder(args, kwargs, has_values=device_type == "cpu")
     try:
-        metas = _metas_of(results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type))
+        metas = _metas_of(
+            results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type)
+        )
         if any(dense_order(meta.shape, meta.stride) is None for meta in metas):
             return None
         if schema_of(op).written and any(meta.shape != args[0].shape for meta in metas):
             return None  # a written tensor is not resized
         binding = direct(op, build, metas)
-    except (RuntimeError, ValueError, TypeError, LookupError):  # the caller's own run says what is wrong, if anything
+    except (RuntimeError, ValueError, TypeError, LookupError):
+        # the caller's own run says what is wrong, if anything
         return None
     return GlobalOutputs(metas, lambda: binding)
 
@@ -154,10 +183,12 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
             if isinstance(value, torch.device):
                 return device
             if isinstance(value, torch.Generator):
-                return None  # shapes do not depend on it, and kernels without memory refuse one
+                # shapes do not depend on it, and kernels without memory refuse one
+                return None
             on = torch.device("cpu") if has_values else device
             made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=on)
-            # 0 is an index of every dim with elements; 1 is behind a dim of one, where nll_loss_backward would write
+            # 0 is an index of every dim with elements; 1 is behind a dim of one, where
+            # nll_loss_backward would write
             return made.fill_(0 if _is_of_integers(value) else 1) if has_values else made
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
@@ -171,15 +202,17 @@ def _is_of_integers(meta: Spec | TensorMeta) -> bool:
 
 
 def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
-    return tuple([TensorMeta(recorded(t.shape), recorded(t.stride()), t.dtype) for t in flatten(result)])
+    return tuple(
+        [TensorMeta(recorded(t.shape), recorded(t.stride()), t.dtype) for t in flatten(result)]
+    )
 
 
-# --- sizes that torch.compile keeps as symbols ------------------------------------------------------------------------
+# --- sizes that torch.compile keeps as symbols ----------------------------------------------------
 #
-# One graph serves every length.  What moves is chosen for the sizes that the compiler traces with: any choice is right,
-# so it needs no guard.  Whether the operator may then run on the shards is asked of the rule with the symbols
-# themselves: each of its comparisons becomes a guard of the graph.  What cannot be answered so is decided for
-# constants; the next length is another graph.
+# One graph serves every length.  What moves is chosen for the sizes that the compiler traces with:
+# any choice is right, so it needs no guard.  Whether the operator may then run on the shards is
+# asked of the rule with the symbols themselves: each of its comparisons becomes a guard of the
+# graph.  What cannot be answered so is decided for constants; the next length is another graph.
 
 
 class NeedsConstantsError(Exception):

@@ -1,9 +1,10 @@
 """Plain tensors among DTensors: which of them may count as replicated, and whether they are, on every rank.
 
-Torch's composite operators and gradient formulas hand tensors of their own to an operator beside DTensors: zeros,
-ranges, masks.  What a rank sees of such a tensor (who refers to it, who called the operator) only makes it a candidate.
-The ranks agree in one small collective: it counts as replicated if it is a candidate on every rank and has the same
-values on every rank, and is an error on every rank otherwise.
+Torch's composite operators and gradient formulas hand tensors of their own to an operator beside
+DTensors: zeros, ranges, masks. What a rank sees of such a tensor (who refers to it, who called the
+operator) only makes it a candidate. The ranks agree in one small collective: it counts as
+replicated if it is a candidate on every rank and has the same values on every rank, and is an error
+on every rank otherwise.
 """
 
 from __future__ import annotations
@@ -49,31 +50,39 @@ class Plain(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    candidate: bool  # whether it has one element, or may be torch's own
+    # whether it has one element, or may be torch's own
+    candidate: bool
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
     """Elements from the first to the last of a tensor in its storage; of a DTensor, as on one device."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)  # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
+    # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
-# Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not be replicated,
-# and nothing is sent.  Forward AD calls the first two.
+# Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not
+# be replicated, and nothing is sent.  Forward AD calls the first two.
 OF_SHAPES: Mapping[Any, Any] = {
     torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
-    torch.ops.aten._has_same_storage_numel.default: lambda *pair: len({*map(_elements_spanned, pair)}) == 1,
+    torch.ops.aten._has_same_storage_numel.default: lambda *pair: (
+        len({*map(_elements_spanned, pair)}) == 1
+    ),
     torch.ops.aten.is_pinned.default: lambda x, *device: x._local_tensor.is_pinned(),
-    torch.ops.aten._pin_memory.default: lambda x, *device: type(x)(x._local_tensor.pin_memory(), x._spec),
+    torch.ops.aten._pin_memory.default: lambda x, *device: type(x)(
+        x._local_tensor.pin_memory(), x._spec
+    ),
 }
 
 
-def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool) -> None:
+def verify_replicated(
+    mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool
+) -> None:
     """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
 
-    Values that are not known yet (while tracing) are not compared; tensors on the meta device have none and pass.
-    `what` is the operator, `candidates` whether this rank takes all of them for candidates.  The MixedTensorError is
-    raised on every rank.
+    Values that are not known yet (while tracing) are not compared; tensors on the meta device have
+    none and pass. `what` is the operator, `candidates` whether this rank takes all of them for
+    candidates. The MixedTensorError is raised on every rank.
     """
     if all(tensor.is_meta for tensor in tensors):
         return
@@ -96,14 +105,16 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
         raise MixedTensorError(_mixed(what, shapes))
     if lowest != highest:
         way_out = (
-            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
+            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what "
+            "they return with "
             "DTensor.from_local and its placements"
             if in_backward()
             else "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from "
             "random numbers, for which the ranks' generators must be in step (check_random_state)"
         )
         raise MixedTensorError(
-            f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
+            f"{what} got DTensors together with a plain tensor of shape {shapes} whose values "
+            "differ between the ranks "
             f"of {mesh}, so it is not replicated. {way_out}"
         )
 
@@ -117,21 +128,26 @@ _INSTEAD = {
     "options=StateDictOptions(full_state_dict=True))",
     "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
     "with a plan computes without the kernel that fuses it",
-    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
+    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one
+    # flat tensor.
     "cat.default": "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate",
 }
 
 
 def instead(what: str) -> str:
     """What to call in place of the function that calls an operator; usually nothing."""
-    return next((advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
+    return next(
+        (advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), ""
+    )
 
 
 def _mixed(what: str, shapes: str) -> str:
     replicated = ", or count plain tensors as replicated in implicit_replication()"
     return (
-        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with distribute_tensor "
-        f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter of fully_shard is "
+        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
+        "with distribute_tensor "
+        f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter "
+        "of fully_shard is "
         f"gathered by a call of its module, or by unshard(){instead(what)}"
     )
 
@@ -140,13 +156,19 @@ def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
     """A number of 62 bits that depends on shapes, dtypes and every bit of the values, made and kept on a device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        plain = (
+            tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        )
         dense = plain.resolve_conj().resolve_neg().contiguous()
-        text = hashlib.blake2b(f"{tuple(dense.shape)}{dense.dtype}".encode(), digest_size=7).digest()
+        text = hashlib.blake2b(
+            f"{tuple(dense.shape)}{dense.dtype}".encode(), digest_size=7
+        ).digest()
         digest = torch.full((), int.from_bytes(text, "little"), device=dense.device)
-        flat = dense.as_strided((dense.numel(),), (1,))  # a dim of one element may have any stride
+        # a dim of one element may have any stride
+        flat = dense.as_strided((dense.numel(),), (1,))
         for part in torch.split(flat.view(torch.uint8), _DIGESTED):
-            words = torch.constant_pad_nd(part, (0, -len(part) % 8)).view(torch.int64)  # of a copy, which is aligned
+            # of a copy, which is aligned
+            words = torch.constant_pad_nd(part, (0, -len(part) % 8)).view(torch.int64)
             places = torch.arange(len(words), device=words.device)
             digest = _scrambled(digest + _scrambled(words + _scrambled(places)).sum())
         total = _scrambled(total + (digest if digest.device.type == device else digest.item()))
@@ -161,7 +183,8 @@ def _scrambled(x: torch.Tensor) -> torch.Tensor:
 
 
 _DIGESTED = 1 << 24  # bytes at once
-_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # odd, as signed numbers
+# odd, as signed numbers
+_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 # They overwrite their first argument, whose memory torch may have left as it was.
@@ -173,15 +196,19 @@ def verify_plain(
 ) -> None:
     """`R -> check`: `verify_replicated` of what an operator reads among its arguments: not `out=`, nor overwritten."""
     outs = schema_of(op).outs
-    read = [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
+    read = [
+        *args[op in _OVERWRITING :],
+        *(value for name, value in kwargs.items() if name not in outs),
+    ]
     plain = [tensor for tensor in flatten(read) if not isinstance(tensor, cls) and tensor.ndim]
     verify_replicated(mesh_of(cls, args, kwargs), str(op), plain, candidates=candidates)
 
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
     """`P or S -> R`: have the gradient of a plain tensor, that counts as replicated, arrive whole and plain."""
-    # Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module that made the
-    # tensor, the mean over data-parallel ranks) takes the gradient of a plain tensor for one.
+    # Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module
+    # that made the tensor, the mean over data-parallel ranks) takes the gradient of a plain tensor
+    # for one.
     if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():
         tensor.register_hook(_as_plain)  # type: ignore[no-untyped-call]  # of torch
 
@@ -198,9 +225,10 @@ def _as_plain(grad: Any) -> Any:
 def _check_takes_whole(node: Any, spec: Spec) -> None:
     """Refuse the whole gradient of a plain tensor that takes a share of it from each rank.
 
-    Its values do not tell, its history does, up to an autograd function whose backward counts what each rank gives,
-    such as `to_local()` of a shard: its `gradient_shares` are the global ranks that give something, none if it passes
-    on what it is given, None if it takes a whole gradient.  All ranks have the same history, so all raise.
+    Its values do not tell, its history does, up to an autograd function whose backward counts what
+    each rank gives, such as `to_local()` of a shard: its `gradient_shares` are the global ranks
+    that give something, none if it passes on what it is given, None if it takes a whole gradient.
+    All ranks have the same history, so all raise.
     """
     waiting, seen = [node], set()
     while waiting:
@@ -216,9 +244,12 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
             waiting += [below for below, _ in node.next_functions]
         elif shares is not None and len({*shares}.intersection(spec.mesh.ranks)) > 1:
             raise MixedTensorError(
-                f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a replicated one, but it "
-                f"is local to a rank: {node.name()} takes a share of its gradient from each of the ranks {shares}, "
-                "and all of them would give the whole. Use DTensors up to there (use_local_output=False in a style, no "
+                f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a "
+                "replicated one, but it "
+                f"is local to a rank: {node.name()} takes a share of its gradient from each of the "
+                f"ranks {shares}, "
+                "and all of them would give the whole. Use DTensors up to there "
+                "(use_local_output=False in a style, no "
                 "to_local()), or leave implicit_replication()"
             )
 
@@ -226,8 +257,9 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
 
-    Call it on the parameter of a function that got it from a loop over arguments: references are counted.  What has a
-    gradient follows from a tensor of the user's, though torch may have copied that (`matmul` of 4 dims does).
+    Call it on the parameter of a function that got it from a loop over arguments: references are
+    counted. What has a gradient follows from a tensor of the user's, though torch may have copied
+    that (`matmul` of 4 dims does).
     """
     if tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
         return False
@@ -245,7 +277,8 @@ def _references_of_base() -> int:
     return sys.getrefcount(base)
 
 
-_BASE_REFERENCES = _references_of_base()  # at import: inside a dispatch, views do not tell what they are of
+# at import: inside a dispatch, views do not tell what they are of
+_BASE_REFERENCES = _references_of_base()
 
 
 class _Probe(torch.Tensor):
@@ -255,13 +288,15 @@ class _Probe(torch.Tensor):
     counted: ClassVar[list[int]] = []
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+    # torch's stub describes the bound form without func
+    def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def count(tensor: torch.Tensor) -> None:
             cls.counted.append(sys.getrefcount(tensor))
 
-        def read(arg: torch.Tensor) -> None:  # as the function that calls `is_candidate`
+        # as the function that calls `is_candidate`
+        def read(arg: torch.Tensor) -> None:
             count(arg)
 
         for index in args[1]:
@@ -275,8 +310,8 @@ def _references_of_temporary() -> int:
     return _Probe.counted.pop() if _Probe.counted else -1
 
 
-# Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
-# tensor that they did not get as an argument, they have made.
+# Modules of torch whose functions compose operators in Python.  They have no modules or optimizers
+# that hold tensors: a tensor that they did not get as an argument, they have made.
 _COMPOSING = frozenset(
     {
         "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops",
@@ -293,9 +328,13 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
     """Whether a Python function of torch's, that was given no plain tensors, leads to the operator in dispatch."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     callers = dropwhile(
-        lambda frame: _module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__", frames
+        lambda frame: (
+            _module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__"
+        ),
+        frames,
     )
-    # What plain tensors the outermost of these functions hands on it has made, or they follow from its arguments.
+    # What plain tensors the outermost of these functions hands on it has made, or they follow from
+    # its arguments.
     composing = [*takewhile(lambda frame: _module(frame) in _COMPOSING, callers)]
     if not composing:
         return False
@@ -303,10 +342,15 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
     names, varargs, keywords, values = getargvalues(outermost)
     function = outermost.f_code.co_name
     given = [
-        values[name] for name in (*names, varargs, keywords) if name in values and (function, name) not in _SET_INSIDE
+        values[name]
+        for name in (*names, varargs, keywords)
+        if name in values and (function, name) not in _SET_INSIDE
     ]
     leaves = pytree.tree_leaves(given)
-    return not any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim for leaf in leaves)
+    return not any(
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim
+        for leaf in leaves
+    )
 
 
 def _module(frame: FrameType) -> str:
@@ -317,7 +361,9 @@ def check_recorded(what: str, *shards: torch.Tensor) -> None:
     """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now."""
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
-            f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
-            "hold the values of now. Pass make_fx local tensors and make DTensors of them inside, with "
+            f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, "
+            "make_fx): the record would "
+            "hold the values of now. Pass make_fx local tensors and make DTensors of them inside, "
+            "with "
             "DTensor.from_local; or use torch.compile, or torch.func.jvp"
         )

@@ -24,11 +24,26 @@ from ..redistribute.steps import Plan
 from ..rng.state import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S, local_function, nothing_of, replicated
+from ..rules.language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    Rule,
+    S,
+    local_function,
+    nothing_of,
+    replicated,
+)
 from ..scopes import Scope, notice_of
 from .assign import Sharding, ShardingProblem, assign, unmoved
 from .composites import collective_on_shards
-from .global_call import NeedsConstantsError, by_few_elements, by_meta_kernel, specs_in, without_symbols
+from .global_call import (
+    NeedsConstantsError,
+    by_few_elements,
+    by_meta_kernel,
+    specs_in,
+    without_symbols,
+)
 from .plain_tensors import instead
 from .results import (
     Decision,
@@ -44,27 +59,38 @@ from .results import (
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
     """The rule of an operator: of the innermost overlay, else of the tables; else of pointwise ones by torch's tag."""
-    from ..rules.all_rules import TABLE  # here: the first operator pays 0.15 s for the tables, not `import`
+    # here: the first operator pays 0.15 s for the tables, not `import`
+    from ..rules.all_rules import TABLE
 
     rules: Iterator[Rule | None] = (table.get(op) for table in (*scope.overlays, TABLE))
     rule = next(filter(None, rules), None)
-    if rule is None and op.namespace != "aten" and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+    if (
+        rule is None
+        and op.namespace != "aten"
+        and torch.Tag.pointwise in op.tags
+        and not op._schema.is_mutable
+    ):
         return _ELEMENT_BY_ELEMENT
     return rule
 
 
 def decide(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope, copies: frozenset[int] = frozenset()
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    scope: Scope,
+    copies: frozenset[int] = frozenset(),
 ) -> Decision:
     """How to run `op`, given its arguments with a `Spec` in place of each tensor, keyword arguments in schema order.
 
-    The scope has the policies that hold; `copies` are the flat indices of inputs that are views whose storage is not
-    their base's.  What must not run (MixedTensorError of several meshes, NoRuleError, InPlaceError,
-    CommunicationForbiddenError) is refused here.
+    The scope has the policies that hold; `copies` are the flat indices of inputs that are views
+    whose storage is not their base's. What must not run (MixedTensorError of several meshes,
+    NoRuleError, InPlaceError, CommunicationForbiddenError) is refused here.
     """
     try:
         return _decide(op, args, kwargs, scope, copies)
-    except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
+    except (NeedsConstantsError, TypeError):
+        # what hashes sizes, or counts with them, takes no symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
         args, kwargs = without_symbols((args, kwargs), as_traced=False)
@@ -72,11 +98,19 @@ def decide(
 
 
 def _decide(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope, copies: frozenset[int]
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    scope: Scope,
+    copies: frozenset[int],
 ) -> Decision:
     rule = rule_of(op, scope)
     if rule is None:
-        composite = collective_on_shards(op) if is_collective(op) else in_place_view(op) or decomposition_of(op)
+        composite = (
+            collective_on_shards(op)
+            if is_collective(op)
+            else in_place_view(op) or decomposition_of(op)
+        )
         if composite is not None:
             return Decision.composite(composite)
         rule = _without_rule(op, scope)
@@ -87,7 +121,8 @@ def _decide(
     metas, binding = shown or by_meta_kernel(op, args, kwargs, specs)
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
-            f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
+            f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding "
+            "cannot be kept; "
             f"pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, metas)
@@ -98,7 +133,9 @@ def _decide(
     elif rule.kind == "each":
         sharding = _sharding_of_each(rule, call, inputs)
     else:
-        sharding = _sharding(rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered))
+        sharding = _sharding(
+            rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
+        )
     return _decision(rule, call, specs, sharding, binding, scope, copies)
 
 
@@ -115,41 +152,59 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
         return _symbolic_sharding(rule, call, problem, mesh)
     rows = rule.rows_of(call)
-    if call.has_data_dependent_shape and rule.kind != "dynamic":  # ranks' results would not fit together
-        rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
+    # ranks' results would not fit together
+    if call.has_data_dependent_shape and rule.kind != "dynamic":
+        rows = [
+            row
+            for row in rows
+            if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)
+        ]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
-    for sharded in (True, False):  # the written tensors' layouts: reduced, or replicated; the result is sent back
+    # the written tensors' layouts: reduced, or replicated; the result is sent back
+    for sharded in (True, False):
         if sharding is None:
-            specs = tuple(_relaxed(s, sharded) if i in written else s for i, s in enumerate(problem.specs))
+            specs = tuple(
+                _relaxed(s, sharded) if i in written else s for i, s in enumerate(problem.specs)
+            )
             outs = tuple(_relaxed(spec, sharded) for spec in problem.outs)
             sharding = assign(rows, problem._replace(specs=specs, outs=outs), mesh)
     if sharding is None:
         targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
         raise InPlaceError(
             f"{call.op} writes to {', '.join(map(repr, targets))}, but with the inputs "
-            f"{', '.join(map(repr, problem.specs))} no result can be written there; use the out-of-place form"
+            f"{', '.join(map(repr, problem.specs))} no result can be written there; use the "
+            "out-of-place form"
         )
     return sharding
 
 
-def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
+def _symbolic_sharding(
+    rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh
+) -> Sharding:
     """The sharding for sizes among which are symbols, if the operator runs for these as for the sizes traced with."""
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
-    chosen = _sharding(rule, OpCall(call.op, *traced), ShardingProblem(*without_symbols(problem, as_traced=True)))
+    chosen = _sharding(
+        rule, OpCall(call.op, *traced), ShardingProblem(*without_symbols(problem, as_traced=True))
+    )
     there = [
-        spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
+        spec
+        if (spec.example or spec) is to
+        else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)
     ]
-    # Not those that fold a sharded dim behind one of symbolic size: placements count runs in integers.
+    # Not those that fold a sharded dim behind one of symbolic size: placements count runs in
+    # integers.
     rows = [
         row
         for row in rule.rows_of(call)
         if all(type(e.runs) is int for e in (*row.inputs, *row.outputs) if isinstance(e, S))
     ]
-    sharding = unmoved(rows, problem._replace(specs=tuple(there)), mesh, communicating=bool(chosen.communicating))
+    sharding = unmoved(
+        rows, problem._replace(specs=tuple(there)), mesh, communicating=bool(chosen.communicating)
+    )
     if sharding is None:
         raise NeedsConstantsError
     return sharding
@@ -157,7 +212,9 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
 
 def _relaxed(spec: Spec, sharded: bool) -> Spec:
     """A spec without partial placements, or not even sharded."""
-    return spec.with_(placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements])
+    return spec.with_(
+        placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements]
+    )
 
 
 def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
@@ -167,10 +224,18 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
         element = [value[i] if is_list(value) and value else value for value in values]
-        args, kwargs = element[: len(call.args)], dict(zip(call.kwargs, element[len(call.args) :], strict=True))
-        indices = [place[i if is_list(call[name]) else 0] for name, place in call.places.items() if place]
+        args, kwargs = (
+            element[: len(call.args)],
+            dict(zip(call.kwargs, element[len(call.args) :], strict=True)),
+        )
+        indices = [
+            place[i if is_list(call[name]) else 0] for name, place in call.places.items() if place
+        ]
         results = range(i, len(call.outputs), count)
-        tensors, outputs = tuple(call.tensors[j] for j in indices), tuple(call.outputs[j] for j in results)
+        tensors, outputs = (
+            tuple(call.tensors[j] for j in indices),
+            tuple(call.outputs[j] for j in results),
+        )
         yield OpCall(call.op, tuple(args), kwargs, tensors, outputs), indices, results
 
 
@@ -185,7 +250,9 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
             if decided.setdefault(j, spec) != spec:
-                raise MixedTensorError(f"{call.op}: the shared input {inputs[j]!r} would need two layouts")
+                raise MixedTensorError(
+                    f"{call.op}: the shared input {inputs[j]!r} would need two layouts"
+                )
         outputs.update(zip(results, sharding.outputs, strict=True))
     final = tuple(decided.get(j, spec) for j, spec in enumerate(inputs))
     return Sharding(final, tuple(outputs[j] for j in sorted(outputs)), tuple(sorted(communicating)))
@@ -201,11 +268,16 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     copies: frozenset[int],
 ) -> Decision:
     """The decision that gives every input of a call the spec that its sharding asks for."""
-    outs = specs[len(sharding.inputs) :]  # `out=` takes a result in its own layout, if that can be
+    # `out=` takes a result in its own layout, if that can be
+    outs = specs[len(sharding.inputs) :]
     wanted = [*sharding.inputs]
     for out, to in zip(outs, (*sharding.outputs, *outs[len(sharding.outputs) :]), strict=False):
         wanted.append(out.with_(placements=to.placements, shard_order=to.shard_order))
-    changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
+    changed = [
+        (i, a, b)
+        for i, (a, b) in enumerate(zip(specs, wanted, strict=True))
+        if not a.same_layout(b)
+    ]
     plans = {i: plan(a, b) for i, a, b in changed}
     written = (*call.written, *range(len(sharding.inputs), len(specs)))
     stored = (*written, *call.updated)
@@ -214,12 +286,17 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     allowed = scope.communication == "allow"
     moving = any(p.collectives for p in plans.values())
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
-    needs = [] if allowed else _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh)
+    needs = (
+        []
+        if allowed
+        else _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh)
+    )
     notice = notice_of(what, needs, scope) if needs else ""
     aliased, kind = call.aliased, result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     local_call = LocalCall(call, sharding.inputs, sharding.outputs)
-    if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
+    # generators keep step
+    if specs[0].coordinate is None and not dynamic and not call.schema.is_random:
         run: LocalFunction | None = nothing_of(local_call)
     else:
         run = local_function(rule, local_call, bool(sharding.communicating))
@@ -228,8 +305,12 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         run = with_overlap_fallback(run)
     positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
     where = _places_of(call) if plans else []
-    stores = [name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))]
-    copied = call.schema.is_view and bool(plans or sharding.communicating or copies or rule.kind == "copy")
+    stores = [
+        name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))
+    ]
+    copied = call.schema.is_view and bool(
+        plans or sharding.communicating or copies or rule.kind == "copy"
+    )
     watched = what if not allowed and not sharding.communicating else ""
     return Decision(
         run,
@@ -254,17 +335,25 @@ def _places_of(call: OpCall) -> list[Place]:
     arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for at, value in arguments:
         if is_list(value):
-            places += [(at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)]
+            places += [
+                (at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)
+            ]
         elif isinstance(value, TensorMeta):
             places.append((at, None))
     return places
 
 
-def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh) -> list[str]:
+def _needs(
+    call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh
+) -> list[str]:
     """A line for everything that a call communicates: plans of its inputs, and its local function along mesh axes."""
     moves = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
     axes = [mesh.axis_names[axis] for axis in sharding.communicating if mesh.shape[axis] > 1]
-    return [*moves, f"  collectives of its local function along {', '.join(map(repr, axes))}"] if axes else moves
+    return (
+        [*moves, f"  collectives of its local function along {', '.join(map(repr, axes))}"]
+        if axes
+        else moves
+    )
 
 
 _ELEMENT_BY_ELEMENT = pointwise()
@@ -274,7 +363,8 @@ _REPLICATE, _LOCAL = Rule(replicated), Rule(replicated)
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:
     if scope.unknown == "error":
         raise NoRuleError(
-            f"{op} has no sharding rule and no decomposition; give it one with shoal_dtensor.register_rule, "
+            f"{op} has no sharding rule and no decomposition; give it one with "
+            "shoal_dtensor.register_rule, "
             f"or allow replicated inputs with unknown_ops('replicate')"
         )
     if scope.unknown == "local":
@@ -293,7 +383,8 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
     for meta in call.outputs:
         if meta.shape != first.shape:
             raise NoRuleError(
-                f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout of an "
+                f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout "
+                "of an "
                 f"output of shape {tuple(meta.shape)} when its first input is {first!r}"
             )
     outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)

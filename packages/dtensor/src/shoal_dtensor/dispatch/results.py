@@ -1,8 +1,9 @@
 """What a call does once it is decided, as data; DTensors around what it returns; writes and views of one storage.
 
-Views that had to be redistributed share no memory with their base, and follow it all the same: the base's version says
-whether it was written to since, and then the view's values are taken from it again before anything reads them.  All
-ranks write and read in the same order, so they do this at the same time.
+Views that had to be redistributed share no memory with their base, and follow it all the same: the
+base's version says whether it was written to since, and then the view's values are taken from it
+again before anything reads them. All ranks write and read in the same order, so they do this at the
+same time.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class ResultKind(IntEnum):
     LIST = 2  # a list or tuple of new tensors
     NONE = 3  # no tensor at all
     NESTED = 4  # anything else
-    DYNAMIC = 5  # replicated tensors whose shapes are known only afterwards
+    # replicated tensors whose shapes are known only afterwards
+    DYNAMIC = 5
     COMPOSITE = 6  # DTensors already
 
 
-Place = tuple[int | str, int | None]  # of a tensor: the position or name of its argument; its index if that is a list
+# of a tensor: the position or name of its argument; its index if that is a list
+Place = tuple[int | str, int | None]
 
 
 def within(place: Place, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -56,22 +59,29 @@ class Decision:
 
     call: Callable[..., Any]  # the function
     result_kind: ResultKind  # what becomes of its result
-    outputs: tuple[Spec, ...] = ()  # the spec of every tensor output, flattened
+    # the spec of every tensor output, flattened
+    outputs: tuple[Spec, ...] = ()
     # for each output the flat index of the input that it is (in-place and `out=` forms), or None
     aliased: tuple[int | None, ...] = ()
     # the arguments that an operator without result writes to, which torch does not count
     unreported_writes: tuple[int | str, ...] = ()
-    slow_path: bool = False  # whether there is more to do, which the following say
-    moves: Mapping[Place, Plan] = field(default_factory=dict)  # how inputs must be redistributed first
+    # whether there is more to do, which the following say
+    slow_path: bool = False
+    # how inputs must be redistributed first
+    moves: Mapping[Place, Plan] = field(default_factory=dict)
     # the written ones among them, from where they were written to their own layout
     write_backs: Mapping[Place, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
-    foreach: bool = False  # whether the operator does the same to every element of its lists, one after the other
-    verifies_plain: bool = False  # whether the ranks compare the plain tensors among the inputs, in every call
-    reason: str = ""  # what the collectives are for, as debug modes and errors of the mesh layer repeat it
+    # whether the operator does the same to every element of its lists, one after the other
+    foreach: bool = False
+    # whether the ranks compare the plain tensors among the inputs, in every call
+    verifies_plain: bool = False
+    # what the collectives are for, as debug modes and errors of the mesh layer repeat it
+    reason: str = ""
     notice: str = ""  # what to warn of when it runs
-    # the operator with its inputs, if the communication policy holds for its local function; else empty
+    # the operator with its inputs, if the communication policy holds for its local function; else
+    # empty
     watched: str = ""
 
     @classmethod
@@ -93,7 +103,11 @@ def result_kind(call: OpCall) -> ResultKind:
     if schema.is_list == (False,) and schema.returns_only_tensors:
         if aliased == (None,):
             return ResultKind.ONE
-        return ResultKind.FIRST if aliased == (0,) and isinstance(call.args[0], TensorMeta) else ResultKind.NESTED
+        return (
+            ResultKind.FIRST
+            if aliased == (0,) and isinstance(call.args[0], TensorMeta)
+            else ResultKind.NESTED
+        )
     is_new = all(index is None for index in aliased)
     is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
     return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
@@ -102,22 +116,27 @@ def result_kind(call: OpCall) -> ResultKind:
 def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
     """A decision with what its first local call returned on this rank, and the result by it.
 
-    A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one) the meta kernel,
-    which predicted the shape, and the device's kernel need not agree.  So is the dtype of all outputs but the first
-    (torch 2.11 predicts float32 for attention's log-sums of float64).  Where a sharded or partial output is not what
-    its spec says, the rule errs, and that must be seen: an AssertionError.
+    A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one)
+    the meta kernel, which predicted the shape, and the device's kernel need not agree. So is the
+    dtype of all outputs but the first (torch 2.11 predicts float32 for attention's log-sums of
+    float64). Where a sharded or partial output is not what its spec says, the rule errs, and that
+    must be seen: an AssertionError.
 
-    What is computed around a collective keeps the memory order of its input, where one device's kernel makes row-major.
+    What is computed around a collective keeps the memory order of its input, where one device's
+    kernel makes row-major.
     """
     specs, out_of_order = [*decision.outputs], False
-    for i, (spec, alias, local) in enumerate(zip(specs, decision.aliased, flatten(result), strict=True)):
+    for i, (spec, alias, local) in enumerate(
+        zip(specs, decision.aliased, flatten(result), strict=True)
+    ):
         if alias is not None or spec.coordinate is None:
             continue
         if i and local.shape == spec.local_shape:
             spec = spec if local.dtype == spec.dtype else spec.with_(dtype=local.dtype)
         elif local.shape != spec.local_shape or local.dtype != spec.dtype:
             assert spec.replicated, (
-                f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
+                f"the rule of {op} is wrong: its local result is {local.dtype} of shape "
+                f"{tuple(local.shape)} where "
                 f"{spec!r} has {tuple(spec.local_shape)}; please report it"
             )
             spec = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
@@ -145,22 +164,29 @@ def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
     return any(outer < inner for outer, inner in pairwise(steps))
 
 
-# --- writes and views of one storage ----------------------------------------------------------------------------------
+# --- writes and views of one storage --------------------------------------------------------------
 
 
-def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
+def check_writes(
+    op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]
+) -> None:
     """Refuse writes to views whose storage is not their base's (`copies`), and to elements that share memory."""
     if copies.intersection(writes):
         raise InPlaceError(
-            f"{op} writes to a view whose base had to be redistributed to take it, so the write would not "
-            f"reach the base; write to the base itself, or redistribute the base before taking the view"
+            f"{op} writes to a view whose base had to be redistributed to take it, so the write "
+            "would not "
+            "reach the base; write to the base itself, or redistribute the base before taking the "
+            "view"
         )
     for spec in (specs[i] for i in writes):
-        # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on without those.
+        # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on
+        # without those.
         if 0 not in spec.shape and _overlaps_itself(spec):
             raise InPlaceError(
-                f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride {spec.stride}: several of "
-                f"its elements are one place in memory; write to the tensor before expand or unfold, or to a clone"
+                f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride "
+                f"{spec.stride}: several of "
+                "its elements are one place in memory; write to the tensor before expand or "
+                "unfold, or to a clone"
             )
 
 
@@ -169,7 +195,8 @@ def _overlaps_itself(spec: Spec) -> bool:
     dims = [(step, n) for step, n in zip(spec.stride, spec.shape, strict=True) if n > 1]
     if has_symbols(spec.stride):
         return any(step == 0 for step, _ in dims)
-    reach = 0  # of the dims with smaller strides: shape (2, 3), strides (3, 1) reach 2, then 5
+    # of the dims with smaller strides: shape (2, 3), strides (3, 1) reach 2, then 5
+    reach = 0
     for step, n in sorted(dims):
         if step <= reach:
             return True
@@ -182,41 +209,52 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
     for out, meta in zip(outs, results, strict=False):
         if tuple(out.shape) != tuple(meta.shape):
             raise InPlaceError(
-                f"{op} got out= of shape {tuple(out.shape)} for a result of shape {tuple(meta.shape)}: a DTensor is "
+                f"{op} got out= of shape {tuple(out.shape)} for a result of shape "
+                f"{tuple(meta.shape)}: a DTensor is "
                 f"not resized; pass one of the result's shape"
             )
 
 
 def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
     """A local function that writes to its first argument, also where another argument overlaps with it."""
-    # Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others would stop without
-    # it.  Where shards differ in size, the arguments are read before the first one is written to, on every rank.
+    # Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others
+    # would stop without it.  Where shards differ in size, the arguments are read before the first
+    # one is written to, on every rank.
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(first, *args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith("unsupported operation: some elements of the input tensor"):
+            if not str(error).startswith(
+                "unsupported operation: some elements of the input tensor"
+            ):
                 raise
-        return call(first, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+        return call(
+            first, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs
+        )
 
     return run
 
 
-def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def count_writes(
+    places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Let autograd know that these arguments were written to: what it has saved of them is out of date."""
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         count_write(written)
         if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
             continue
-        # A list with a tensor twice, or beside a view of it, would be given one history where there are two.
+        # A list with a tensor twice, or beside a view of it, would be given one history where there
+        # are two.
         ids = {*map(id, written)}
         twice = len(ids) < len(written) or any(id(tensor._base) in ids for tensor in written)
         if twice and any(tensor.requires_grad for tensor in written):
             raise InPlaceError(
-                "an in-place operator on a list wrote to a tensor twice, as itself and as a view of it, and autograd "
-                "records it: the gradients would be wrong. Write to them one after the other, or under torch.no_grad()"
+                "an in-place operator on a list wrote to a tensor twice, as itself and as a view "
+                "of it, and autograd "
+                "records it: the gradients would be wrong. Write to them one after the other, or "
+                "under torch.no_grad()"
             )
 
 
@@ -228,10 +266,16 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         # Autograd repeats the views of a tensor that has changed, here on the new shape.
-        if (torch.is_grad_enabled() or tensor.requires_grad) and not is_tracing() and has_views(tensor):
+        if (
+            (torch.is_grad_enabled() or tensor.requires_grad)
+            and not is_tracing()
+            and has_views(tensor)
+        ):
             raise InPlaceError(
-                f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for backward: gradients "
-                f"through these would be wrong; take a view of it, as in x = x.{view.overloadpacket.__name__}(...)"
+                f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for "
+                "backward: gradients "
+                "through these would be wrong; take a view of it, as in x = "
+                f"x.{view.overloadpacket.__name__}(...)"
             )
         viewed = view(tensor, *args, **kwargs)
         change_shape(op, tensor, *args, **kwargs)
@@ -249,12 +293,14 @@ def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views
     def take(item: int) -> Any:
         if base._spec is not spec:
             raise InPlaceError(
-                f"a view by {op} of {spec!r} is read after its base became {base._spec!r}; take the view again"
+                f"a view by {op} of {spec!r} is read after its base became {base._spec!r}; take "
+                "the view again"
             )
         with torch.no_grad():
             return [*flatten(op(*args, **kwargs))][item]
 
-    if not (is_tracing() or base.is_inference()):  # there nothing is written, or nobody counts
+    # there nothing is written, or nobody counts
+    if not (is_tracing() or base.is_inference()):
         for item, view in enumerate(flatten(views)):
             view._source = base, base._version, partial(take, item)
     return views

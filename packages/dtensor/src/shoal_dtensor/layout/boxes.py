@@ -1,7 +1,7 @@
 """Boxes of a tensor: their common part, size, overlap, coverage and grids.  Integers only.
 
-A box has one ``(start, stop)`` pair per tensor dim, stop excluded.  Rows 2 and 3 of a (4, 5) tensor are the box
-``((2, 4), (0, 5))``.
+A box has one ``(start, stop)`` pair per tensor dim, stop excluded. Rows 2 and 3 of a (4, 5) tensor
+are the box ``((2, 4), (0, 5))``.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     dims = range(len(boxes[filled[0]]))
     if not dims:
         return filled[0], filled[1]
-    # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row cost n log n.
+    # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row
+    # cost n log n.
     sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))
-    active: list[int] = []  # boxes that reach beyond the present start
+    # boxes that reach beyond the present start
+    active: list[int] = []
     for i in sorted(filled, key=lambda i: boxes[i][sweep]):
-        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]  # rows 0:2 end before row 2
+        # rows 0:2 end before row 2
+        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]
         for j in active:
             if intersect(boxes[i], boxes[j]) is not None:
                 return min(i, j), max(i, j)
@@ -84,7 +87,8 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """For every dim, the sorted positions at which some non-empty box begins or ends, with 0 and the dim's size."""
     filled = [box for box in boxes if volume(box) > 0]
-    return tuple(  # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
+    # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
+    return tuple(
         tuple(sorted({0, size} | {position for box in filled for position in box[dim]}))
         for dim, size in enumerate(shape)
     )
@@ -103,7 +107,11 @@ def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """Shard sizes along every dim if the non-empty boxes are exactly all cells of a grid, else None."""
     # Of (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
-    sizes = tuple(tuple(stop - start for start, stop in pairwise(positions)) for positions in edges(boxes, shape))
-    # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have 6 cells.
+    sizes = tuple(
+        tuple(stop - start for start, stop in pairwise(positions))
+        for positions in edges(boxes, shape)
+    )
+    # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have
+    # 6 cells.
     filled = {box for box in boxes if volume(box) > 0}
     return sizes if len(filled) == prod(len(along) for along in sizes) else None

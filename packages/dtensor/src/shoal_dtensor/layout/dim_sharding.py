@@ -1,11 +1,12 @@
 """How one tensor dim is sharded over mesh axes: integers only.
 
-A `DimSharding` lists the mesh axes that shard the dim, outermost first, and says where every shard begins and ends.
-Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one contiguous interval, so every rank
-holds one box of the global tensor: redistribution, random numbers, checkpoints and views build on that.
-`(batch, sequence) -> (batch * sequence)` with the sequence sharded leaves every rank one run of elements for each batch
-entry, no interval: that is a `StridedDimSharding`, as `_StridedShard` of torch, but uneven and nested ones fold too.
-Operators to which the order along a dim does not matter work on it as on any sharded dim.
+A `DimSharding` lists the mesh axes that shard the dim, outermost first, and says where every shard
+begins and ends. Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one
+contiguous interval, so every rank holds one box of the global tensor: redistribution, random
+numbers, checkpoints and views build on that. `(batch, sequence) -> (batch * sequence)` with the
+sequence sharded leaves every rank one run of elements for each batch entry, no interval: that is a
+`StridedDimSharding`, as `_StridedShard` of torch, but uneven and nested ones fold too. Operators to
+which the order along a dim does not matter work on it as on any sharded dim.
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
     """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`."""
-    return _sizes(length, _step(length, shards, unit), shards)  # 10 over 4: (3, 3, 3, 1); 2 over 4: (1, 1, 0, 0)
+    # 10 over 4: (3, 3, 3, 1); 2 over 4: (1, 1, 0, 0)
+    return _sizes(length, _step(length, shards, unit), shards)
 
 
 def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
     """Elements of a dim on each rank of an axis: of 10, by `Shard(0, multiple_of=2)` over 4, [4, 4, 2, 0]."""
     if isinstance(placement, StridedShard):
         assert placement.sizes is not None, "styles say the sizes of strided shards"
-        return [placement.split_factor * size for size in placement.sizes]  # 3 runs, each as 2 + 1: 6 + 3
+        # 3 runs, each as 2 + 1: 6 + 3
+        return [placement.split_factor * size for size in placement.sizes]
     return list(placement.sizes or chunk_sizes(size, ranks, placement.multiple_of))
 
 
 def _step(length: int, shards: int, unit: int) -> int:
     """Elements of the first shard: ceil-sized in units of `unit`."""
     units = -(-length // unit)  # 10 elements in units of 4: 3
-    return -(-units // shards) * unit  # 3 units over 2 shards: 2 * 4 = 8 elements
+    # 3 units over 2 shards: 2 * 4 = 8 elements
+    return -(-units // shards) * unit
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
     """Sizes of the shards: as many of `step` as there are, the rest, and empty ones."""
     full = int(length // step) if step else 0
-    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]  # 7: (3, 3) + (1, 0, 0, 0, 0), up to 4
+    # 7: (3, 3) + (1, 0, 0, 0, 0), up to 4
+    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]
 
 
 @constant_when_compiled
@@ -60,28 +65,38 @@ class DimSharding:
         element     0 1 | 2 3 || 4 5 | 6
         coordinate  0,0   0,1    1,0   1,1
 
-    It is made of the sizes of all shards, row-major over the axes: (2, 2, 2, 1), which are steps of 2, not ragged.
-    Shards of `torch.chunk` are two integers, length and step, for any number of ranks.
+    It is made of the sizes of all shards, row-major over the axes: (2, 2, 2, 1), which are steps of
+    2, not ragged. Shards of `torch.chunk` are two integers, length and step, for any number of
+    ranks.
     """
 
-    axes: tuple[int, ...]  # mesh axes that shard the dim, outermost first; empty when it is replicated
+    # mesh axes that shard the dim, outermost first; empty when it is replicated
+    axes: tuple[int, ...]
     axis_sizes: tuple[int, ...]
     length: int  # global number of elements
     step: int  # elements of the longest shard
-    ragged: tuple[int, ...] | None  # elements of every shard where those are not `step` up to the end; None otherwise
+    # elements of every shard where those are not `step` up to the end; None otherwise
+    ragged: tuple[int, ...] | None
     # number of shards, empty ones too
-    shards: int = field(default=1, compare=False, repr=False)  # compiled code reads what the class itself has
-    even: bool = field(default=True, compare=False, repr=False)  # whether all shards are equally large
+    # compiled code reads what the class itself has
+    shards: int = field(default=1, compare=False, repr=False)
+    # whether all shards are equally large
+    even: bool = field(default=True, compare=False, repr=False)
 
-    def __init__(self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
         sizes = tuple(map(int, sizes))  # symbols are for even shards
         length, step = sum(sizes), sizes[0]
-        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes  # None for (3, 3, 1); not for (1, 3, 3)
+        # None for (3, 3, 1); not for (1, 3, 3)
+        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
         self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
 
     @classmethod
-    def chunks(cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int) -> DimSharding:
+    def chunks(
+        cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int
+    ) -> DimSharding:
         """The sharding in shards of `step` elements, the last non-empty one shorter: 5 in steps of 2 are 2, 2, 1."""
         sharding: DimSharding = object.__new__(cls)
         sharding._set(axes, axis_sizes, length, min(step, length), None)
@@ -90,18 +105,34 @@ class DimSharding:
     @staticmethod
     def whole(length: int) -> DimSharding:
         """That of a dim of which every rank has all."""
-        return _whole(length, length) if type(length) is int else DimSharding.chunks((), (), length, length)
+        return (
+            _whole(length, length)
+            if type(length) is int
+            else DimSharding.chunks((), (), length, length)
+        )
 
     def _set(
-        self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int, ragged: tuple[int, ...] | None
+        self,
+        axes: tuple[int, ...],
+        axis_sizes: tuple[int, ...],
+        length: int,
+        step: int,
+        ragged: tuple[int, ...] | None,
     ) -> None:
         shards = prod(axis_sizes)
         even = ragged is None and bool(step * shards == length)  # 4 shards of 2 are 8, not 7
         self.__dict__.update(
-            axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged, shards=shards, even=even
+            axes=axes,
+            axis_sizes=axis_sizes,
+            length=length,
+            step=step,
+            ragged=ragged,
+            shards=shards,
+            even=even,
         )
 
-    def __hash__(self) -> int:  # lengths may be symbols, which have none
+    # lengths may be symbols, which have none
+    def __hash__(self) -> int:
         return hash((self.axes, self.axis_sizes, self.ragged))
 
     @cached_property
@@ -118,14 +149,16 @@ class DimSharding:
         """The shard that the rank at a mesh coordinate holds."""
         shard = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
-            shard = shard * size + coordinate[axis]  # coordinate (1, 1) on (2, 2): 1, then 1 * 2 + 1 = 3
+            # coordinate (1, 1) on (2, 2): 1, then 1 * 2 + 1 = 3
+            shard = shard * size + coordinate[axis]
         return shard
 
     def interval_of(self, shard: int) -> tuple[int, int]:
         """Global `[start, stop)` of a shard."""
         if self.ragged is None:
             start = shard and min(shard * self.step, self.length)  # 0 times a symbol is a symbol
-            return start, min((shard + 1) * self.step, self.length)  # 7 in steps of 2: shard 3 is (6, 7)
+            # 7 in steps of 2: shard 3 is (6, 7)
+            return start, min((shard + 1) * self.step, self.length)
         start = self.offsets[shard]
         return start, start + self.ragged[shard]  # (1, 3, 3): shard 1 is (1, 4)
 
@@ -160,13 +193,16 @@ class DimSharding:
         """The same sharding counted in units of `unit` elements; None if a shard is not a whole number of units."""
         if unit == 1:
             return self
-        if any(size % unit for size in self.ragged or (self.step, self.length)):  # 12 in steps of 6 by 4: 6 % 4 = 2
+        # 12 in steps of 6 by 4: 6 % 4 = 2
+        if any(size % unit for size in self.ragged or (self.step, self.length)):
             return None
         return self._resized(lambda size: size // unit)
 
     def _resized(self, resized: Callable[[int], int]) -> DimSharding:
         if self.ragged is None:
-            return DimSharding.chunks(self.axes, self.axis_sizes, resized(self.length), resized(self.step))
+            return DimSharding.chunks(
+                self.axes, self.axis_sizes, resized(self.length), resized(self.step)
+            )
         return DimSharding(self.axes, self.axis_sizes, tuple(map(resized, self.ragged)))
 
     def outer(self, count: int) -> DimSharding:
@@ -175,28 +211,40 @@ class DimSharding:
             return self
         if not count:
             return DimSharding.whole(self.length)
-        axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
+        axes, axis_sizes, inner = (
+            self.axes[:count],
+            self.axis_sizes[:count],
+            prod(self.axis_sizes[count:]),
+        )
         if self.ragged is None:
-            return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)  # 2, 2, 2, 1 by the outer: 4, 3
-        starts = range(0, self.shards, inner)  # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
+            # 2, 2, 2, 1 by the outer: 4, 3
+            return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
+        # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
+        starts = range(0, self.shards, inner)
         return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
 
     def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:
         """Every shard sharded further by one more axis, as `torch.chunk` does it at multiples of `unit`."""
-        # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a multiple of 2.
+        # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a
+        # multiple of 2.
         # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
         axes, axis_sizes = (*self.axes, axis), (*self.axis_sizes, ways)
-        if type(self.length) is not int:  # a symbol stays one where the shards are even
+        # a symbol stays one where the shards are even
+        if type(self.length) is not int:
             if self.even and not self.step % (ways * unit):
                 return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ways)
             return DimSharding(self.axes, self.axis_sizes, self.sizes).chunked(axis, ways, unit)
         if self.ragged is None:
             step, last = _step(self.step, ways, unit), self.length % self.step if self.step else 0
-            aligned = self.step == self.length or step * ways == self.step  # steps of 4, then 2: 2 * 2 == 4
+            # steps of 4, then 2: 2 * 2 == 4
+            aligned = self.step == self.length or step * ways == self.step
             if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
                 return DimSharding.chunks(axes, axis_sizes, self.length, step)
-        inner = {size: chunk_sizes(size, ways, unit) for size in {*self.sizes}}  # of thousands of shards few differ
-        return DimSharding(axes, axis_sizes, tuple(chain.from_iterable([inner[size] for size in self.sizes])))
+        # of thousands of shards few differ
+        inner = {size: chunk_sizes(size, ways, unit) for size in {*self.sizes}}
+        return DimSharding(
+            axes, axis_sizes, tuple(chain.from_iterable([inner[size] for size in self.sizes]))
+        )
 
     def rechunked(self, length: int) -> DimSharding:
         """`length` elements, sharded over the same axes in the sizes of `torch.chunk`."""
@@ -218,7 +266,9 @@ class DimSharding:
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
             default, here = here.chunked(axis, ways), self.outer(count)
-            placements[axis] = Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
+            placements[axis] = (
+                Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
+            )
         return placements
 
 
@@ -237,11 +287,14 @@ def shard_dim(
             sharding = sharding.chunked(axis, ways, placement.multiple_of)
             continue
         sizes, shards = placement.sizes, sharding.sizes
-        sums = tuple([sum(sizes[i : i + ways]) for i in range(0, len(sizes), ways)])  # (3, 1, 2, 2) inside of 4 + 4
+        # (3, 1, 2, 2) inside of 4 + 4
+        sums = tuple([sum(sizes[i : i + ways]) for i in range(0, len(sizes), ways)])
         if len(sizes) != len(shards) * ways or sums != shards:
             raise PlacementError(
-                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes, {ways} for each shard "
-                f"that the outer axes make, which add up to {shards}, got {len(sizes)} that add up to {sums}"
+                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes, {ways} "
+                "for each shard "
+                f"that the outer axes make, which add up to {shards}, got {len(sizes)} that add up "
+                f"to {sums}"
             )
         sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ways), sizes)
     return sharding
@@ -251,14 +304,15 @@ def shard_dim(
 class StridedDimSharding:
     """One tensor dim of several that were folded into it, each sharded by itself.
 
-    (2, 6), its second dim over 2 ranks, as one dim of 12: one level of 2 runs, each sharded as 3 + 3
+    (2, 6), its second dim over 2 ranks, as one dim of 12: one level of 2 runs, each sharded as 3 +
+    3
 
         element  0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
         rank       0       1        0       1
     """
 
-    # pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so; shards of a level
-    # are multiples of the next level's runs.
+    # pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so;
+    # shards of a level are multiples of the next level's runs.
     levels: tuple[tuple[int, DimSharding], ...]
     length: int  # elements of the dim
 
@@ -277,18 +331,29 @@ class StridedDimSharding:
         """The dims of which it was folded, those that no axis shards joined to the faster one before them."""
         runs = [count for count, _ in self.levels]
         starts = runs if runs[0] == 1 else [1, *runs]  # 12 elements in 2 runs: [1, 2]
-        return tuple(b // a for a, b in pairwise([*starts, self.length]))  # [1, 2, 12]: dims of (2, 6)
+        # [1, 2, 12]: dims of (2, 6)
+        return tuple(b // a for a, b in pairwise([*starts, self.length]))
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
         """Size and sharding of each of the dims in `shape`; None for replicated ones."""
-        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]  # 12, levels of 1 and 4 runs: [3, 1]
-        shardings = [sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)]
-        return [*zip(self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True)]
+        # 12, levels of 1 and 4 runs: [3, 1]
+        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
+        shardings = [
+            sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)
+        ]
+        return [
+            *zip(
+                self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True
+            )
+        ]
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Number of elements that the rank at a mesh coordinate holds."""
-        return prod(n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded)  # 2 * 3 = 6
+        # 2 * 3 = 6
+        return prod(
+            n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded
+        )
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
@@ -296,13 +361,19 @@ class StridedDimSharding:
 
     def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
         """Global `[start, stop)` of every run of elements that the rank at a mesh coordinate holds, in its order."""
-        runs = [(0, 1)]  # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
+        # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
+        runs = [(0, 1)]
         for n, sharding in self._folded:
             start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
             if (start, stop) == (0, n):
-                runs = [(first * n, last * n) for first, last in runs]  # the 2 rows of (2, 6): (0, 2)
+                # the 2 rows of (2, 6): (0, 2)
+                runs = [(first * n, last * n) for first, last in runs]
             else:
-                runs = [(i * n + start, i * n + stop) for first, last in runs for i in range(first, last)]
+                runs = [
+                    (i * n + start, i * n + stop)
+                    for first, last in runs
+                    for i in range(first, last)
+                ]
         return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
@@ -319,7 +390,11 @@ class StridedDimSharding:
         for runs, sharding in self.levels:
             for axis, placement in sharding.placements(dim, explicit=runs > 1).items():
                 strided = runs > 1 and placement.sizes is not None
-                by_axis[axis] = StridedShard(dim, split_factor=runs, sizes=placement.sizes) if strided else placement
+                by_axis[axis] = (
+                    StridedShard(dim, split_factor=runs, sizes=placement.sizes)
+                    if strided
+                    else placement
+                )
         return by_axis
 
 
@@ -333,7 +408,8 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
         return ascending[0][1]
     lengths = [length // runs for runs, _ in ascending]  # 12 in 1 and 4 runs: [12, 3]
     for (runs, sharding), n, inner in zip(ascending, lengths, [*lengths[1:], 1], strict=True):
-        if runs * n != length or sharding.length != n or sharding.divided(inner) is None:  # 7 + 5: no whole rows of 3
+        # 7 + 5: no whole rows of 3
+        if runs * n != length or sharding.length != n or sharding.divided(inner) is None:
             return None
     return StridedDimSharding(tuple(ascending), length)
 
@@ -347,19 +423,24 @@ def shard_any_dim(
     by_runs: dict[int, list[int]] = {}
     for axis in axes:
         placement = placements[axis]
-        by_runs.setdefault(placement.split_factor if isinstance(placement, StridedShard) else 1, []).append(axis)
+        by_runs.setdefault(
+            placement.split_factor if isinstance(placement, StridedShard) else 1, []
+        ).append(axis)
     if list(by_runs) == [1]:
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
-    length = int(length)  # a symbol becomes a constant: what folds is decided by divisors
+    # a symbol becomes a constant: what folds is decided by divisors
+    length = int(length)
     for runs, of_level in by_runs.items():
         plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
-        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)  # 12 in 2 runs: 6, as 3 + 3
+        # 12 in 2 runs: 6, as 3 + 3
+        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)
     sharding = fold_levels(levels, length)
     if sharding is None:
         asked = ", ".join(repr(placements[axis]) for axis in axes)
         raise PlacementError(
-            f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit together. Pad the "
+            f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit "
+            "together. Pad the "
             "dim to a multiple of split_factor, or shard it by Shard(dim, sizes=...)"
         )
     return sharding

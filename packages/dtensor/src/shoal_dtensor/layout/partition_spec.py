@@ -1,8 +1,9 @@
 """Placements as users write them, and as a spec keeps them.
 
-`PartitionSpec("dp", None)` says them per tensor dim, in the spelling of JAX's partition specs: placements and shard
-order together, translated where it enters.  Users also write `Shard(-1)`, torch's `StridedShard` for an order of axes,
-or sizes that are `torch.chunk`'s.  In a spec one layout has one spelling, so equal layouts are equal specs.
+`PartitionSpec("dp", None)` says them per tensor dim, in the spelling of JAX's partition specs:
+placements and shard order together, translated where it enters. Users also write `Shard(-1)`,
+torch's `StridedShard` for an order of axes, or sizes that are `torch.chunk`'s. In a spec one layout
+has one spelling, so equal layouts are equal specs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class PartitionSpec:
     """For each tensor dim, the mesh axes that shard it, outermost first.
 
     Args:
-        dims: one entry per leading tensor dim: an axis name or index, a tuple of them, or None for a replicated
-            dim. Dims that are not listed are replicated.
+        dims: one entry per leading tensor dim: an axis name or index, a tuple of them, or None for
+            a replicated dim. Dims that are not listed are replicated.
         partial: mesh axes over which values are still to be reduced, and how.
 
     Example:
@@ -57,13 +58,17 @@ class PartitionSpec:
         """
         placements: list[Placement] = [Replicate()] * mesh.ndim
         order: list[tuple[int, tuple[int, ...]]] = []
-        wanted: list[tuple[tuple[Axis, ...], Placement]] = [(axes, Shard(dim)) for dim, axes in enumerate(self.dims)]
+        wanted: list[tuple[tuple[Axis, ...], Placement]] = [
+            (axes, Shard(dim)) for dim, axes in enumerate(self.dims)
+        ]
         wanted += [((axis,), Partial(op)) for axis, op in self.partial]
         for axes, placement in wanted:
             indices = tuple(mesh.axis_index(axis) for axis in axes)
             for axis in indices:
                 if not placements[axis].is_replicate():
-                    raise PlacementError(f"{self!r}: mesh axis {mesh.axis_names[axis]!r} is used twice")
+                    raise PlacementError(
+                        f"{self!r}: mesh axis {mesh.axis_names[axis]!r} is used twice"
+                    )
                 placements[axis] = placement
             if indices and isinstance(placement, Shard):
                 order.append((placement.dim, indices))
@@ -74,7 +79,9 @@ class PartitionSpec:
         return repr(self), {"PartitionSpec": PartitionSpec}
 
     def __repr__(self) -> str:
-        dims = [repr(None if not axes else axes[0] if len(axes) == 1 else axes) for axes in self.dims]
+        dims = [
+            repr(None if not axes else axes[0] if len(axes) == 1 else axes) for axes in self.dims
+        ]
         return f"PartitionSpec({', '.join([*dims, *([f'partial={dict(self.partial)}'] if self.partial else [])])})"
 
 
@@ -85,7 +92,8 @@ def read_placements(
     mesh: DeviceMesh, placements: Placements | None, shard_order: ShardOrder | None = None
 ) -> tuple[tuple[Placement, ...], ShardOrder | None]:
     """What a user passed as placements (nothing: all replicated), and the shard order that goes with it."""
-    if type(placements) in (list, tuple):  # at once: an abstract class takes 0.3 us to ask
+    # at once: an abstract class takes 0.3 us to ask
+    if type(placements) in (list, tuple):
         return tuple(placements), shard_order  # type: ignore[arg-type]  # a list or tuple
     if placements is None:
         return (Replicate(),) * mesh.ndim, shard_order
@@ -93,15 +101,18 @@ def read_placements(
         given: object = placements
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ArgumentTypeError(
-                f"expected placements to be a list with one for each mesh axis, or a PartitionSpec, got {placements!r}"
+                "expected placements to be a list with one for each mesh axis, or a "
+                f"PartitionSpec, got {placements!r}"
             )
         return tuple(placements), shard_order
     if shard_order is not None:
-        raise PlacementError(f"{placements!r} says the order of axes itself: give no shard_order with it")
+        raise PlacementError(
+            f"{placements!r} says the order of axes itself: give no shard_order with it"
+        )
     return placements.resolve(mesh)
 
 
-# --- as a spec keeps them ---------------------------------------------------------------------------------------------
+# --- as a spec keeps them -------------------------------------------------------------------------
 
 
 def normalize_placements(
@@ -122,13 +133,16 @@ def normalize_placements(
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
             raise PlacementError(  # torch's placements have the same names
-                f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got {placement!r} "
+                f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got "
+                f"{placement!r} "
                 f"({type(placement).__module__}.{type(placement).__qualname__})"
             )
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < ndim:
-                raise PlacementIndexError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+                raise PlacementIndexError(
+                    f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims"
+                )
             placement = placement.on_dim(dim)
             if isinstance(placement, StridedShard) and placement.sizes is None:
                 placement = _in_runs(placement, axis, placements, mesh_shape, shape)
@@ -159,7 +173,11 @@ def _in_runs(
     if shape is None or shape[dim] % runs:
         return placement
     same_dim = (dim, dim - len(shape))
-    sharding = {a: p for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in same_dim}
+    sharding = {
+        a: p
+        for a, p in enumerate(placements)
+        if isinstance(p, Shard | StridedShard) and p.dim in same_dim
+    }
     if len(sharding) > 1 and (
         runs == 1 or set(sharding.values()) - {StridedShard(d, split_factor=runs) for d in same_dim}
     ):
@@ -185,23 +203,35 @@ def _order_of(
             position += 1
         if factor != strided.get(axis, 1):
             raise PlacementError(
-                f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis {axis}: the axes to its "
-                f"right that shard dim {placement.dim} have sizes {[mesh_shape[a] for a in before]}; "
-                f"no leading part of them multiplies to {strided[axis]}. Use a factor to which one does, or pad the "
-                f"dim to a multiple of {strided[axis]}: alone on a dim that it divides, a factor counts equal runs"
+                f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis "
+                f"{axis}: the axes to its "
+                f"right that shard dim {placement.dim} have sizes "
+                f"{[mesh_shape[a] for a in before]}; "
+                f"no leading part of them multiplies to {strided[axis]}. Use a factor to which one "
+                "does, or pad the "
+                f"dim to a multiple of {strided[axis]}: alone on a dim that it divides, a factor "
+                "counts equal runs"
             )
         order[placement.dim] = (*before[:position], axis, *before[position:])
     return order
 
 
 def resolved_layout(
-    placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int], shard_order: ShardOrder | None
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    shape: Sequence[int],
+    shard_order: ShardOrder | None,
 ) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
     """The placements of a tensor without needless sizes, the order of axes on each dim, and all dims' shardings."""
     normal, order = normalize_placements(placements, mesh_shape, len(shape), shard_order, shape)
     axes_of, canonical = dict(order), dict(enumerate(normal))
-    shardings = tuple([shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)])
+    shardings = tuple(
+        [shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)]
+    )
     for dim, sharding in enumerate(shardings):
-        if isinstance(sharding, DimSharding) and any(getattr(normal[axis], "sizes", None) for axis in sharding.axes):
-            canonical |= sharding.placements(dim)  # sizes are dropped that say what `torch.chunk` does anyway
+        if isinstance(sharding, DimSharding) and any(
+            getattr(normal[axis], "sizes", None) for axis in sharding.axes
+        ):
+            # sizes are dropped that say what `torch.chunk` does anyway
+            canonical |= sharding.placements(dim)
     return tuple(canonical.values()), order, shardings

@@ -23,17 +23,48 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 _TORCH_METHODS = {
     f"_{name}"
     for name in (
-        *("compute_padding_info", "custom_chunk", "get_shard_pad_size", "local_shard_size", "make_replicate_tensor"),
-        *("make_shard_tensor", "maybe_pad_tensor", "maybe_unpad_tensor", "maybe_unpad_tensor_with_sizes"),
-        *("pad_for_new_shard_dim", "partition_value", "reduce_shard_tensor", "reduce_shard_value", "reduce_value"),
-        *("replicate_tensor", "replicate_to_shard", "replicate_to_strided_shard", "select_shard", "shard_tensor"),
-        *("select_split_tensor", "split_tensor", "split_tensor_helper", "to_new_shard_dim", "to_replicate_tensor"),
+        *(
+            "compute_padding_info",
+            "custom_chunk",
+            "get_shard_pad_size",
+            "local_shard_size",
+            "make_replicate_tensor",
+        ),
+        *(
+            "make_shard_tensor",
+            "maybe_pad_tensor",
+            "maybe_unpad_tensor",
+            "maybe_unpad_tensor_with_sizes",
+        ),
+        *(
+            "pad_for_new_shard_dim",
+            "partition_value",
+            "reduce_shard_tensor",
+            "reduce_shard_value",
+            "reduce_value",
+        ),
+        *(
+            "replicate_tensor",
+            "replicate_to_shard",
+            "replicate_to_strided_shard",
+            "select_shard",
+            "shard_tensor",
+        ),
+        *(
+            "select_split_tensor",
+            "split_tensor",
+            "split_tensor_helper",
+            "to_new_shard_dim",
+            "to_replicate_tensor",
+        ),
         "unpad_for_new_shard_dim",
     )
 }
 _WHO_MOVES = (
-    "placements are data and move nothing; use distribute_tensor, DTensor.redistribute or the collectives of "
-    "shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule for operators of your own"
+    "placements are data and move nothing; use distribute_tensor, DTensor.redistribute or the "
+    "collectives of "
+    "shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule for operators "
+    "of your own"
 )
 
 
@@ -41,10 +72,13 @@ class Interned:
     """Base of immutable values of which equal ones are the same object, so that they hash by identity."""
 
     __slots__ = ()
-    _CHANGED_BY: ClassVar[str] = ""  # where there is a way to get another value
+    # where there is a way to get another value
+    _CHANGED_BY: ClassVar[str] = ""
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}{self._CHANGED_BY}")
+        raise AttributeError(
+            f"{type(self).__name__} is immutable: cannot set {name!r}{self._CHANGED_BY}"
+        )
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
@@ -71,7 +105,9 @@ class Placement(Interned):
         super().__init_subclass__()
         unused = sorted(name for name in vars(cls) if name in _TORCH_METHODS)
         if unused:
-            raise PlacementError(f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}")
+            raise PlacementError(
+                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}"
+            )
 
     @classmethod
     def _intern(cls, fields: dict[str, Any]) -> Self:
@@ -110,7 +146,8 @@ class Shard(Placement):
         sizes: how many elements each coordinate holds (a ragged shard).  Left out, they are those
             of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty.  When outer
             axes shard the same dim, `sizes` lists every shard so far, outermost axis slowest.
-        multiple_of: divide only at multiples of so many elements (attention heads, quantisation blocks).
+        multiple_of: divide only at multiples of so many elements (attention heads, quantisation
+            blocks).
 
     Raises:
         ArgumentTypeError: if `dim` is not an integer.
@@ -129,13 +166,17 @@ class Shard(Placement):
     sizes: tuple[int, ...] | None
     multiple_of: int
 
-    def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
+    def __new__(
+        cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1
+    ) -> Shard:
         if not isinstance(dim, int):
             raise ArgumentTypeError(f"Shard: dim must be an int, got {dim!r}")
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
             if multiple_of != 1:
-                raise PlacementError(f"Shard: give sizes or multiple_of, not both (got {sizes} and {multiple_of})")
+                raise PlacementError(
+                    f"Shard: give sizes or multiple_of, not both (got {sizes} and {multiple_of})"
+                )
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
         if multiple_of < 1:
@@ -144,10 +185,14 @@ class Shard(Placement):
 
     def on_dim(self, dim: int) -> Shard:
         """The same sharding of another tensor dim."""
-        return self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
+        return (
+            self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
+        )
 
     @staticmethod
-    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+    def local_shard_size_and_offset(
+        curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
         """Elements of shard `rank` of `num_chunks`, and the index of its first one, as of `torch.chunk`.
 
         Example:
@@ -178,12 +223,13 @@ class Shard(Placement):
 class StridedShard(Placement):
     """The axis shards tensor dim `dim` in several runs alike: what a reshape makes of a sharded dim behind another.
 
-    `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives `StridedShard(0, split_factor=batch,
-    sizes=...)`: the dim is `split_factor` equal runs, of each of which coordinate `i` holds the `i`-th shard.
+    `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives `StridedShard(0,
+    split_factor=batch, sizes=...)`: the dim is `split_factor` equal runs, of each of which
+    coordinate `i` holds the `i`-th shard.
 
-    Without `sizes` it is torch's spelling of "axes to the right shard this dim first", for interchange: mesh axes to
-    its right whose sizes multiply to `split_factor` shard the dim before it does.  Specs translate that to an explicit
-    shard order.
+    Without `sizes` it is torch's spelling of "axes to the right shard this dim first", for
+    interchange: mesh axes to its right whose sizes multiply to `split_factor` shard the dim before
+    it does. Specs translate that to an explicit shard order.
 
     Args:
         dim: the tensor dim.
@@ -194,7 +240,7 @@ class StridedShard(Placement):
         PlacementError: if `split_factor` is below 1 or a size negative.
 
     Example:
-        >>> StridedShard(0, split_factor=2, sizes=(3, 2))  # of 10 elements, rank 0 has 0..2 and 5..7
+        >>> StridedShard(0, split_factor=2, sizes=(3, 2)) # of 10 elements, rank 0 has 0..2 and 5..7
         StridedShard(dim=0, split_factor=2, sizes=(3, 2))
     """
 
@@ -204,9 +250,13 @@ class StridedShard(Placement):
     split_factor: int
     sizes: tuple[int, ...] | None
 
-    def __new__(cls, dim: int, *, split_factor: int, sizes: Sequence[int] | None = None) -> StridedShard:
+    def __new__(
+        cls, dim: int, *, split_factor: int, sizes: Sequence[int] | None = None
+    ) -> StridedShard:
         if split_factor < 1:
-            raise PlacementError(f"StridedShard: split_factor must be at least 1, got {split_factor}")
+            raise PlacementError(
+                f"StridedShard: split_factor must be at least 1, got {split_factor}"
+            )
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
             if any(size < 0 for size in sizes):
@@ -215,7 +265,11 @@ class StridedShard(Placement):
 
     def on_dim(self, dim: int) -> StridedShard:
         """The same sharding of another tensor dim."""
-        return self if dim == self.dim else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
+        return (
+            self
+            if dim == self.dim
+            else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
+        )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _strided_shard, (self.dim, self.split_factor, self.sizes)
@@ -258,9 +312,10 @@ class Partial(Placement):
     """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
 
     Args:
-        reduce_op: one of `REDUCE_OPS`, or `norm` and an order: with `"norm2"` the value is the square root of the sum
-            of the squares of what the ranks hold, with `"norm3.5"` likewise for any order but 0 and 1 (sums) and the
-            infinities (extrema). What the ranks hold is not negative, unless all of them but one hold nothing.
+        reduce_op: one of `REDUCE_OPS`, or `norm` and an order: with `"norm2"` the value is the
+            square root of the sum of the squares of what the ranks hold, with `"norm3.5"` likewise
+            for any order but 0 and 1 (sums) and the infinities (extrema). What the ranks hold is
+            not negative, unless all of them but one hold nothing.
 
     Raises:
         ArgumentTypeError: if it is not a string.
@@ -314,7 +369,8 @@ def _norm_op(name: str) -> str:
         order = None
     if order is None or order != order:
         raise PlacementError(
-            f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, or norm and an order ('norm2'), got {name!r}"
+            f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, or norm and an order "
+            f"('norm2'), got {name!r}"
         )
     if order in _SIMPLER:
         raise PlacementError(f"Partial: {name!r} is Partial({_SIMPLER[order]!r})")
@@ -325,7 +381,9 @@ def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
     return Shard(dim, sizes=sizes, multiple_of=multiple_of)
 
 
-def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = None) -> StridedShard:
+def _strided_shard(
+    dim: int, split_factor: int, sizes: tuple[int, ...] | None = None
+) -> StridedShard:
     return StridedShard(dim, split_factor=split_factor, sizes=sizes)
 
 

@@ -1,7 +1,8 @@
 """`Spec`: everything that is known about a DTensor besides its values.
 
-Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs
-hashes by identity, and all that follows from a spec (shardings of dims, local shape, ...) is computed once.
+Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs hashes
+by identity, and all that follows from a spec (shardings of dims, local shape, ...) is computed
+once.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ class Spec(Interned):
 
     Attributes:
         dim_shardings: for each tensor dim, how the mesh shards it.
-        is_strided: whether a reshape folded a sharded dim behind another one: ranks hold no box (`StridedDimSharding`).
-        partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
+        is_strided: whether a reshape folded a sharded dim behind another one: ranks hold no box
+            (`StridedDimSharding`).
+        partials: pairs (mesh axis, reduce op) of the axes over which values are still to be
+            reduced.
         coordinate: of this rank in the mesh; None if it is outside.
         local_shape: of this rank's part; `(0,)` outside the mesh.
         replicated: whether every rank of the mesh holds all of the tensor.
         even: whether every rank's part has the same shape.
-        example: where torch.compile has symbols for sizes, the spec with the sizes that it traces with; None elsewhere.
+        example: where torch.compile has symbols for sizes, the spec with the sizes that it traces
+            with; None elsewhere.
         tensor_meta: global shape, stride and dtype.
         device_mesh: the mesh, under torch's name.
 
@@ -77,7 +81,8 @@ class Spec(Interned):
         "tensor_meta",
     )  # fmt: skip
     _CHANGED_BY: ClassVar[str] = "; use with_()"
-    at_first: ClassVar[list[Callable[[], object]]] = []  # called before there is a DTensor: what an import must not do
+    # called before there is a DTensor: what an import must not do
+    at_first: ClassVar[list[Callable[[], object]]] = []
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     mesh: DeviceMesh
@@ -117,7 +122,8 @@ class Spec(Interned):
                 meta = TensorMeta(tuple(shape), tuple(stride or contiguous_stride(shape)), dtype)
                 return cls._symbolic(mesh, placements, meta, shard_order)
             raise ArgumentTypeError(
-                f"Spec: expected placements and a shape of integers, got {placements!r} and {shape!r} ({error})"
+                f"Spec: expected placements and a shape of integers, got {placements!r} and "
+                f"{shape!r} ({error})"
             ) from error
         if spec is not None:
             return spec
@@ -125,40 +131,62 @@ class Spec(Interned):
             cls.at_first.pop()()
         check_mesh("Spec", mesh)
         check_type("Spec", "dtype", dtype, torch.dtype, "a torch.dtype")
-        check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")
+        check_type(
+            "Spec",
+            "shard_order",
+            shard_order,
+            (tuple, list, type(None)),
+            "pairs (tensor dim, mesh axes)",
+        )
         if min(shape, default=0) < 0:
-            raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
+            raise PlacementError(
+                f"Spec: expected a shape without negative sizes, got {tuple(shape)}"
+            )
         canonical, _, dim_shardings = resolved_layout(placements, mesh.shape, shape, shard_order)
         by_dim = dict(enumerate(dim_shardings))
-        spec = cls._interned[key] = cls.sharded(mesh, canonical, TensorMeta(shape, stride, dtype), by_dim)
+        spec = cls._interned[key] = cls.sharded(
+            mesh, canonical, TensorMeta(shape, stride, dtype), by_dim
+        )
         return spec
 
     @classmethod
     def sharded(
-        cls, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta, by_dim: Mapping[int, AnyDimSharding]
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        meta: TensorMeta,
+        by_dim: Mapping[int, AnyDimSharding],
     ) -> Spec:
         """The spec whose sharded dims are sharded so, quickly made; `placements` are those of the shardings."""
         shape, stride, dtype = torch.Size(meta.shape), meta.stride, meta.dtype
-        order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])  # ((0, (0, 1)),)
+        # ((0, (0, 1)),)
+        order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
         key = (mesh, placements, shape, stride, dtype, order)
         try:
             spec = cls._interned.get(key)
         except TypeError:
             return cls._symbolic(mesh, placements, TensorMeta(shape, stride, dtype), order)
         if spec is None:
-            shardings = tuple([by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)])
-            spec = cls._interned[key] = cls._make(mesh, placements, TensorMeta(shape, stride, dtype), order, shardings)
+            shardings = tuple(
+                [by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)]
+            )
+            spec = cls._interned[key] = cls._make(
+                mesh, placements, TensorMeta(shape, stride, dtype), order, shardings
+            )
         return spec
 
     @classmethod
-    def _symbolic(cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any) -> Spec:
+    def _symbolic(
+        cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any
+    ) -> Spec:
         """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
         meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
         normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
         shape, stride, dtype = settled(meta.shape), settled(meta.stride), meta.dtype
         if not has_symbols((shape, stride)):
             return cls(mesh, normal, shape, stride, dtype, order)
-        # Each recorder has its own: what a spec has computed of its symbols is known to the one that saw it.
+        # Each recorder has its own: what a spec has computed of its symbols is known to the one
+        # that saw it.
         key = hashable((mesh, normal, shape, stride, dtype, order, recorder_of_sizes()))
         spec = cls._interned.get(key)
         if spec is None:
@@ -193,13 +221,19 @@ class Spec(Interned):
         put(spec, "even", False not in [sharding.even for sharding in dim_shardings])
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)
-        partials = [(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)]
+        partials = [
+            (axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)
+        ]
         put(spec, "partials", tuple(partials))
         put(spec, "example", example)
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
         put(spec, "coordinate", coordinate)
-        put(spec, "local_shape", torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate))
+        put(
+            spec,
+            "local_shape",
+            torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate),
+        )
         return spec
 
     def box(self, coordinate: Sequence[int]) -> Box:
@@ -212,7 +246,9 @@ class Spec(Interned):
         key = tuple(coordinate)
         box = boxes.get(key)
         if box is None:
-            box = boxes[key] = tuple(self.dim_sharding(dim).interval(key) for dim in range(self.ndim))
+            box = boxes[key] = tuple(
+                self.dim_sharding(dim).interval(key) for dim in range(self.ndim)
+            )
         return box
 
     def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
@@ -241,7 +277,8 @@ class Spec(Interned):
         if isinstance(sharding, DimSharding):
             return sharding
         raise PlacementError(
-            f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner ones sharded, so ranks "
+            f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner "
+            "ones sharded, so ranks "
             f"do not hold one interval of it; redistribute it first"
         )
 
@@ -256,18 +293,26 @@ class Spec(Interned):
     @property
     def local_offset(self) -> tuple[int, ...]:
         """Global index of the first element of this rank's box; zeros outside the mesh."""
-        return (0,) if self.coordinate is None else tuple(start for start, _ in self.box(self.coordinate))
+        return (
+            (0,)
+            if self.coordinate is None
+            else tuple(start for start, _ in self.box(self.coordinate))
+        )
 
     @property
     def local_stride(self) -> tuple[int, ...]:
         """Stride in elements of a dense shard of this rank: its dims in the memory order of the global tensor.
 
-        What a rank makes up for a shard that it cannot compute has it, so that views of it succeed as on other ranks.
+        What a rank makes up for a shard that it cannot compute has it, so that views of it succeed
+        as on other ranks.
         """
         if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
-            return contiguous_stride(self.local_shape)  # an expanded tensor; its shards are plain
-        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))  # stride (1, 4): [1, 0]
-        return dense_stride(self.local_shape, tuple(order))  # of a (2, 3) shard in order [1, 0]: (1, 2)
+            # an expanded tensor; its shards are plain
+            return contiguous_stride(self.local_shape)
+        # stride (1, 4): [1, 0]
+        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))
+        # of a (2, 3) shard in order [1, 0]: (1, 2)
+        return dense_stride(self.local_shape, tuple(order))
 
     @property
     def local_bytes(self) -> int:
@@ -281,7 +326,9 @@ class Spec(Interned):
     def same_layout(self, other: Spec) -> bool:
         """Whether every rank holds the same box and the same partial values under both specs."""
         return self is other or (
-            self.mesh == other.mesh and self.dim_shardings == other.dim_shardings and self.partials == other.partials
+            self.mesh == other.mesh
+            and self.dim_shardings == other.dim_shardings
+            and self.partials == other.partials
         )
 
     def with_(
@@ -300,7 +347,9 @@ class Spec(Interned):
         elif not shard_order:
             of = shape or self.shape
             axes_of = dict(normalize_placements(placements, self.mesh.shape, len(of), None, of)[1])
-            order = tuple((dim, axes) for dim, axes in order if sorted(axes) == sorted(axes_of.get(dim, ())))
+            order = tuple(
+                (dim, axes) for dim, axes in order if sorted(axes) == sorted(axes_of.get(dim, ()))
+            )
         if shape is None:
             shape, stride = self.shape, self.stride if stride is None else stride
         return Spec(self.mesh, placements, shape, stride, dtype or self.dtype, order)
@@ -325,7 +374,9 @@ class Spec(Interned):
     @property
     def num_shards_map(self) -> list[int]:
         """For each tensor dim into how many parts it is divided."""
-        return [prod(self.mesh.shape[axis] for axis in sharding.axes) for sharding in self.dim_shardings]
+        return [
+            prod(self.mesh.shape[axis] for axis in sharding.axes) for sharding in self.dim_shardings
+        ]
 
     @property
     def num_shards(self) -> int:
@@ -351,9 +402,13 @@ class Spec(Interned):
         return self.with_(shape=shape, stride=stride, dtype=dtype)
 
     @classmethod
-    def from_dim_map(cls, mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: Any) -> Spec:
+    def from_dim_map(
+        cls, mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: Any
+    ) -> Spec:
         """The spec whose tensor dims are sharded by these mesh axes (-1: by none), partial sums over `sums`."""
-        placements: list[Placement] = [Partial() if axis in sums else Replicate() for axis in range(mesh.ndim)]
+        placements: list[Placement] = [
+            Partial() if axis in sums else Replicate() for axis in range(mesh.ndim)
+        ]
         for dim, axis in enumerate(dim_map):
             if axis >= 0 and axis not in sums:
                 placements[axis] = Shard(dim)

@@ -16,7 +16,9 @@ def describe(spec: Any) -> str:
     """A spec in one line: dtype, sizes with the mesh axes that shard them, and what is still to be reduced."""
     names = spec.mesh.axis_names
     dims = [
-        f"{n}@({','.join(names[a] for a in sharding.axes)}){_sizes(sharding)}" if sharding.axes else str(n)
+        f"{n}@({','.join(names[a] for a in sharding.axes)}){_sizes(sharding)}"
+        if sharding.axes
+        else str(n)
         for n, sharding in zip(spec.shape, spec.dim_shardings, strict=True)
     ]
     partial = "".join(f", partial {op} over {names[axis]}" for axis, op in spec.partials)
@@ -32,12 +34,13 @@ def _sizes(sharding: Any) -> str:
         return f" strided of {list(sharding.shape)}"
     if sharding.even:
         return ""
-    if sharding.ragged is None and sharding.shards > 16:  # all is said by the first, and there may be thousands
+    # all is said by the first, and there may be thousands
+    if sharding.ragged is None and sharding.shards > 16:
         return f"=[{sharding.step}, ...]"
     return f"={list(sharding.sizes)}"
 
 
-# --- which ranks hold which elements ----------------------------------------------------------------------------------
+# --- which ranks hold which elements --------------------------------------------------------------
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
 _LARGEST = 1024  # ranks that a notebook shows as a table
@@ -46,7 +49,8 @@ _LARGEST = 1024  # ranks that a notebook shows as a table
 class RankTable(NamedTuple):
     """A table of ranks."""
 
-    rows: Sequence[str]  # element ranges of the first dim, as `0:4`
+    # element ranges of the first dim, as `0:4`
+    rows: Sequence[str]
     columns: Sequence[str]  # of the second
     cells: Sequence[Sequence[str]]  # the ranks that hold them, as `0,1`
 
@@ -57,10 +61,16 @@ class RankTable(NamedTuple):
 
     def text(self) -> str:
         """Rows and columns of element ranges, ranks in the cells."""
-        lines = [["", *self.columns], *([name, *cells] for name, cells in zip(self.rows, self.cells, strict=True))]
-        widths = [max(6, *(len(cell) + 1 for cell in column)) for column in zip(*lines, strict=True)]
+        lines = [
+            ["", *self.columns],
+            *([name, *cells] for name, cells in zip(self.rows, self.cells, strict=True)),
+        ]
+        widths = [
+            max(6, *(len(cell) + 1 for cell in column)) for column in zip(*lines, strict=True)
+        ]
         return "\n".join(
-            " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+            " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         )
 
 
@@ -77,10 +87,15 @@ def holders(spec: Any) -> dict[Box, list[int]]:
 def rank_table(spec: Any) -> RankTable:
     """The table of a tensor of one or two dims; PlacementError if it has more."""
     if spec.ndim > 2:
-        raise PlacementError(f"visualize_sharding: expected a tensor of one or two dims, got shape {tuple(spec.shape)}")
+        raise PlacementError(
+            "visualize_sharding: expected a tensor of one or two dims, got shape "
+            f"{tuple(spec.shape)}"
+        )
     ranks_of = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}
     rows, columns = (sorted({box[dim] for box in ranks_of}) for dim in (0, 1))
-    cells = [[",".join(map(str, ranks_of.get((row, column), []))) for column in columns] for row in rows]
+    cells = [
+        [",".join(map(str, ranks_of.get((row, column), []))) for column in columns] for row in rows
+    ]
     return RankTable([f"{a}:{b}" for a, b in rows], [f"{a}:{b}" for a, b in columns], cells)
 
 
@@ -98,5 +113,9 @@ def spec_html(spec: Any) -> str:
         line = "".join(f'<td style="{style}{table.color(cell)}">{cell}</td>' for cell in cells)
         lines.append(f"<tr><th>{name}</th>{line}</tr>")
     sums = any(isinstance(placement, Partial) for placement in spec.placements)
-    note = "ranks hold summands of these elements" if sums else "elements, and the ranks that hold them"
+    note = (
+        "ranks hold summands of these elements"
+        if sums
+        else "elements, and the ranks that hold them"
+    )
     return f"{head}<table><caption>{note}</caption>{''.join(lines)}</table>"

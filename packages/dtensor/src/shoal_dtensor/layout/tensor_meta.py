@@ -1,8 +1,9 @@
 """What is known of a tensor without a mesh: shape, stride and dtype; sizes may be symbols.
 
-A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, cannot be hashed, and each
-comparison that Python asks it for becomes a guard of the graph.  What is interned by its sizes (`Spec`) has the
-expressions of symbols for its key; what is chosen by price is chosen, unguarded, for the sizes traced with.
+A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, cannot
+be hashed, and each comparison that Python asks it for becomes a guard of the graph. What is
+interned by its sizes (`Spec`) has the expressions of symbols for its key; what is chosen by price
+is chosen, unguarded, for the sizes traced with.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expanded; empty for row-major
+# dims, slowest first, `~dim` where it is expanded; empty for row-major
+MemoryOrder = tuple[int, ...]
 
 
 class TensorMeta(NamedTuple):
@@ -49,8 +51,8 @@ class ShardOrderEntry(NamedTuple):
         mesh_dims: indices of the mesh axes that shard it, outermost first.
 
     Example:
-        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of its shards
-        [0, (1, 0)]
+        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of
+        its shards [0, (1, 0)]
     """
 
     tensor_dim: int
@@ -125,7 +127,7 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     return items if isinstance(value, list) else tuple(items)
 
 
-# --- sizes that torch.compile keeps as symbols ------------------------------------------------------------------------
+# --- sizes that torch.compile keeps as symbols ----------------------------------------------------
 
 
 def has_symbols(values: Iterable[Any]) -> bool:

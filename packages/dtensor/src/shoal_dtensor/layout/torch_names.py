@@ -16,15 +16,21 @@ from .tensor_meta import TensorMeta
 
 # Names of torch's stack that are not here, and what does their work.
 _RULES = (
-    "register_rule and register_sharding say how an operator is sharded, `explain` and `cache_info` what was decided"
+    "register_rule and register_sharding say how an operator is sharded, "
+    "`explain` and `cache_info` what was decided"
 )
 INSTEAD = {
     "LocalShardsWrapper": "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too",
     "LocalTensorMode": "shoal_dtensor.testing.simulate_ranks runs n ranks in one process",
     "redistribute_local_tensor": "DTensor.redistribute, redistribute_shards for local tensors, or explain for the plan",
     "use_min_cost_redistribution_plan": "the cheapest plan is always taken; explain prints it",
-    **dict.fromkeys(("OpInfo", "OpSchema", "OpSpec", "OpStrategy", "OutputSharding", "RuntimeSchemaInfo"), _RULES),
-    **dict.fromkeys(("register_op_strategy", "register_prop_rule", "register_single_dim_strategy"), _RULES),
+    **dict.fromkeys(
+        ("OpInfo", "OpSchema", "OpSpec", "OpStrategy", "OutputSharding", "RuntimeSchemaInfo"),
+        _RULES,
+    ),
+    **dict.fromkeys(
+        ("register_op_strategy", "register_prop_rule", "register_single_dim_strategy"), _RULES
+    ),
 }
 
 
@@ -37,8 +43,8 @@ class DTensorSpec:
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), TensorMeta(torch.Size([4]), (1,), torch.float32))
-        Spec(f32[4@(0)] on (0=2))
+        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), TensorMeta(torch.Size([4]), (1,),
+        torch.float32)) Spec(f32[4@(0)] on (0=2))
     """
 
     from_dim_map: Callable[..., Spec] = Spec.from_dim_map
@@ -52,7 +58,8 @@ class DTensorSpec:
     ) -> Spec:
         if tensor_meta is None:
             raise ArgumentValueError(
-                "DTensorSpec: expected a tensor_meta: a spec knows the shape, stride and dtype of its tensor; "
+                "DTensorSpec: expected a tensor_meta: a spec knows the shape, stride and dtype of "
+                "its tensor; "
                 "keep mesh and placements by themselves until there is one"
             )
         shape, stride, dtype = tensor_meta
@@ -60,7 +67,10 @@ class DTensorSpec:
 
 
 def compute_local_shape_and_global_offset(
-    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
+    global_shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    skip_offset: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of this rank's part of a tensor, and the global index of its first element.
 
@@ -102,11 +112,15 @@ def compute_local_tensor_info(
         >>> compute_local_tensor_info(torch.ones(5, 4), abstract_mesh((2,), rank=1), [Shard(0)])
         ([2, 4], [4, 1])
     """
-    spec = Spec(mesh, tuple(placements), global_tensor.shape, global_tensor.stride(), global_tensor.dtype)
+    spec = Spec(
+        mesh, tuple(placements), global_tensor.shape, global_tensor.stride(), global_tensor.dtype
+    )
     return list(spec.local_shape), list(spec.local_stride)
 
 
-def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+def compute_global_tensor_shape(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Size:
     """`V -> check`: the global shape of which every rank of a one-axis mesh holds a shard, `shape` on this rank.
 
     Args:
@@ -115,17 +129,20 @@ def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placemen
         placements: one, Shard or Replicate.
 
     Raises:
-        PlacementError: if the mesh has several axes, a placement is partial, or the ranks' shapes differ in another dim
-            than the sharded one.
+        PlacementError: if the mesh has several axes, a placement is partial, or the ranks' shapes
+            differ in another dim than the sharded one.
     """
     if mesh.ndim != 1 or len(placements) != 1 or placements[0].is_partial():
         raise PlacementError(
-            f"compute_global_tensor_shape: expected Shard or Replicate on one mesh axis, got {list(placements)} on "
+            "compute_global_tensor_shape: expected Shard or Replicate on one mesh axis, got "
+            f"{list(placements)} on "
             f"{mesh!r}; DTensor.from_local(run_check=True) finds the shape on any mesh"
         )
     dim = getattr(placements[0], "dim", None)
     mine = torch.tensor([list(shape)], device=mesh.device_type)
     shapes = all_gather(mine, (mesh, 0)).tolist()
     if any(n != shape[d] for row in shapes for d, n in enumerate(row) if d != dim):
-        raise PlacementError(f"compute_global_tensor_shape: {placements[0]!r} cannot make one tensor of {shapes}")
+        raise PlacementError(
+            f"compute_global_tensor_shape: {placements[0]!r} cannot make one tensor of {shapes}"
+        )
     return torch.Size(sum(row[d] for row in shapes) if d == dim else n for d, n in enumerate(shape))

@@ -1,11 +1,12 @@
 """`ModuleForward`: the callable that stands in for a module's forward.
 
-Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work
-as before.  Of a bound method a compiler guards the function and not the object, so blocks of equal structure share one
-graph.  It refers to the module weakly, so that a model that is dropped is freed at once.
+Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks
+and `state_dict` work as before. Of a bound method a compiler guards the function and not the
+object, so blocks of equal structure share one graph. It refers to the module weakly, so that a
+model that is dropped is freed at once.
 
-Which forward stands in, and how ranks add up, a mode of arithmetic may decide that a package above enters.  It belongs
-to the process, since backward passes run in threads of their own.
+Which forward stands in, and how ranks add up, a mode of arithmetic may decide that a package above
+enters. It belongs to the process, since backward passes run in threads of their own.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ class ModuleForward(ABC):
 
     __slots__ = ("_module", "inner", "mesh")
 
-    # Who sees to it that random numbers are those of one device.  `own`: the callable draws as one device.  `watched`:
-    # it runs the module's code, whose functions are watched.  `refused`: that draws for rows in another order.
+    # Who sees to it that random numbers are those of one device.  `own`: the callable draws as one
+    # device.  `watched`: it runs the module's code, whose functions are watched.  `refused`: that
+    # draws for rows in another order.
     sampling: ClassVar[Literal["own", "watched", "refused"]] = "own"
-    one_axis: ClassVar[bool] = False  # whether it draws as one device on its own axis alone
+    # whether it draws as one device on its own axis alone
+    one_axis: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None
+    ) -> None:
         self._module = weakref.ref(module)
         self.mesh: DeviceMesh = mesh  # the axes on which it acts
-        self.inner: ModuleForward | None = inner  # the module's forward before; None for its class's
+        # the module's forward before; None for its class's
+        self.inner: ModuleForward | None = inner
 
     @property
     @abstractmethod
@@ -61,9 +67,13 @@ class ModuleForward(ABC):
 
     def extra_repr(self) -> str:
         """What the module shows of itself when it is printed."""
-        return self.inner.extra_repr() if self.inner is not None else type(self.module).extra_repr(self.module)
+        return (
+            self.inner.extra_repr()
+            if self.inner is not None
+            else type(self.module).extra_repr(self.module)
+        )
 
-    # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh -------------------------
+    # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh ------
 
     def input_layouts(self) -> Sequence[Placement | None]:
         """The layout of each plain positional input; None where it passes through."""
@@ -79,7 +89,8 @@ class ModuleForward(ABC):
 
     def output_blocks(self) -> Sequence[Sequence[int]] | None:
         """Of an output that is shards of several blocks behind each other: each one's sizes on all ranks; else None."""
-        return None  # an empty sequence where several ranks hold the same elements
+        # an empty sequence where several ranks hold the same elements
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
@@ -88,7 +99,8 @@ class ModuleForward(ABC):
         clone.inner = copy.deepcopy(self.inner, memo)
         return clone
 
-    def __copy__(self) -> Self:  # not by __reduce__, which in subclasses runs __init__ again
+    # not by __reduce__, which in subclasses runs __init__ again
+    def __copy__(self) -> Self:
         clone = object.__new__(type(self))
         for kind in type(self).__mro__:
             for name in getattr(kind, "__slots__", ()):
@@ -108,7 +120,9 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
         module.__dict__.pop("forward", None)
         module.__dict__.pop("extra_repr", None)
     else:
-        module.__dict__["forward"] = MethodType(_call_with_signature(type(forward), type(module).forward), forward)
+        module.__dict__["forward"] = MethodType(
+            _call_with_signature(type(forward), type(module).forward), forward
+        )
         module.__dict__["extra_repr"] = forward.extra_repr
 
 
@@ -117,13 +131,16 @@ def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionTyp
     """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for its inputs."""
     # The same function for all modules of one class: a compiler guards it, so they share a graph.
     call: Any = kind.__call__
-    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    function = FunctionType(
+        call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
     function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
-    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
+    # what `inspect` looks for
+    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     return function
 
 
-# --- the mode of arithmetic -------------------------------------------------------------------------------------------
+# --- the mode of arithmetic -----------------------------------------------------------------------
 
 DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
 """In which gradients are computed, and summed over data ranks; None for those of the parameters."""
@@ -161,11 +178,13 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
         _current = before
 
 
-def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None) -> None:
+def complete_forms(
+    mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None
+) -> None:
     """Where a mode is entered, give modules on a mesh that no style shards the forwards that it needs.
 
-    Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no forward for, or
-    cannot sum, it refuses.
+    Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no
+    forward for, or cannot sum, it refuses.
     """
     if _current is not None:
         for module in modules:

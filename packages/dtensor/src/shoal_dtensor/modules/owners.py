@@ -1,9 +1,9 @@
 """Who has parameters on data axes, and gives them back while styles are applied: styles and data axes in either order.
 
-A style places whole parameters.  An owner puts them in place of the shards that it has made of them, and shards what
-the style leaves again.  What users attach to parameters, attributes and hooks, goes along to those that replace them,
-until they remove a hook by its handle: what is registered looks it up there.  The step of an optimizer that holds a
-replaced parameter raises.
+A style places whole parameters. An owner puts them in place of the shards that it has made of them,
+and shards what the style leaves again. What users attach to parameters, attributes and hooks, goes
+along to those that replace them, until they remove a hook by its handle: what is registered looks
+it up there. The step of an optimizer that holds a replaced parameter raises.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def extended(base: Any, kind: Any) -> Any:
 def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
     """Have the method of a model of transformers that would write shards as the whole name the one that does not."""
     attributes = vars(module)
-    if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):  # writes adapters
+    # writes adapters
+    if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):
         attributes.setdefault("save_pretrained", _save_pretrained)
     elif attributes.get("save_pretrained") is _save_pretrained:
         del attributes["save_pretrained"]
@@ -57,7 +58,8 @@ def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
 
 def _save_pretrained(*_: object, **__: object) -> None:
     raise StyleError(
-        "save_pretrained: this model's parameters are shards, of which transformers knows nothing. On all ranks call "
+        "save_pretrained: this model's parameters are shards, of which transformers knows nothing. "
+        "On all ranks call "
         "hf.save_sharded(model, directory): from_pretrained of transformers reads what it writes"
     )
 
@@ -70,7 +72,8 @@ def _empty(base: type, kind: type) -> Any:
 class Owner(Protocol):
     """Who averages the gradients of parameters over data axes, and may shard them there."""
 
-    owner: str  # the function that made it, for messages
+    # the function that made it, for messages
+    owner: str
 
     @property
     def ignored(self) -> Sequence[nn.Parameter]: ...  # in its modules, which it leaves alone
@@ -78,9 +81,12 @@ class Owner(Protocol):
     def data_mesh(self) -> DeviceMesh: ...  # the data axes
     @property
     def keeps_gradients(self) -> bool: ...  # on this rank, for a later reduction
-    def held(self) -> Iterable[Tensor]: ...  # the parameters that its modules hold now
-    def give_back(self) -> None: ...  # has the modules hold whole parameters, as far as data axes are concerned
-    def take(self) -> None: ...  # takes the parameters that the modules hold now
+    # the parameters that its modules hold now
+    def held(self) -> Iterable[Tensor]: ...
+    # has the modules hold whole parameters, as far as data axes are concerned
+    def give_back(self) -> None: ...
+    # takes the parameters that the modules hold now
+    def take(self) -> None: ...
 
 
 _OWNERS: WeakSet[Owner] = WeakSet()
@@ -108,23 +114,27 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
         if mesh is not None:
             if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
                 raise LayoutError(
-                    f"a style on axes {mesh.axis_names}: parameters are on the data axes {owner.data_mesh.axis_names} "
+                    f"a style on axes {mesh.axis_names}: parameters are on the data axes "
+                    f"{owner.data_mesh.axis_names} "
                     f"by {owner.owner} already; an axis can do one of both"
                 )
             DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
         if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
-                f"a style on a module of which {owner.owner} got parameters as ignored_params: the style would replace "
+                f"a style on a module of which {owner.owner} got parameters as ignored_params: the "
+                "style would replace "
                 f"them; apply it before {owner.owner}"
             )
         if any(map(has_own_hooks, owner.held())):
             raise LayoutError(
-                f"a style on a module whose parameters got gradient hooks after {owner.owner}: the style would replace "
+                f"a style on a module whose parameters got gradient hooks after {owner.owner}: the "
+                "style would replace "
                 "them; register hooks when all styles are applied"
             )
         if owner.keeps_gradients:
             raise StyleError(
-                f"a style on a module of which {owner.owner} keeps gradients for a later reduction: reduce them first, "
+                f"a style on a module of which {owner.owner} keeps gradients for a later "
+                "reduction: reduce them first, "
                 "or drop them with zero_grad()"
             )
     return owners
@@ -144,7 +154,8 @@ def in_turns(
     items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
     """Items that need the same owners together, others apart: few give back at once; `in_order` all together."""
-    # up 0 of unit 0, up 1 of unit 1, down 0 of unit 0: [([up 0, down 0], [unit 0]), ([up 1], [unit 1])]
+    # up 0 of unit 0, up 1 of unit 1, down 0 of unit 0: [([up 0, down 0], [unit 0]), ([up 1], [unit
+    # 1])]
     turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
     for number, (item, needed) in enumerate(items):
         alike, owners = turns.setdefault("all" if in_order else tuple(needed) or number, ([], {}))
@@ -153,7 +164,7 @@ def in_turns(
     return [(alike, [*owners]) for alike, owners in turns.values()]
 
 
-# --- what goes along when a parameter is replaced ---------------------------------------------------------------------
+# --- what goes along when a parameter is replaced -------------------------------------------------
 
 _STATE = "_shoal_state"
 _REPLACED = "_shoal_replaced"
@@ -182,7 +193,11 @@ class _Carried:
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
     state: _CarriedState | None = getattr(param, _STATE, None)
-    return state.hooks if state else (param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})
+    return (
+        state.hooks
+        if state
+        else (param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})
+    )
 
 
 def has_hooks(param: Tensor) -> bool:
@@ -195,7 +210,11 @@ def has_own_hooks(param: Any) -> bool:
     if not isinstance(param, DTensor):
         return False
     tensor_hooks, post_hooks = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
-    attached = [hook for hook in tensor_hooks.values() if not isinstance(getattr(hook, "hook", hook), _Carried)]
+    attached = [
+        hook
+        for hook in tensor_hooks.values()
+        if not isinstance(getattr(hook, "hook", hook), _Carried)
+    ]
     # one is the DTensor's
     return len(attached) > 1 or not all(isinstance(hook, _Carried) for hook in post_hooks.values())
 
@@ -211,9 +230,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         for param in group["params"]:
             if hasattr(param, _REPLACED):  # which a compiled step is guarded on
                 raise StyleError(
-                    f"{type(optimizer).__name__}.step: it holds a parameter of shape {tuple(param.shape)} that a "
-                    "style, data parallelism or distribute_module has replaced: no module would see the update. Make "
-                    "the optimizer after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
+                    f"{type(optimizer).__name__}.step: it holds a parameter of shape "
+                    f"{tuple(param.shape)} that a "
+                    "style, data parallelism or distribute_module has replaced: no module would "
+                    "see the update. Make "
+                    "the optimizer after parallelize_module, fully_shard and "
+                    "replicate(shard_optimizer=True)"
                 )
 
 
@@ -238,7 +260,8 @@ def carry_attached(old: Any, new: Any) -> None:
     """The same, of a parameter or buffer that optimizers may go on to hold."""
     state: _CarriedState | None = getattr(old, _STATE, None)
     if not state and isinstance(old, DTensor):
-        return  # it replaced a parameter that had nothing attached
+        # it replaced a parameter that had nothing attached
+        return
     internal = {*(state.attributes if state else ()), _STATE, _REPLACED}
     attributes = {name: value for name, value in vars(old).items() if name not in internal}
     hooks, post_hooks = _hooks(old)
@@ -248,7 +271,8 @@ def carry_attached(old: Any, new: Any) -> None:
     for name, value in attributes.items():
         setattr(new, name, value)
     trained = new.requires_grad
-    new.requires_grad_(trained or bool(hooks or post_hooks))  # hooks are registered on tensors that get gradients
+    # hooks are registered on tensors that get gradients
+    new.requires_grad_(trained or bool(hooks or post_hooks))
     for key in hooks:
         new.register_hook(_Carried(hooks, key))
     for key in post_hooks:
@@ -266,7 +290,9 @@ def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
     for param in params:
         if holds_tensors(param):
             raise UnsupportedModuleError(
-                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor of tensors "
-                "(as quantized weights are), of which only its library knows shards. Pass it in ignored_params: it "
+                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a "
+                "tensor of tensors "
+                "(as quantized weights are), of which only its library knows shards. Pass it in "
+                "ignored_params: it "
                 "stays whole on every rank, and is not trained"
             )

@@ -37,20 +37,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """The norm of all gradients together, plain and the same on every rank; scales them to at most `max_norm` in place.
 
-    Gradients may have any layout, on several meshes, and some may be plain (those count as replicated). All ranks of a
-    mesh must pass gradients of the same layouts.
+    Gradients may have any layout, on several meshes, and some may be plain (those count as
+    replicated). All ranks of a mesh must pass gradients of the same layouts.
 
     Args:
         parameters: what has gradients; others are passed over.
         max_norm: the largest norm that is left as it is.
-        norm_type: its order, positive, or infinity; of order 2 it is exact inside `shoal_mesh.sums_in_tree`.
+        norm_type: its order, positive, or infinity; of order 2 it is exact inside
+            `shoal_mesh.sums_in_tree`.
         error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
         foreach: whether to use foreach operators; by default where the device has them.
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
         ValueError: if the order is not positive.
-        MixedTensorError: if the gradient of a DTensor is a plain tensor: ranks would get other norms.
+        MixedTensorError: if the gradient of a DTensor is a plain tensor: ranks would get other
+            norms.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -64,7 +66,10 @@ def clip_grad_norm_(
     """
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the others")
+        raise ValueError(
+            f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the "
+            "others"
+        )
     check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), "tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads: list[Any] = [grad for grad in [owner.grad for owner in owners] if grad is not None]
@@ -86,7 +91,8 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
             f"error_if_nonfinite=False scales by it all the same"
         )
-    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
+    # only `grad` is looked at
+    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]
     return total
 
 
@@ -113,18 +119,25 @@ class _Part(NamedTuple):
 class _Contribution(NamedTuple):
     """What this rank adds to the norm."""
 
-    parts: tuple[_Part, ...]  # one for each mesh, and one for plain gradients
+    # one for each mesh, and one for plain gradients
+    parts: tuple[_Part, ...]
     dtype: torch.dtype  # of the norm
     plain: bool  # whether a gradient is plain
-    partial: bool  # whether a gradient is partial, so that it has to be finished first
+    # whether a gradient is partial, so that it has to be finished first
+    partial: bool
 
 
 def _check_plain(owners: Sequence[Tensor]) -> None:
     for owner in owners:
-        if isinstance(owner, DTensor) and owner.grad is not None and not isinstance(owner.grad, DTensor):
+        if (
+            isinstance(owner, DTensor)
+            and owner.grad is not None
+            and not isinstance(owner.grad, DTensor)
+        ):
             raise MixedTensorError(
                 f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
-                f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or DTensor.from_local"
+                f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or "
+                "DTensor.from_local"
             )
 
 
@@ -141,25 +154,42 @@ def _total(
     op, totals = "max" if order == inf else "sum", []
     for part in own.parts:
         mine = [shards[i] for i in part.counted if shards[i].numel()]
-        value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
-        value = value.to(torch.float64, copy=True)  # as for partial norms: powers must not overflow
+        value = (
+            nn.utils.get_total_norm(mine, order, foreach=foreach)
+            if mine
+            else shards[0].new_zeros(())
+        )
+        # as for partial norms: powers must not overflow
+        value = value.to(torch.float64, copy=True)
         totals.append(_over_ranks(gradients, part, value if op == "max" else value.pow_(order), op))
-    total = reduce(torch.maximum, totals) if op == "max" else reduce(torch.add, totals).pow_(1 / order)
+    total = (
+        reduce(torch.maximum, totals) if op == "max" else reduce(torch.add, totals).pow_(1 / order)
+    )
     return total.to(own.dtype)
 
 
-def _exact_total(own: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]) -> Tensor:
+def _exact_total(
+    own: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]
+) -> Tensor:
     """The norm of order 2, of sums of squares without rounding."""
     elements = sum(
-        spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel() for i, spec in enumerate(gradients)
+        spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel()
+        for i, spec in enumerate(gradients)
     )
     largest = shards[0].new_zeros((), dtype=torch.float64)
     mine = [(part, [shards[i] for i in part.counted if shards[i].numel()]) for part in own.parts]
     for part, counted in mine:
-        peak = largest.new_zeros(()) if not counted else torch.stack([s.abs().amax().double() for s in counted]).amax()
+        peak = (
+            largest.new_zeros(())
+            if not counted
+            else torch.stack([s.abs().amax().double() for s in counted]).amax()
+        )
         largest = torch.maximum(largest, _over_ranks(gradients, part, peak, "max"))
     exponent = torch.frexp(largest).exponent  # the smallest e with largest < 2 ** e
-    limbs = [_over_ranks(gradients, part, square_limbs(counted, exponent, elements), "sum") for part, counted in mine]
+    limbs = [
+        _over_ranks(gradients, part, square_limbs(counted, exponent, elements), "sum")
+        for part, counted in mine
+    ]
     # The one time that the host waits: whether the largest is finite, its exponent, and the limbs.
     facts = torch.stack([largest.isfinite().long(), exponent.long()])
     finite, power, *both = torch.cat([facts, torch.stack(limbs).sum(0)]).tolist()
@@ -187,7 +217,8 @@ def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     return _contribution(gradients)
 
 
-_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
+# as assume_constant_result marks it, which imports the compiler
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
@@ -203,8 +234,14 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
         if (coordinate := mesh.get_coordinate()) is None:
             parts.append(_Part(indices[0], (), ()))
             continue
-        axes = tuple(sorted({axis for own in sharded.values() for axis in own if mesh.shape[axis] > 1}))
-        counted = [i for i, own in sharded.items() if not any(coordinate[axis] for axis in axes if axis not in own)]
+        axes = tuple(
+            sorted({axis for own in sharded.values() for axis in own if mesh.shape[axis] > 1})
+        )
+        counted = [
+            i
+            for i, own in sharded.items()
+            if not any(coordinate[axis] for axis in axes if axis not in own)
+        ]
         parts.append(_Part(indices[0], axes, tuple(counted)))
     if plain:
         parts.append(_Part(plain[0], (), plain))
@@ -213,11 +250,12 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     return _Contribution(tuple(parts), reduce(torch.promote_types, dtypes), bool(plain), partial)
 
 
-# --- sums of squares that are exact, so that they are the same however their terms are sharded ------------------------
+# --- sums of squares that are exact, so that they are the same however their terms are sharded ----
 #
-# Every gradient is divided by a power of two above the largest of all, so squares are below 1. The first bits of each
-# go to one integer, the next bits to another; integers add up exactly, in any order. With 2**k elements in all, an
-# int64 holds sums of 62 - k bits: 2 * 35 bits behind the point for 128 million elements, more than a float64 has.
+# Every gradient is divided by a power of two above the largest of all, so squares are below 1. The
+# first bits of each go to one integer, the next bits to another; integers add up exactly, in any
+# order. With 2**k elements in all, an int64 holds sums of 62 - k bits: 2 * 35 bits behind the point
+# for 128 million elements, more than a float64 has.
 
 
 def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:

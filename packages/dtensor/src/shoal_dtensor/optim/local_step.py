@@ -1,12 +1,14 @@
 """Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors: a hook before steps.
 
-On DTensors, each of ten list operators a step would unwrap every parameter, gradient and state.  Where an update is
-element by element, the local shards alone give the same numbers.  So torch's step is given a proxy of its optimizer
-that collects shards where the optimizer, which has DTensors all the time, would collect these.
+On DTensors, each of ten list operators a step would unwrap every parameter, gradient and state.
+Where an update is element by element, the local shards alone give the same numbers. So torch's step
+is given a proxy of its optimizer that collects shards where the optimizer, which has DTensors all
+the time, would collect these.
 
-Muon orthogonalizes the update of each matrix by five products of matrices, on shards 11 to 21 collectives.  Here every
-rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes all of it, with the bits of one device.
-Updates travel in groups, one group beside the products of the group before.
+Muon orthogonalizes the update of each matrix by five products of matrices, on shards 11 to 21
+collectives. Here every rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes
+all of it, with the bits of one device. Updates travel in groups, one group beside the products of
+the group before.
 """
 
 from __future__ import annotations
@@ -18,12 +20,32 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import purpose
 
-from .._torch.tensors import adjusted_rate, around, count_write, orthogonalized, unwatched_by_subclasses
+from .._torch.tensors import (
+    adjusted_rate,
+    around,
+    count_write,
+    orthogonalized,
+    unwatched_by_subclasses,
+)
 from ..errors import OptimizerError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
@@ -42,17 +64,18 @@ _KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 def local_step(optimizer: O) -> O:
     """The optimizer itself, if its steps work on local shards of DTensors; otherwise an error.
 
-    Nothing else is needed: torch's optimizers do that as they are. A step communicates nothing (Muon's gathers the
-    update of each matrix, one collective for many), the numbers and the state dict are those of DTensors, and DTensors
-    and plain tensors may share an optimizer. What dispatch alone can do goes through dispatch, operator by operator:
-    compiled and differentiable steps, partial parameters, plain gradients or states of DTensors, subclasses.
+    Nothing else is needed: torch's optimizers do that as they are. A step communicates nothing
+    (Muon's gathers the update of each matrix, one collective for many), the numbers and the state
+    dict are those of DTensors, and DTensors and plain tensors may share an optimizer. What dispatch
+    alone can do goes through dispatch, operator by operator: compiled and differentiable steps,
+    partial parameters, plain gradients or states of DTensors, subclasses.
 
     Args:
         optimizer: any.
 
     Raises:
-        OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`; subclasses may differ) and
-            it is not a Muon.
+        OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`;
+            subclasses may differ) and it is not a Muon.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -70,7 +93,8 @@ def local_step(optimizer: O) -> O:
     if type(optimizer) not in _KINDS:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise OptimizerError(
-            f"local_step: the update of {type(optimizer).__name__} is not known to be element by element; known are "
+            f"local_step: the update of {type(optimizer).__name__} is not known to be element by "
+            "element; known are "
             f"{names} and Muon, and no subclasses. It works on DTensors through dispatch as it is"
         )
     return optimizer
@@ -83,15 +107,17 @@ class _UnfitError(Exception):
 def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
     """`_init_group` of a step on shards: fills lists with parameters, their gradients, and values of their state.
 
-    torch fills them with DTensors, and makes the state of the first step.  Then shards take the DTensors' place:
+    torch fills them with DTensors, and makes the state of the first step. Then shards take the
+    DTensors' place:
 
         parameters [DTensor, Tensor], gradients [DTensor, Tensor], exp_avg [DTensor, Tensor], step [Tensor, Tensor]
         parameters [shard,   Tensor], gradients [shard,   Tensor], exp_avg [shard,   Tensor], step [Tensor, Tensor]
 
-    If one has no shard to step on (partial parameters, plain gradients or states of DTensors), all stay DTensors, and
-    the update runs operator by operator.
+    If one has no shard to step on (partial parameters, plain gradients or states of DTensors), all
+    stay DTensors, and the update runs operator by operator.
     """
-    with unwatched_by_subclasses():  # reading an attribute of a subclass takes 100 ns longer outside
+    # reading an attribute of a subclass takes 100 ns longer outside
+    with unwatched_by_subclasses():
         result = type(optimizer)._init_group(optimizer, group, *lists)
     params = [*lists[0]]
     specs = [param._spec if isinstance(param, DTensor) else None for param in params]
@@ -103,7 +129,8 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
         return result
     for values, local in zip(lists, shards, strict=True):
         values[:] = local
-    # Autograd gets to know what will be written to: DTensors by their shards; fused kernels do not even say that.
+    # Autograd gets to know what will be written to: DTensors by their shards; fused kernels do not
+    # even say that.
     written = [param for param, spec in zip(params, specs, strict=True) if spec is not None]
     if group.get("fused"):
         written += [param._local_tensor for param in written]
@@ -111,17 +138,23 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
     return result
 
 
-def _shards(values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any) -> list[Any]:
+def _shards(
+    values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any
+) -> list[Any]:
     """The shards of one list: those of parameters, of their gradients, or of one value of the state of each."""
     return [
-        value._local_tensor if type(value) is DTensor and value._spec is spec else _shard(value, param, spec, state)
-        for value, param, spec in zip(values, params, specs, strict=False)  # lists of unused options are empty
+        value._local_tensor
+        if type(value) is DTensor and value._spec is spec
+        else _shard(value, param, spec, state)
+        # lists of unused options are empty
+        for value, param, spec in zip(values, params, specs, strict=False)
     ]
 
 
 def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
     """The shard of a value in its parameter's layout, in which the state has it from now on; numbers as they are."""
-    if spec is None or not isinstance(value, Tensor):  # a plain parameter; SGD has no momentum before its first step
+    # a plain parameter; SGD has no momentum before its first step
+    if spec is None or not isinstance(value, Tensor):
         return value
     if not isinstance(value, DTensor):
         if value.ndim:
@@ -147,7 +180,8 @@ class _Groups:
             return  # nothing is left to do
         for group in self._optimizer.param_groups:
             yield group
-            if self._assigned:  # SGD assigns momentum buffers after the update
+            # SGD assigns momentum buffers after the update
+            if self._assigned:
                 _write_back_state(self._optimizer.state, self._assigned, group["params"])
                 self._assigned.clear()
 
@@ -190,7 +224,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 install_local_step = partial(register_optimizer_step_pre_hook, _before_step)
 
 
-# --- Muon: one gather of the update, everything else on local shards --------------------------------------------------
+# --- Muon: one gather of the update, everything else on local shards ------------------------------
 
 # Bytes of gathered updates in one group: enough to hide the latency of a collective.
 _MUON_GROUP = 2**25
@@ -211,7 +245,13 @@ def _muon_step(optimizer: Any) -> None:
             update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
             updates.append(update.to(torch.bfloat16, copy=True))  # is written to
         rate = float(group["lr"])
-        gathered = _gathered([(update, move) for update, move in zip(updates, moves, strict=True) if move is not None])
+        gathered = _gathered(
+            [
+                (update, move)
+                for update, move in zip(updates, moves, strict=True)
+                if move is not None
+            ]
+        )
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
             whole = update if move is None else next(gathered)
             full = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -226,7 +266,8 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
     spec = param._spec.with_(dtype=torch.bfloat16)
     if spec.partials:
         raise PlacementError(
-            f"Muon: a parameter has placements {param.placements}; a partial value has no elements of its own. "
+            f"Muon: a parameter has placements {param.placements}; a partial value has no elements "
+            "of its own. "
             "Redistribute it to Replicate or Shard"
         )
     return spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim)
@@ -234,11 +275,14 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
 
 def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
     """Whole updates in their order; a group of them is on its way while those of the group before are used."""
-    groups = in_groups(updates, lambda update: 2 * update[1][0].shape.numel(), _MUON_GROUP)  # of bfloat16
+    # of bfloat16
+    groups = in_groups(updates, lambda update: 2 * update[1][0].shape.numel(), _MUON_GROUP)
     in_flight: list[ShardsInFlight] = []
     for group in [*groups, []]:
         with purpose("a step of Muon gathers updates"):
-            in_flight.append(redistribute_shards([update for update, _ in group], [move for _, move in group]))
+            in_flight.append(
+                redistribute_shards([update for update, _ in group], [move for _, move in group])
+            )
         arrived = in_flight.pop(0).wait() if len(in_flight) > 1 else []
         while arrived:
             yield arrived.pop(0)

@@ -13,27 +13,63 @@ from torch import nn
 
 from ..modules.forwards import forward_of
 
-_DROPOUT_MODULES = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
+_DROPOUT_MODULES = (
+    nn.Dropout
+    | nn.Dropout1d
+    | nn.Dropout2d
+    | nn.Dropout3d
+    | nn.AlphaDropout
+    | nn.FeatureAlphaDropout
+)
 _DROPOUTS = frozenset(
     f"{kind}{end}"
-    for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
+    for kind in (
+        "dropout",
+        "feature_dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "native_dropout",
+    )
     for end in ("", "_")
 ) | {"dropout1d", "dropout2d", "dropout3d"}
 _FILLS = frozenset(
     (
-        *("bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
-        *("random_", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial"),
+        *(
+            "bernoulli",
+            "bernoulli_",
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "cauchy_",
+            "log_normal_",
+            "geometric_",
+        ),
+        *(
+            "random_",
+            "rand",
+            "randn",
+            "randint",
+            "randperm",
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "multinomial",
+        ),
         *("poisson", "binomial", "normal", "gumbel_softmax"),
     )
 )
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-_NAMES = _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
-# What code calls that may draw; attention and recurrent functions are known by the dropout that they are given.
+_NAMES = (
+    _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
+)
+# What code calls that may draw; attention and recurrent functions are known by the dropout that
+# they are given.
 _CALLED = _FILLS | {"rrelu", "rrelu_"}
 
 
-_LAYERS = __name__.partition("dtensor.")[0]  # shoal_, or where it is vendored: what stands in for a forward is there
+# shoal_, or where it is vendored: what stands in for a forward is there
+_LAYERS = __name__.partition("dtensor.")[0]
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -43,10 +79,17 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     training = kwargs.get("training", kwargs.get("train"))
     if name in _DROPOUTS:
         chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        return bool(chance) and (training is None or bool(training)) and not (len(args) > 2 and not args[2])
+        return (
+            bool(chance)
+            and (training is None or bool(training))
+            and not (len(args) > 2 and not args[2])
+        )
     if name in _BY_ARGUMENT:
         at = _BY_ARGUMENT[name]
-        return bool(kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)) and training is not False
+        return (
+            bool(kwargs.get("dropout_p", args[at] if len(args) > at else 0.0))
+            and training is not False
+        )
     if name in _RECURRENT:
         chance = next((arg for arg in args if type(arg) is float), 0.0)
         return chance > 0 and bool(args[args.index(chance) + 1])
@@ -78,7 +121,11 @@ def _may_draw(module: nn.Module) -> bool:
     if _of_torch(module):
         return isinstance(module, _DROPOUT_MODULES | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
     children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
-    own = [k for k in type(module).__mro__ if k is not object and not k.__module__.startswith("torch.nn.modules.")]
+    own = [
+        k
+        for k in type(module).__mro__
+        if k is not object and not k.__module__.startswith("torch.nn.modules.")
+    ]
     values = [value for kind in own for value in vars(kind).values()]
     values += vars(module).values()
     return _draws(_functions(values), children)
@@ -88,20 +135,29 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     """The functions among values, and those that a method, a property, a partial call or a container leads to."""
     for value in values:
         if isinstance(value, FunctionType):
-            if value.__name__ != "__init__" and not value.__globals__.get("__name__", "").startswith(_LAYERS):
+            if value.__name__ != "__init__" and not value.__globals__.get(
+                "__name__", ""
+            ).startswith(_LAYERS):
                 yield value
         elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
-            yield from _functions(getattr(value, name, None) for name in ("__func__", "fget", "func"))
+            yield from _functions(
+                getattr(value, name, None) for name in ("__func__", "fget", "func")
+            )
         elif isinstance(value, list | tuple | set | dict):
             each = value.values() if isinstance(value, dict) else value
             yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
-        elif not isinstance(value, nn.Module) and isinstance(call := vars(type(value)).get("__call__"), FunctionType):
+        elif not isinstance(value, nn.Module) and isinstance(
+            call := vars(type(value)).get("__call__"), FunctionType
+        ):
             yield from _functions([call])
 
 
 def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
     """Whether the names in code of functions are of draws, or those in functions that they call by a global name."""
-    todo, seen = [(function.__code__, function.__globals__) for function in functions], set[CodeType]()
+    todo, seen = (
+        [(function.__code__, function.__globals__) for function in functions],
+        set[CodeType](),
+    )
     while todo:
         code, scope = todo.pop()
         if code in seen:
@@ -111,9 +167,12 @@ def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
             return True
         named = [scope.get(name) for name in code.co_names]
         if _of_user(scope.get("__name__", "")):
-            modules = [each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)]
+            modules = [
+                each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)
+            ]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
-        else:  # a library's own tables and objects say nothing of what this call does
+        else:
+            # a library's own tables and objects say nothing of what this call does
             named = [each for each in named if isinstance(each, FunctionType)]
         todo += ((constant, scope) for constant in code.co_consts if isinstance(constant, CodeType))
         todo += ((function.__code__, function.__globals__) for function in _functions(named))
@@ -128,10 +187,12 @@ def _of_user(module: str) -> bool:
 @lru_cache(maxsize=1024)  # the layers of a model share their code
 def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
     """Whether code uses the name of a draw (not of a child module), or calls attention with arguments to drop by."""
-    names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}  # of keyword arguments
+    # of keyword arguments
+    names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
     attends = "scaled_dot_product_attention" in code.co_names
     before_dropout = _BY_ARGUMENT["scaled_dot_product_attention"]
-    of_local = False  # whether the attribute is one of a local variable, such as `self`
+    # whether the attribute is one of a local variable, such as `self`
+    of_local = False
     keywords = 0  # of the next call
     for instruction in get_instructions(code):
         kind, value, count = instruction.opname, instruction.argval, instruction.arg or 0
@@ -150,4 +211,6 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
             if attends and count - keywords > before_dropout:
                 return True
             keywords = 0
-    return any(isinstance(name, str) and (name in _CALLED or "drop" in name.lower()) for name in names)
+    return any(
+        isinstance(name, str) and (name in _CALLED or "drop" in name.lower()) for name in names
+    )

@@ -1,11 +1,13 @@
 """The layout of a plain local tensor between styles, kept on the tensor, and what torch functions do to it.
 
-It is an attribute of the tensor object: it lives as long as the tensor, and costs nothing where nobody watches. What a
-function does is found out once per layouts: it is run on DTensors without memory.
+It is an attribute of the tensor object: it lives as long as the tensor, and costs nothing where
+nobody watches. What a function does is found out once per layouts: it is run on DTensors without
+memory.
 
-Sizes in arguments are those of shards and are replaced by global ones.  Only layouts are of interest: a function that
-mixes the elements of shards (a softmax over sharded features) computes what its author wrote, and its result is a shard
-like its input.  Everything is decided from specs and global sizes, so all ranks decide alike.
+Sizes in arguments are those of shards and are replaced by global ones. Only layouts are of
+interest: a function that mixes the elements of shards (a softmax over sharded features) computes
+what its author wrote, and its result is a shard like its input. Everything is decided from specs
+and global sizes, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ AnyShard = Shard | StridedShard
 class LocalLayout(TensorNote):
     """What is known of a local tensor."""
 
-    spec: Spec | None = None  # its global tensor; None if that is unknown, or if nothing says that it is sharded
-    unknown: str = ""  # why the layout is unknown; empty otherwise
-    # whether it holds random numbers that every rank drew alike, along the axes on which `spec` is replicated
+    # its global tensor; None if that is unknown, or if nothing says that it is sharded
+    spec: Spec | None = None
+    # why the layout is unknown; empty otherwise
+    unknown: str = ""
+    # whether it holds random numbers that every rank drew alike, along the axes on which `spec` is
+    # replicated
     drawn: bool = False
     # of a fused output, the specs of the blocks that lie behind each other along the last dim
     blocks: tuple[Spec, ...] = ()
@@ -61,7 +66,11 @@ UNSEEN, PLAIN = LocalLayout(), LocalLayout()
 def layout_of(tensor: Tensor) -> LocalLayout:
     """What is known of a tensor; that of a DTensor on some axes says how its local shard is placed on all of them."""
     layout: LocalLayout = getattr(tensor, _ATTRIBUTE, None) or UNSEEN
-    if layout.spec is None or layout.spec.local_shape == tensor.shape or hasattr(tensor, "device_mesh"):
+    if (
+        layout.spec is None
+        or layout.spec.local_shape == tensor.shape
+        or hasattr(tensor, "device_mesh")
+    ):
         return layout
     return LocalLayout(unknown="its shape was changed in place")
 
@@ -78,7 +87,8 @@ def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
 
 def _memory_order(tensor: Tensor) -> list[int]:
     """The dims, those with large strides first; of two with one stride, that of size 1 is the inner one."""
-    if is_compiling():  # strides are symbols, which cannot be sorted; nothing is watched there
+    # strides are symbols, which cannot be sorted; nothing is watched there
+    if is_compiling():
         return list(range(tensor.ndim))
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
@@ -98,12 +108,13 @@ def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
     return held.permute([order.index(dim) for dim in range(tensor.ndim)]).copy_(tensor)
 
 
-# --- what functions do to layouts -------------------------------------------------------------------------------------
+# --- what functions do to layouts -----------------------------------------------------------------
 
 _MOST_ENTRIES = 4096
 _results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
 WAY_OUT = (
-    "Draw where the layout is known (before the function), let the module run on DTensors (use_local_output=False), or "
+    "Draw where the layout is known (before the function), let the module run on DTensors "
+    "(use_local_output=False), or "
     "let every rank draw for itself: shoal_dtensor.random_mode('local')"
 )
 
@@ -134,24 +145,34 @@ def followed(
         return _results[key]
     except (KeyError, TypeError):
         pass
-    given, named = pytree.tree_map(lambda value: spec_of(value) or value, (tuple(args), dict(kwargs)))
+    given, named = pytree.tree_map(
+        lambda value: spec_of(value) or value, (tuple(args), dict(kwargs))
+    )
     try:
-        results = tuple(LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given, named, outs))
+        results = tuple(
+            LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given, named, outs)
+        )
     except UnknownLayoutError as error:
         if drawn:
             raise LayoutError(
-                f"{name}: random numbers that every rank drew alike meet shards of other elements ({error}). Draw them "
+                f"{name}: random numbers that every rank drew alike meet shards of other elements "
+                f"({error}). Draw them "
                 f"with the sharded tensor (rand_like, dropout). {WAY_OUT}"
             ) from error
         results = (LocalLayout(unknown=f"{name}: {error}"),) * len(outs)
     if len(_results) < _MOST_ENTRIES:
-        with suppress(TypeError):  # an argument that cannot be part of a key
+        # an argument that cannot be part of a key
+        with suppress(TypeError):
             _results[key] = results
     return results
 
 
 def _results_of(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outs: Sequence[Tensor],
 ) -> list[Spec]:
     """The specs of the tensors `outs` that a function of `Spec`s of shards, and of replicated tensors, returned."""
     if name in _RESIZING:
@@ -159,8 +180,11 @@ def _results_of(
     elif name == "expand":
         spec, shape = args[0], outs[0].shape
         if not isinstance(spec, Spec):
-            raise UnknownLayoutError("a tensor that is not sharded is expanded by the size of a shard")
-        new = len(shape) - spec.ndim  # (4,) expanded to (3, 4): 1 new dim, the first
+            raise UnknownLayoutError(
+                "a tensor that is not sharded is expanded by the size of a shard"
+            )
+        # (4,) expanded to (3, 4): 1 new dim, the first
+        new = len(shape) - spec.ndim
         kept = [n if n != 1 else shape[new + d] for d, n in enumerate(spec.shape)]
         args, kwargs = (spec, *shape[:new], *kept), {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
@@ -175,7 +199,10 @@ def _results_of(
 
 
 def _run(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outs: Sequence[Tensor],
 ) -> list[Spec]:
     """The specs of what the function returns for DTensors without memory, if `outs` are this rank's shards of it."""
     inputs = specs_in((args, kwargs))
@@ -183,19 +210,25 @@ def _run(
     def shadow(value: Any) -> Any:
         value = replicated_spec(inputs[0].mesh, value) if isinstance(value, Tensor) else value
         if isinstance(value, Spec):
-            local = torch.empty_strided(value.local_shape, value.local_stride, dtype=value.dtype, device="meta")
+            local = torch.empty_strided(
+                value.local_shape, value.local_stride, dtype=value.dtype, device="meta"
+            )
             return DTensor(local, value)
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     try:
-        # Selective checkpoints and counters of users, which are dispatch modes, would take these operators for theirs.
+        # Selective checkpoints and counters of users, which are dispatch modes, would take these
+        # operators for theirs.
         with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
             given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
             results: list[Any] = [
-                out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)
+                out
+                for out in pytree.tree_leaves(function(*given, **named))
+                if isinstance(out, Tensor)
             ]
-    except Exception as error:  # of any type: what the function says of DTensors is the reason
+    except Exception as error:
+        # of any type: what the function says of DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
         raise UnknownLayoutError("it returns something else for DTensors")
@@ -203,18 +236,29 @@ def _run(
     for spec, out in zip(specs, outs, strict=True):
         if spec.partials:
             raise UnknownLayoutError("ranks hold summands of it")
-        if any(p.is_shard() and not _like_some(spec, axis, inputs) for axis, p in enumerate(spec.placements)):
+        if any(
+            p.is_shard() and not _like_some(spec, axis, inputs)
+            for axis, p in enumerate(spec.placements)
+        ):
             raise UnknownLayoutError("it takes a part of a sharded dim")
         if spec.local_shape != out.shape:
-            raise UnknownLayoutError(f"its shape {tuple(out.shape)} is not that of a shard of {spec}")
-    return [spec.with_(dtype=out.dtype, stride=spec.stride) for spec, out in zip(specs, outs, strict=True)]
+            raise UnknownLayoutError(
+                f"its shape {tuple(out.shape)} is not that of a shard of {spec}"
+            )
+    return [
+        spec.with_(dtype=out.dtype, stride=spec.stride)
+        for spec, out in zip(specs, outs, strict=True)
+    ]
 
 
 def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
     """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
-    sizes = extents(spec, axis)  # (2, 2) is like (4, 4), half on each rank; the (3, 0) of x[:3] is not
+    # (2, 2) is like (4, 4), half on each rank; the (3, 0) of x[:3] is not
+    sizes = extents(spec, axis)
     of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
-    return any(all(a * sum(b) == c * sum(sizes) for a, c in zip(sizes, b, strict=True)) for b in of_inputs)
+    return any(
+        all(a * sum(b) == c * sum(sizes) for a, c in zip(sizes, b, strict=True)) for b in of_inputs
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -222,7 +266,8 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     """Elements of the dim that an axis shards, on each rank of the axis."""
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
-    here = spec.coordinate or (0,) * spec.mesh.ndim  # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
+    # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
+    here = spec.coordinate or (0,) * spec.mesh.ndim
     along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
     return tuple(spec.dim_shardings[dim].size(coordinate) for coordinate in along)
 
@@ -235,39 +280,47 @@ def shard_of(spec: Spec, axis: int) -> AnyShard | None:
     return placement if isinstance(placement, StridedShard) else None
 
 
-# --- sizes that are given as arguments -------------------------------------------------------------------------------
+# --- sizes that are given as arguments ------------------------------------------------------------
 
 _RESIZING = frozenset(("view", "reshape", "unflatten"))
 
 
-def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> tuple[Any, ...]:
+def _resized(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor
+) -> tuple[Any, ...]:
     spec = args[0]
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
         raise UnknownLayoutError("it reinterprets memory")
-    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)  # dim -1 of 2: 1
+    # dim -1 of 2: 1
+    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)
     asked = list(asked[0]) if isinstance(asked[0], tuple | list) else asked
-    inferred = start + asked.index(-1) if -1 in asked else None  # the dim of the result whose size was given as -1
+    # the dim of the result whose size was given as -1
+    inferred = start + asked.index(-1) if -1 in asked else None
     sizes = list(out.shape)
     for dim in {p.dim for p in spec.placements if isinstance(p, Shard)}:
         target, size = _scaled(spec, dim, tuple(out.shape), inferred)
         sizes[target] = size if sizes[target] == out.shape[target] else -1
     if -1 in sizes or prod(sizes) != spec.shape.numel():
-        raise UnknownLayoutError("its sizes do not say which dims are sharded; write -1 for a sharded dim")
+        raise UnknownLayoutError(
+            "its sizes do not say which dims are sharded; write -1 for a sharded dim"
+        )
     return spec, sizes
 
 
 def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
     """The dim of a reshaped tensor that a sharded dim went to, and its global size.
 
-    The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory order, so the dim of the
-    result whose sizes from there on have the same product is the sharded one.  Where shards are of size 1 on some rank,
-    other dims fit as well, and only a -1 says which is meant.
+    The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory
+    order, so the dim of the result whose sizes from there on have the same product is the sharded
+    one. Where shards are of size 1 on some rank, other dims fit as well, and only a -1 says which
+    is meant.
     """
     local, total = tuple(spec.local_shape), spec.shape[dim]
     inner = prod(local[dim:])  # (2, 4, 6), dim 1 sharded: 24 elements
     exact = [j for j in range(len(out)) if prod(out[j:]) == inner]  # reshaped to (2, 2, 2, 6): [1]
-    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]  # to (8, 6): [0]
+    # to (8, 6): [0]
+    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
     if not local[dim]:
         exact = [j for j, n in enumerate(out) if n == 0]
     candidates = exact or folded
@@ -275,14 +328,22 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     target = inferred if inferred in candidates else candidates[0]
     if local[dim]:
-        unit, rest = divmod(out[target] * total, local[dim])  # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
-    else:  # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
-        unit, rest = prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n), 0
+        # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
+        unit, rest = divmod(out[target] * total, local[dim])
+    else:
+        # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
+        unit, rest = (
+            prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n),
+            0,
+        )
     for size in set(spec.sizes(dim)):
-        if rest or (total and size * unit % total):  # 3 of 8 elements, a dim of 4: 12 % 8 = 4
+        # 3 of 8 elements, a dim of 4: 12 % 8 = 4
+        if rest or (total and size * unit % total):
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if exact and target != inferred and size and (size == 1) != (size * unit == total):
-            raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
+            raise UnknownLayoutError(
+                "its sizes do not say which dim is sharded; write -1 for that one"
+            )
     return target, unit
 
 
@@ -291,7 +352,8 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
     for spec in specs if isinstance(value, Tensor) else ():
         skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
         placements = [
-            p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate() for p in spec.placements
+            p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate()
+            for p in spec.placements
         ]
         sharded = {p.dim for p in placements if isinstance(p, Shard)}
         fits = skip >= 0 and all(
@@ -319,12 +381,22 @@ def _described(value: Any) -> Any:
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:
     """The blocks that views of a fused output are, each; none if some view is another part of it."""
     taken: list[LocalLayout] = []
-    blocks = dict(zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True))
+    blocks = dict(
+        zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True)
+    )
     at = 0
     for out in outs:
-        if out.ndim != source.ndim or out.stride() != source.stride() or out.shape[:-1] != source.shape[:-1]:
+        if (
+            out.ndim != source.ndim
+            or out.stride() != source.stride()
+            or out.shape[:-1] != source.shape[:-1]
+        ):
             return []
-        at = at if len(outs) > 1 else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
+        at = (
+            at
+            if len(outs) > 1
+            else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
+        )
         start, at = at, at + out.shape[-1]
         if (start, at) not in blocks:
             return []

@@ -1,7 +1,8 @@
 """`DrawRegion`: the forward of a module under which code may draw; while it may, its forward is watched.
 
-Modules of a parallel tree that contain such code get one, so that recomputation of any of them in backward is watched
-like the first forward.  Where nothing draws (eval mode, a probability of 0) it passes the call on.
+Modules of a parallel tree that contain such code get one, so that recomputation of any of them in
+backward is watched like the first forward. Where nothing draws (eval mode, a probability of 0) it
+passes the call on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from .watch import Watch
 
 _MOST_SHAPES = 64
-_BATCH_AXES = "_shoal_batch_axes"  # of a module whose inputs are shards of a batch
+# of a module whose inputs are shards of a batch
+_BATCH_AXES = "_shoal_batch_axes"
 _watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
 current_watch: Callable[[], Watch | None] = _watch.get
 
@@ -36,7 +38,8 @@ current_watch: Callable[[], Watch | None] = _watch.get
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     """Have the random numbers that a parallel module's code draws be those of one device.
 
-    Along `batch_axes`, those of data parallelism if there are any, its inputs are shards of a batch.
+    Along `batch_axes`, those of data parallelism if there are any, its inputs are shards of a
+    batch.
     """
     unwatch_draws(root)
     if batch_axes is not None:
@@ -74,8 +77,10 @@ class DrawRegion(ModuleForward):
     ) -> None:
         super().__init__(module, meshes[0], inner)
         self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
-        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)  # axes that shard the tree's activations, one by one
-        self.batch: DeviceMesh | None = batch  # the axes along which inputs are shards of a batch
+        # axes that shard the tree's activations, one by one
+        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
+        # the axes along which inputs are shards of a batch
+        self.batch: DeviceMesh | None = batch
         # the layouts of inputs by name, shape and dtype, as the forward around this one knew them
         self.arrived: dict[Any, LocalLayout] = {}
 
@@ -106,19 +111,26 @@ class DrawRegion(ModuleForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, unwatched."""
         module = self.module
-        return type(module).forward(module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+        return (
+            type(module).forward(module, *args, **kwargs)
+            if self.inner is None
+            else self.inner(*args, **kwargs)
+        )
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch of its own."""
         recomputes, lowered = backward_number() != -1, _lowered(self.module)
-        if not recomputes:  # modules in it may have become parallel since
+        # modules in it may have become parallel since
+        if not recomputes:
             self.batch = self.batch or _batch_axes(self.module)
             self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
         axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
-        for forward in lowered.values():  # what acts on several axes shards its inputs along the first
+        # what acts on several axes shards its inputs along the first
+        for forward in lowered.values():
             axes.setdefault(forward.mesh, axes[_single_axes(forward.mesh)[0]])
-        from .watch import Watch  # imported with the first forward that draws
+        # imported with the first forward that draws
+        from .watch import Watch
 
         watch = Watch(joint, axes)
         if recomputes:
@@ -129,7 +141,9 @@ class DrawRegion(ModuleForward):
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
         token = _watch.set(watch)
-        direct = {module: forward for module, forward in lowered.items() if forward_of(module) is forward}
+        direct = {
+            module: forward for module, forward in lowered.items() if forward_of(module) is forward
+        }
         for module, forward in direct.items():
             module.__dict__["forward"] = partial(watch.call, forward)
         try:
@@ -144,7 +158,11 @@ class DrawRegion(ModuleForward):
         """The module's forward under a watch."""
         before, watch.saving_state = watch.saving_state, saving_state()
         try:
-            return self.forward(*args, **kwargs) if self.inner is None else watch.call(self.inner, *args, **kwargs)
+            return (
+                self.forward(*args, **kwargs)
+                if self.inner is None
+                else watch.call(self.inner, *args, **kwargs)
+            )
         finally:
             watch.saving_state = before
 
@@ -154,7 +172,9 @@ class DrawRegion(ModuleForward):
             layout = layout_of(tensor)
             layout = PLAIN if layout.plain else layout
             if self.arrived.setdefault(key, layout) != layout:
-                self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
+                self.arrived[key] = LocalLayout(
+                    unknown="an input of a recomputed module has had several layouts"
+                )
         if len(self.arrived) > _MOST_SHAPES:
             self.arrived.clear()
 
@@ -177,10 +197,15 @@ def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
 
 def _batch_axes(root: nn.Module) -> DeviceMesh | None:
     """The axes over which a module gets shards of a batch: those of the first module in its tree that knows some."""
-    return next((vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)), None)
+    return next(
+        (vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)),
+        None,
+    )
 
 
-def _axes_of(batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]) -> list[DeviceMesh]:
+def _axes_of(
+    batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]
+) -> list[DeviceMesh]:
     """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
     meshes = [] if batch is None else [batch]
     for outer in lowered.values():

@@ -4,8 +4,9 @@
     a = act(h)           so is a
     d = dropout(a)       this rank's shard of the dropout of the DTensor of which a is this rank's shard
 
-Only torch functions that modules call are seen, once each, not the operators in them; what lowered modules compute is
-not.  What a function does to layouts is worked out once per function and layouts (`follow`).
+Only torch functions that modules call are seen, once each, not the operators in them; what lowered
+modules compute is not. What a function does to layouts is worked out once per function and layouts
+(`follow`).
 """
 
 from __future__ import annotations
@@ -53,35 +54,49 @@ class Watch(FunctionMode):
         super().__init__()
         self.mesh: DeviceMesh = mesh
         self.axes: Mapping[DeviceMesh, int] = axes  # the number of each axis in the mesh
-        # that of the innermost forward around, which would be watched by itself when it is run again in backward
+        # that of the innermost forward around, which would be watched by itself when it is run
+        # again in backward
         self.saving_state: tuple[bool, object] | None = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        name = str(getattr(func, "__name__", "")).partition(".")[0]  # `bernoulli` of `aten.bernoulli.default`
+        # `bernoulli` of `aten.bernoulli.default`
+        name = str(getattr(func, "__name__", "")).partition(".")[0]
         if draws(name, args, kwargs):
             return self.draw(name, func, args, kwargs)
         out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
             self.follow(name, func, args, kwargs, (out,))
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
-            self.follow(name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)])
+            self.follow(
+                name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)]
+            )
         elif name == "__setitem__":
             self.written(name, args[0], args[1:])
         return out
 
-    # --- inputs -------------------------------------------------------------------------------------------------------
+    # --- inputs -----------------------------------------------------------------------------------
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
         """Note that plain tensors with as many rows as the first are this rank's rows of a batch."""
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
-        # The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
-        local, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
-        of_ranks = [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
+        # The rows of all ranks are asked for, in one small collective, since a batch may not divide
+        # by the ranks.
+        local, comm = (
+            torch.tensor([rows], device=axes.device_type),
+            axes.comm(tuple(range(axes.ndim))),
+        )
+        of_ranks = (
+            [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
+        )
         of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]
         sizes = next(column for column, n in zip(of_tensors, rows, strict=True) if n >= 0)
         even = len({*sizes}) == 1
@@ -94,15 +109,23 @@ class Watch(FunctionMode):
             if layout is not UNSEEN and (layout.spec is None or layout.spec.mesh != self.mesh):
                 note_layout(tensor, PLAIN)  # of another watch
             if not even and any(mesh.size() != axes.size() for mesh in along):
-                note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
+                note_layout(
+                    tensor,
+                    LocalLayout(unknown="two axes shard the batch, in shards of different sizes"),
+                )
                 continue
             for mesh in along:
                 note_layout(tensor, self.placed(tensor, self.axes[mesh], shard, tensor))
 
-    # --- layouts of results ------------------------------------------------------------------------------------------
+    # --- layouts of results -----------------------------------------------------------------------
 
     def follow(
-        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outs: Sequence[Tensor],
     ) -> None:
         """Leave layouts on what a function returned."""
         tensors = [*flatten((*args, *kwargs.values()))]
@@ -116,7 +139,9 @@ class Watch(FunctionMode):
             self.written(name, outs[0], tensors)
             return
         shards = [*map(local_of, outs)]
-        for out, layout in zip(outs, followed(name, func, args, kwargs, shards, layouts), strict=True):
+        for out, layout in zip(
+            outs, followed(name, func, args, kwargs, shards, layouts), strict=True
+        ):
             note_layout(out, layout)
 
     def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
@@ -125,7 +150,7 @@ class Watch(FunctionMode):
         if spec_of(target) is None and not all(layout_of(each).plain for each in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
 
-    # --- modules -----------------------------------------------------------------------------------------------------
+    # --- modules ----------------------------------------------------------------------------------
 
     def call(self, forward: ModuleForward, *args: Any, **kwargs: Any) -> Any:
         """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
@@ -136,7 +161,9 @@ class Watch(FunctionMode):
             out = forward(*args, **kwargs)
         with unwatched_functions():
             results = out if isinstance(out, tuple | list) else (out,)
-            for index, (result, layout) in enumerate(zip(results, forward.output_layouts(), strict=False)):
+            for index, (result, layout) in enumerate(
+                zip(results, forward.output_layouts(), strict=False)
+            ):
                 if layout is None or result is source:
                     continue
                 if isinstance(result, DTensor):
@@ -152,20 +179,30 @@ class Watch(FunctionMode):
             spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
             if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():
                 raise LayoutError(
-                    f"{forward.title}: an input that is {arrives} on every rank holds random numbers that were "
-                    f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
+                    f"{forward.title}: an input that is {arrives} on every rank holds random "
+                    "numbers that were "
+                    "drawn as if it were replicated, because nothing before said that it is "
+                    f"sharded. {WAY_OUT}"
                 )
         if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
             raise LayoutError(
-                f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by themselves, "
-                "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
+                f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by "
+                "themselves, "
+                "on rows that one device has in another order. Drop behind the experts, or set the "
+                "probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
         placements = enumerate(() if spec is None else spec.placements)
-        if any(placement.is_shard() for axis, placement in placements if axis != self.axes[forward.mesh]):
+        if any(
+            placement.is_shard()
+            for axis, placement in placements
+            if axis != self.axes[forward.mesh]
+        ):
             raise LayoutError(
-                f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; its input "
-                "is sharded over other axes too. A Dropout needs no style; attention does without dropout. "
+                f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; "
+                "its input "
+                "is sharded over other axes too. A Dropout needs no style; attention does without "
+                "dropout. "
                 f"{WAY_OUT}"
             )
 
@@ -173,11 +210,19 @@ class Watch(FunctionMode):
         """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
         if spec.mesh not in self.axes or spec.partials:
             return
-        if self.mesh.ndim > 1 or not isinstance(local, DTensor):  # a DTensor on its own mesh draws by itself
-            note_layout(local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source))
+        # a DTensor on its own mesh draws by itself
+        if self.mesh.ndim > 1 or not isinstance(local, DTensor):
+            note_layout(
+                local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source)
+            )
 
     def _output(
-        self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
+        self,
+        forward: ModuleForward,
+        result: Tensor,
+        index: int,
+        layout: Placement,
+        source: Tensor | None,
     ) -> LocalLayout:
         axis, blocks = self.axes[forward.mesh], forward.output_blocks()
         if blocks is not None:
@@ -192,22 +237,32 @@ class Watch(FunctionMode):
                 specs.append(placed.spec)
             if len(specs) == 1:
                 return LocalLayout(specs[0])
-            return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
+            return LocalLayout(
+                unknown="it holds shards of several blocks; split them first", blocks=tuple(specs)
+            )
         noted = spec_of(result)
         shard: AnyShard | None = None
-        if noted is not None:  # the boundary knew the sizes of all shards
+        # the boundary knew the sizes of all shards
+        if noted is not None:
             shard = shard_of(noted, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
             spec = spec_of(source)
-            if not sizes and spec is not None and getattr(spec.placements[axis], "dim", None) == dim:
-                sizes = extents(spec, axis)  # of the module's first input, if they may be its output's
+            if (
+                not sizes
+                and spec is not None
+                and getattr(spec.placements[axis], "dim", None) == dim
+            ):
+                # of the module's first input, if they may be its output's
+                sizes = extents(spec, axis)
                 sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
             shard = Shard(dim, sizes=sizes)
         return self.placed(result, axis, shard, source)
 
-    def placed(self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None) -> LocalLayout:
+    def placed(
+        self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None
+    ) -> LocalLayout:
         """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
         around = UNSEEN if source is None else layout_of(source)
         if around.unknown and self.mesh.ndim > 1:
@@ -218,13 +273,22 @@ class Watch(FunctionMode):
                 kept = shard_of(around.spec, other)
                 if other == axis or kept is None:
                     continue
-                if kept.dim >= local.ndim or local.shape[kept.dim] != around.spec.local_shape[kept.dim]:
-                    return LocalLayout(unknown=f"where the sharded dim {kept.dim} of the module's input went")
+                if (
+                    kept.dim >= local.ndim
+                    or local.shape[kept.dim] != around.spec.local_shape[kept.dim]
+                ):
+                    return LocalLayout(
+                        unknown=f"where the sharded dim {kept.dim} of the module's input went"
+                    )
                 placements[other] = kept
         placements[axis] = shard or Replicate()
         dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]
         if not dims:
-            return LocalLayout(replicated_spec(self.mesh, local), drawn=True) if around.drawn else PLAIN
+            return (
+                LocalLayout(replicated_spec(self.mesh, local), drawn=True)
+                if around.drawn
+                else PLAIN
+            )
         shape = [*local.shape]
         for other, placement in enumerate(placements):
             if isinstance(placement, AnyShard):
@@ -235,20 +299,25 @@ class Watch(FunctionMode):
                 elif dims.count(dim) == 1:
                     shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
                 else:
-                    return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
+                    return LocalLayout(
+                        unknown=f"several axes shard dim {dim}, in shards of different sizes"
+                    )
         spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
         if spec.local_shape != local.shape:
             return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
         return LocalLayout(spec, drawn=around.drawn)
 
-    # --- draws -------------------------------------------------------------------------------------------------------
+    # --- draws ------------------------------------------------------------------------------------
 
     def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function that draws returns: this rank's shard of what one device draws; or all ranks refuse it."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
-            why, passed_by = layout.unknown, layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
+            why, passed_by = (
+                layout.unknown,
+                layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf,
+            )
             if isinstance(tensor, DTensor):
                 replicates = layout.spec is not None and layout.spec.replicated
                 passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and not replicates
@@ -256,13 +325,17 @@ class Watch(FunctionMode):
                 why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
             if why:
                 raise LayoutError(
-                    f"{name} between styles draws what one device draws, but how its argument of local shape "
-                    f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
+                    f"{name} between styles draws what one device draws, but how its argument of "
+                    "local shape "
+                    f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. "
+                    f"{WAY_OUT}"
                 )
         if self.saving_state != saving_state():
             raise LayoutError(
-                f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
-                "draw other numbers when backward runs the function again; checkpoint a module instead"
+                f"{name} in a function that is checkpointed (or under no_grad, as a reentrant "
+                "checkpoint is) would "
+                "draw other numbers when backward runs the function again; checkpoint a module "
+                "instead"
             )
         if any(layout.spec and not layout.spec.replicated for layout in layouts):
             return self._draw_sharded(name, func, args, kwargs)
@@ -272,19 +345,28 @@ class Watch(FunctionMode):
                 note_layout(each, LocalLayout(replicated_spec(self.mesh, each), drawn=True))
         return out
 
-    def _draw_sharded(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _draw_sharded(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         like = spec_of(args[0])
         if like is None:
-            raise LayoutError(f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}")
+            raise LayoutError(
+                f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}"
+            )
         first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
-        if target is not None:  # what autograd does not record is drawn into its memory
+        # what autograd does not record is drawn into its memory
+        if target is not None:
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)
         with implicit_replication():
             given, named = mapped((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
             drawn = func(*given, **named)
-        out = tuple(_local(each, like, name) for each in drawn) if type(drawn) is tuple else _local(drawn, like, name)
+        out = (
+            tuple(_local(each, like, name) for each in drawn)
+            if type(drawn) is tuple
+            else _local(drawn, like, name)
+        )
         if target is None:
             return out
         if target.requires_grad:
@@ -299,7 +381,8 @@ class Watch(FunctionMode):
         if spec is None:
             if value.requires_grad:
                 raise LayoutError(
-                    f"a function that draws gets shards beside a tensor of shape {tuple(value.shape)} that is not "
+                    "a function that draws gets shards beside a tensor of shape "
+                    f"{tuple(value.shape)} that is not "
                     f"sharded and needs a gradient. {WAY_OUT}"
                 )
             return value
@@ -316,7 +399,9 @@ def _local(drawn: Any, like: Spec, name: str) -> Any:
     for placement in placements:
         dim = getattr(placement, "dim", None)
         if dim is not None and (dim >= drawn.ndim or drawn.shape[dim] != like.shape[dim]):
-            raise LayoutError(f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}")
+            raise LayoutError(
+                f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}"
+            )
     placed = drawn.redistribute(placements=placements)
     local: Tensor = placed.to_local(grad_placements=placements)
     note_layout(local, LocalLayout(placed.spec, drawn=not all(p.is_shard() for p in placements)))

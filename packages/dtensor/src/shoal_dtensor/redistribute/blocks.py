@@ -1,6 +1,7 @@
 """Which block of the tensor goes from which rank to which, and its way there.
 
-What a rank needs and does not have comes from a rank that has it.  Where several do, they take turns.
+What a rank needs and does not have comes from a rank that has it. Where several do, they take
+turns.
 
     S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
     rank 0 wants columns 0 and 1: it keeps rows 0 and 1 of them, rank 1 sends rows 2 and 3: 4 elements, not 8
@@ -32,31 +33,40 @@ Shards = Sequence[tuple[Box, Tensor]]
 class Blocks(NamedTuple):
     """What one member of an exchange does."""
 
-    sends: tuple[Block, ...]  # (member, global box) in member order, those of one member in the order of the boxes
+    # (member, global box) in member order, those of one member in the order of the boxes
+    sends: tuple[Block, ...]
     receives: tuple[Block, ...]  # (member, global box) likewise
-    kept: tuple[Box, ...]  # the parts of its own boxes that it keeps
+    # the parts of its own boxes that it keeps
+    kept: tuple[Box, ...]
 
 
 def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     """What member `me` sends, receives and keeps, given what the members have before and shall have after.
 
     Example:
-        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
+        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2),
+        (1, 2))]]
         >>> exchange_blocks(0, rows, columns)
-        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0, 1)),))
+        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0,
+        1)),))
     """
     sends: list[Block] = []
     receives: list[Block] = []
     kept: list[Box] = []
     for box, holders in _holders(before).items():
-        needed = _parts(box, after[me])  # drawing above, rank 0: of rows 2:4 columns 0:2
+        # drawing above, rank 0: of rows 2:4 columns 0:2
+        needed = _parts(box, after[me])
         if me in holders:
             kept += needed
-            sends += [(taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me]
+            sends += [
+                (taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me
+            ]
         elif len(holders) == 1:
             receives += [(holders[0], part) for part in needed]  # from rank 1 ((2, 4), (0, 2))
         elif needed:
-            receives += [(giver, part) for giver, taker, part in _turns(box, holders, after) if taker == me]
+            receives += [
+                (giver, part) for giver, taker, part in _turns(box, holders, after) if taker == me
+            ]
     return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), tuple(kept))
 
 
@@ -72,7 +82,8 @@ def _holders(before: Holdings) -> dict[Box, list[int]]:
     for member, boxes in enumerate(before):
         for box in boxes:
             if volume(box):
-                holders.setdefault(box, []).append(member)  # 4 rows S(0), R on (2, 2): rows 0:2 by [0, 1]
+                # 4 rows S(0), R on (2, 2): rows 0:2 by [0, 1]
+                holders.setdefault(box, []).append(member)
     return holders
 
 
@@ -104,15 +115,17 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
     All ranks call it with the same tensors.
 
     Args:
-        moves: for every tensor what this rank sends, receives and keeps, the shards it holds, and those it wants, which
-            are written in place. All of one dtype.
+        moves: for every tensor what this rank sends, receives and keeps, the shards it holds, and
+            those it wants, which are written in place. All of one dtype.
         comm: the ranks, as members of the blocks; None is one process without a group.
 
     Example:
         >>> import torch
         >>> before, after = [[((0, 1),), ((1, 3),)]], [[((0, 3),)]]
-        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3, dtype=torch.long)
-        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])], None)
+        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3,
+        dtype=torch.long)
+        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])],
+        None)
         >>> wanted
         tensor([0, 1, 2])
     """
@@ -135,4 +148,5 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
 def _part(shards: Shards, box: Box) -> Tensor:
     """The view of the shard that has a box."""
     outer, local = next((outer, local) for outer, local in shards if intersect(outer, box) == box)
-    return local[slices_of(box, outer)]  # rows 5:7 of the shard with 4:8: local[1:3]
+    # rows 5:7 of the shard with 4:8: local[1:3]
+    return local[slices_of(box, outer)]

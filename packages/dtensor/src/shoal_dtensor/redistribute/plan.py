@@ -1,7 +1,8 @@
 """`plan(src, dst)`: the cheapest redistribution, as data; `price(src, dst)`: its expected time.  Executes nothing.
 
-Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned before.  The search
-plans on one mesh, between specs under which every rank holds a box; other plans are made of such plans.
+Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned
+before. The search plans on one mesh, between specs under which every rank holds a box; other plans
+are made of such plans.
 """
 
 from __future__ import annotations
@@ -31,24 +32,30 @@ from .steps import Plan, Step
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
 
-def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit: int | None = None) -> Plan:
+def plan(
+    src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit: int | None = None
+) -> Plan:
     """The cheapest plan that turns `src` into `dst`.
 
     Args:
         src: how the tensor is placed now.
         dst: how it shall be placed: same shape and dtype; on the same mesh or another.
         topology: latency and bandwidth of every mesh axis; the mesh's own when left out.
-        memory_limit: bytes that a rank may hold at the worst moment: source shard, destination shard and buffers.
+        memory_limit: bytes that a rank may hold at the worst moment: source shard, destination
+            shard and buffers.
 
     Raises:
-        RedistributeError: if the specs describe different tensors, reductions of different kinds would have
-            to be reordered, or no plan stays within the limit.
+        RedistributeError: if the specs describe different tensors, reductions of different kinds
+            would have to be reordered, or no plan stays within the limit.
     """
     version = topology_version()
     if src.example is None and dst.example is None:
         return _plan(src, dst, topology, memory_limit, version)
-    if None not in (src.example, dst.example) and not (src.is_strided or dst.is_strided or src.mesh != dst.mesh):
-        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version)  # kept, symbols would keep their compiler
+    if None not in (src.example, dst.example) and not (
+        src.is_strided or dst.is_strided or src.mesh != dst.mesh
+    ):
+        # kept, symbols would keep their compiler
+        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version)
         if all(map(_moves_equal_blocks, chosen.steps)):
             return chosen
     return plan(constant(src), constant(dst), topology=topology, memory_limit=memory_limit)
@@ -66,7 +73,9 @@ def _moves_equal_blocks(step: Step) -> bool:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _plan(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int) -> Plan:
+def _plan(
+    src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int
+) -> Plan:
     """The plan over the given links, else those that the meshes have: the version stands for them."""
     _check(src, dst)
 
@@ -95,7 +104,12 @@ def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
 
 
 def alternatives(
-    src: Spec, dst: Spec, count: int = 4, *, topology: Topology | None = None, memory_limit: int | None = None
+    src: Spec,
+    dst: Spec,
+    count: int = 4,
+    *,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
 ) -> list[Plan]:
     """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
     _check(src, dst)
@@ -118,7 +132,11 @@ def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
 @lru_cache(maxsize=256)
 def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
     links = (topology_of(mesh) if topology is None else topology).links
-    return Links(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
+    return Links(
+        tuple(mesh.shape),
+        tuple(link.latency for link in links),
+        tuple(link.bandwidth for link in links),
+    )
 
 
 def _check(src: Spec, dst: Spec) -> None:
@@ -129,17 +147,19 @@ def _check(src: Spec, dst: Spec) -> None:
         )
 
 
-# --- to and from strided dims -----------------------------------------------------------------------------------------
+# --- to and from strided dims ---------------------------------------------------------------------
 #
 # Under the shape before the reshape that made them, every rank holds a box:
 #
 #     (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
-#         rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0 to 2
+# rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0
+# to 2
 #
-# So such a tensor gets that shape, is redistributed as any other, and gets its own shape again.  Where the other end
-# has no boxes under that shape, the strided dims are gathered on the way.
+# So such a tensor gets that shape, is redistributed as any other, and gets its own shape again.
+# Where the other end has no boxes under that shape, the strided dims are gathered on the way.
 
-UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is viewed as
+# for every dim the sizes of the dims that it is viewed as
+UnfoldedShape = list[tuple[int, ...]]
 
 
 def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
@@ -158,8 +178,15 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
     """`spec` with the dims that are folded, in it or in others, held whole by every rank."""
     shardings = zip(*[each.dim_shardings for each in (spec, *others)], strict=True)
-    axes = {axis for own, *rest in shardings if StridedDimSharding in map(type, (own, *rest)) for axis in own.axes}
-    return spec.with_(placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)])
+    axes = {
+        axis
+        for own, *rest in shardings
+        if StridedDimSharding in map(type, (own, *rest))
+        for axis in own.axes
+    }
+    return spec.with_(
+        placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
+    )
 
 
 def unfold_spec(spec: Spec) -> Spec:
@@ -173,7 +200,9 @@ def _concatenated(*plans: Plan) -> Plan:
     """One plan after another."""
     steps = tuple(step for plan in plans for step in plan.steps)
     seconds, sent = sum(plan.seconds for plan in plans), sum(plan.bytes_sent for plan in plans)
-    return Plan(plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans))
+    return Plan(
+        plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans)
+    )
 
 
 def _unfolded_shape(spec: Spec) -> UnfoldedShape:
@@ -192,7 +221,8 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
         plain = {1: sharding} if isinstance(sharding, DimSharding) and sharding.axes else {}
         levels = dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else plain
         for i in range(len(sizes)):
-            runs, inner = prod(sizes[:i]), prod(sizes[i + 1 :])  # columns of (4, 6) are sharded in 4 runs
+            # columns of (4, 6) are sharded in 4 runs
+            runs, inner = prod(sizes[:i]), prod(sizes[i + 1 :])
             if runs in levels:
                 divided = levels.pop(runs).divided(inner)
                 if divided is None:
@@ -205,21 +235,31 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
     for dim, sharding in by_dim.items():
         placements |= sharding.placements(dim)
     shape = tuple(n for sizes in view for n in sizes)
-    return spec.sharded(spec.mesh, tuple(placements.values()), TensorMeta(shape, tuple(stride), spec.dtype), by_dim)
+    return spec.sharded(
+        spec.mesh, tuple(placements.values()), TensorMeta(shape, tuple(stride), spec.dtype), by_dim
+    )
 
 
-# --- from one mesh to another -----------------------------------------------------------------------------------------
+# --- from one mesh to another ---------------------------------------------------------------------
 #
-# What is partial is reduced on the source mesh; then one `Transfer` carries every block from a rank that has it to
-# those that need it; replicas may each receive a part and gather the rest, if links are better used so.
+# What is partial is reduced on the source mesh; then one `Transfer` carries every block from a rank
+# that has it to those that need it; replicas may each receive a part and gather the rest, if links
+# are better used so.
 
-EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
+# up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
+EXACT_RANKS = 32
 
 
-def _plan_across(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None) -> Plan:
+def _plan_across(
+    src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None
+) -> Plan:
     """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh, each within the limit."""
     of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
-    copies = [axis for axis, p in enumerate(dst.placements) if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1]
+    copies = [
+        axis
+        for axis, p in enumerate(dst.placements)
+        if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1
+    ]
     # Replicas of the destination are made there, or sent ready.
     targets = dict.fromkeys([*_reduced(dst, of_dst), *_reduced(dst, copies)])
     plans = [
@@ -237,11 +277,15 @@ def _plan_across(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], mem
 
 def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
     """The spec with `axes` and partials replicated, then with `axes` sharding the first dim that they shard evenly."""
-    placements = [Replicate() if a in axes or isinstance(p, Partial) else p for a, p in enumerate(spec.placements)]
+    placements = [
+        Replicate() if a in axes or isinstance(p, Partial) else p
+        for a, p in enumerate(spec.placements)
+    ]
     yield spec.with_(placements=placements)
     ways, order = prod(spec.mesh.shape[axis] for axis in axes), dict(spec.shard_order)
     for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim if axes else 0))):
-        if sharding.even and sharding.step and sharding.step % ways == 0:  # steps of 4 over 2 ranks more: 4 % 2 = 0
+        # steps of 4 over 2 ranks more: 4 % 2 = 0
+        if sharding.even and sharding.step and sharding.step % ways == 0:
             order[dim] = (*sharding.axes, *axes)  # rows over axis 0, then 1: {0: (0, 1)}
             inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(placements)]
             yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
@@ -250,15 +294,22 @@ def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
 
 def _transfer(src: Spec, dst: Spec) -> Plan:
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
-    biggest = [src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim)) for spec in (src, dst)]
+    biggest = [
+        src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim))
+        for spec in (src, dst)
+    ]
     if len(ranks) <= EXACT_RANKS:
-        loads: Counter[tuple[str, int]] = Counter()  # elements that each rank sends and receives
-        for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
+        # elements that each rank sends and receives
+        loads: Counter[tuple[str, int]] = Counter()
+        for sender, receiver, box in flows(
+            *([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))
+        ):
             loads["sends", sender] += volume(box)
             loads["receives", receiver] += volume(box)
         moved = max(loads.values(), default=0) * src.dtype.itemsize
     else:
-        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())  # 16 ranks to 64: each sends 4
+        # 16 ranks to 64: each sends 4
+        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())
     links = [link for mesh in (src.mesh, dst.mesh) for link in topology_of(mesh).links]
     seconds = max(link.latency for link in links) + moved / min(link.bandwidth for link in links)
     peak = 2 * sum(biggest)  # both boxes and their packed copies

@@ -17,8 +17,10 @@ from ..layout.spec import Spec
 from .execution.kernels import members
 from .plan import unfold_spec
 
-BUCKET_BYTES = 1 << 24  # of the tensors that are sent together, which are alive until then
-_Entry = tuple[torch.Tensor, "Spec", torch.Tensor]  # the tensor, and what is to be its shard
+# of the tensors that are sent together, which are alive until then
+BUCKET_BYTES = 1 << 24
+# the tensor, and what is to be its shard
+_Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
 
 
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
@@ -43,8 +45,8 @@ class Scatter:
     All ranks pass tensors of the same shapes in the same order.
 
     Args:
-        source: the rank at this coordinate of every mesh axis; None: every rank slices its own tensors, nothing is
-            sent.
+        source: the rank at this coordinate of every mesh axis; None: every rank slices its own
+            tensors, nothing is sent.
 
     Example:
         >>> from shoal_dtensor import Shard, Spec
@@ -64,20 +66,26 @@ class Scatter:
     def __init__(self, source: int | None) -> None:
         self._source = source
         self._bytes = 0
-        # What travels together: of one mesh, the same axes that shard and that copy, one dtype and device.
-        self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[_Entry]] = {}
+        # What travels together: of one mesh, the same axes that shard and that copy, one dtype and
+        # device.
+        self._waiting: dict[
+            tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[_Entry]
+        ] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """This rank's shard of a global tensor, in memory of its own, which has its values once `send` has been called.
 
-        On other ranks than the source the tensor is anything of its shape and dtype.  PlacementError if values are to
-        be partial, or the source is no coordinate of the mesh.
+        On other ranks than the source the tensor is anything of its shape and dtype. PlacementError
+        if values are to be partial, or the source is no coordinate of the mesh.
         """
         if spec.partials:
-            raise PlacementError(f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate")
+            raise PlacementError(
+                f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate"
+            )
         tensor = tensor.resolve_conj().resolve_neg()
         stays = tensor.device.type == spec.mesh.device_type or tensor.is_meta
-        device = tensor.device if stays else torch.device(spec.mesh.device_type)  # the mesh's current device
+        # the mesh's current device
+        device = tensor.device if stays else torch.device(spec.mesh.device_type)
         if spec.coordinate is None:
             return tensor.new_empty((0,), device=device)
         if spec.is_strided:
@@ -86,16 +94,23 @@ class Scatter:
         if self._source is None or tensor.is_meta:
             shard = tensor[slices_of(spec.box(spec.coordinate))]
             is_whole = shard.shape == tensor.shape
-            own = shard.contiguous() if is_whole else shard.clone(memory_format=torch.contiguous_format)
+            own = (
+                shard.contiguous()
+                if is_whole
+                else shard.clone(memory_format=torch.contiguous_format)
+            )
             return own.to(device)
         for name, size in zip(spec.mesh.axis_names, spec.mesh.shape, strict=True):
             if not 0 <= self._source < size:
                 raise PlacementError(
-                    f"src_data_rank {self._source} is no coordinate of mesh axis {name!r} of size {size}"
+                    f"src_data_rank {self._source} is no coordinate of mesh axis {name!r} of size "
+                    f"{size}"
                 )
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
-        self._waiting.setdefault((spec.mesh, sharding, tensor.dtype, device), []).append((tensor, spec, local))
+        self._waiting.setdefault((spec.mesh, sharding, tensor.dtype, device), []).append(
+            (tensor, spec, local)
+        )
         self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
@@ -109,14 +124,17 @@ class Scatter:
             _send(entries, mesh, sharding, self._source)
 
 
-def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int) -> None:
+def _send(
+    entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int
+) -> None:
     """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
     spec, here = entries[0][1], entries[0][1].coordinate
     assert here is not None, "only ranks of the mesh have entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]
     origin = (source,) * mesh.ndim
-    # The rank of the source's plane that has this rank's shards: source 0, sharded over axis 1: (0, 2) for (1, 2).
+    # The rank of the source's plane that has this rank's shards: source 0, sharded over axis 1: (0,
+    # 2) for (1, 2).
     first = tuple([here[axis] if axis in sharding else source for axis in range(mesh.ndim)])
     in_plane = here == first
     if in_plane and not sharding:
@@ -128,7 +146,9 @@ def _send(entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...]
         received: list[list[torch.Tensor]] = [[] for _ in group]
         if here == origin:
             wholes = [(tensor.to(local.device), spec) for tensor, spec, local in entries]
-            sent = [[whole[slices_of(spec.box(member))] for whole, spec in wholes] for member in group]
+            sent = [
+                [whole[slices_of(spec.box(member))] for whole, spec in wholes] for member in group
+            ]
         received[group.index(origin)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:

@@ -24,15 +24,19 @@ from .steps import Plan
 class ShardsInFlight:
     """Local tensors under way to other layouts; `wait()` gives them, again and again the same.
 
-    The first round of collectives (for most plans the only one) is under way when the object has been made. What later
-    rounds need is not there yet, so they run when the results are asked for.
+    The first round of collectives (for most plans the only one) is under way when the object has
+    been made. What later rounds need is not there yet, so they run when the results are asked for.
     """
 
     __slots__ = ("_after", "_messages", "_results", "_rounds", "_tensors")
 
-    def __init__(self, plans: Sequence[Plan], shards: Iterable[Tensor], *, packs: bool = False) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], shards: Iterable[Tensor], *, packs: bool = False
+    ) -> None:
         self._tensors = list(shards)
-        self._rounds, self._after = rounds_of(tuple(plans), tuple([shard.device for shard in self._tensors]), packs)
+        self._rounds, self._after = rounds_of(
+            tuple(plans), tuple([shard.device for shard in self._tensors]), packs
+        )
         self._messages: list[tuple[Message, Pending[Flat] | Pending]] = []
         self._results: list[Tensor] | None = None
         self._go_on()
@@ -48,7 +52,8 @@ class ShardsInFlight:
                 self._tensors[i] = stage(self._tensors[i])
 
     def _finish_round(self, places: Places) -> None:
-        while self._messages:  # each is dropped with what it has received before the next is unpacked
+        # each is dropped with what it has received before the next is unpacked
+        while self._messages:
             message, pending = self._messages[0]
             message.receive(pending, self._tensors, places)
             del self._messages[0], pending
@@ -70,8 +75,9 @@ class ShardsInFlight:
         """The local tensors in their new layouts, in the order in which they were given.
 
         Args:
-            memory: gives the tensors to write the results to, of their shapes and dtypes, each with memory of its own;
-                called when what the collectives have received is here. Fresh tensors when left out.
+            memory: gives the tensors to write the results to, of their shapes and dtypes, each with
+                memory of its own; called when what the collectives have received is here. Fresh
+                tensors when left out.
         """
         if self._results is None:
             places: Places = tuple if memory is None else cache(memory)
@@ -84,16 +90,20 @@ class ShardsInFlight:
         return self._results
 
 
-def redistribute_shards(shards: Iterable[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> ShardsInFlight:
+def redistribute_shards(
+    shards: Iterable[Tensor], moves: Sequence[tuple[Spec, Spec]]
+) -> ShardsInFlight:
     """`src -> dst` of many local shards together, in as few collectives as possible, beside what follows.
 
-    For modules that hold local tensors themselves; DTensors have `redistribute`, and `coalesce()` for many. It is not
-    differentiable. All ranks pass the same moves in the same order.
+    For modules that hold local tensors themselves; DTensors have `redistribute`, and `coalesce()`
+    for many. It is not differentiable. All ranks pass the same moves in the same order.
 
     Args:
-        shards: this rank's local tensors, each of its source's local shape. They must not be written to before the
-            results are there. Those of an iterator are let go of when they have been sent.
-        moves: for each, the spec that it has and the spec that it is to have: of one global shape and dtype.
+        shards: this rank's local tensors, each of its source's local shape. They must not be
+            written to before the results are there. Those of an iterator are let go of when they
+            have been sent.
+        moves: for each, the spec that it has and the spec that it is to have: of one global shape
+            and dtype.
 
     Raises:
         RedistributeError: if a move is impossible.
@@ -119,7 +129,7 @@ def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
         yield shards.pop(0)
 
 
-# --- asked for one by one, for DTensors -------------------------------------------------------------------------------
+# --- asked for one by one, for DTensors -----------------------------------------------------------
 
 
 class CoalescedBatch:
@@ -128,10 +138,12 @@ class CoalescedBatch:
     __slots__ = ("_asked", "_in_flight", "_waiting")
 
     def __init__(self) -> None:
-        # What to do with which local tensor, and at which version of which tensor that was asked for.
+        # What to do with which local tensor, and at which version of which tensor that was asked
+        # for.
         self._asked: list[tuple[Plan, Tensor, Tensor, int]] = []
-        # A DTensor, which nobody may need any more, the position of the redistribution that it waits for, and the local
-        # tensor to which what arrives is added in place; None if that is its local tensor itself.
+        # A DTensor, which nobody may need any more, the position of the redistribution that it
+        # waits for, and the local tensor to which what arrives is added in place; None if that is
+        # its local tensor itself.
         self._waiting: list[tuple[ReferenceType[Any], int, Tensor | None]] = []
         self._in_flight: ShardsInFlight | None = None
 
@@ -146,15 +158,24 @@ class CoalescedBatch:
 
     def position_of(self, tensor: Any) -> int | None:
         """Which redistribution brings the local tensor of a DTensor; None if a sum does."""
-        return next((at for of, at, present in reversed(self._waiting) if of() is tensor and present is None), None)
+        return next(
+            (
+                at
+                for of, at, present in reversed(self._waiting)
+                if of() is tensor and present is None
+            ),
+            None,
+        )
 
     def start(self) -> None:
         """Have all that has been asked for under way; RedistributeError if a source has been written to since."""
         for i, (asked, _, source, version) in enumerate(self._asked):
             if source._version != version:
                 raise RedistributeError(
-                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several that "
-                    "travel together was written to before it was sent; use the result first, or leave the coalesce() "
+                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several "
+                    "that "
+                    "travel together was written to before it was sent; use the result first, or "
+                    "leave the coalesce() "
                     "block before writing; gradients of leaves travel at the end of a backward pass"
                 )
         plans, shards, *_ = zip(*self._asked, strict=True)
@@ -181,15 +202,16 @@ class CoalescedBatch:
 
 
 _CURRENT: ContextVar[CoalescedBatch | None] = ContextVar("shoal_dtensor_batch", default=None)
-current_batch = _CURRENT.get  # the batch of the innermost `coalesce()`, None outside
+# the batch of the innermost `coalesce()`, None outside
+current_batch = _CURRENT.get
 
 
 @contextmanager
 def coalesce() -> Iterator[CoalescedBatch]:
     """Have the redistributions of a block travel together, in as few collectives as possible.
 
-    They run when the block ends, or as soon as a result is used.  Like everything collective, all ranks must do the
-    same in the same order.  Sources must not be written to meanwhile.
+    They run when the block ends, or as soon as a result is used. Like everything collective, all
+    ranks must do the same in the same order. Sources must not be written to meanwhile.
 
     Example:
         >>> import torch

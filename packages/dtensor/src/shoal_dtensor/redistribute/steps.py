@@ -38,15 +38,20 @@ class Step:
     name: str
     src: Spec
     dst: Spec
-    axes: tuple[int, ...] = ()  # mesh axes it works over; of a collective, in the order of its blocks
+    # mesh axes it works over; of a collective, in the order of its blocks
+    axes: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()  # tensor dims whose sharding changes
     seconds: float = 0.0  # expected time
     bytes: int = 0  # received by the busiest rank
-    peak_bytes: int = 0  # expected memory at its worst moment, input and output included
+    # expected memory at its worst moment, input and output included
+    peak_bytes: int = 0
     op: str = ""  # of a reduction
-    factor: int = 1  # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
-    divisor: int = 1  # avg -> sum over 2 ranks: 2; of a reduction of sum over 2 and avg over 4 at once: sum / 4
-    ranks: tuple[int, ...] = ()  # of a transfer: global ranks that take part, ascending
+    # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
+    factor: int = 1
+    # avg -> sum over 2 ranks: 2; of a reduction of sum over 2 and avg over 4 at once: sum / 4
+    divisor: int = 1
+    # of a transfer: global ranks that take part, ascending
+    ranks: tuple[int, ...] = ()
 
     @property
     def communicates(self) -> bool:
@@ -66,7 +71,11 @@ class Step:
             case "Transfer":
                 return f" among {len(self.ranks)} ranks"
             case "Scale":
-                return f" by {self.factor}/{self.divisor}" if self.divisor != 1 else f" by {self.factor}"
+                return (
+                    f" by {self.factor}/{self.divisor}"
+                    if self.divisor != 1
+                    else f" by {self.factor}"
+                )
         return ""
 
     def line(self) -> str:
@@ -79,7 +88,9 @@ class Step:
         return f"{head}  {format_bytes(self.bytes)}  {format_seconds(self.seconds)}"
 
 
-_COMMUNICATING = frozenset({"AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Exchange", "Transfer"})
+_COMMUNICATING = frozenset(
+    {"AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Exchange", "Transfer"}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,17 +99,23 @@ class Plan:
 
     src: Spec
     dst: Spec
-    steps: tuple[Step, ...]  # in order of execution; empty when `src` already is as `dst`
+    # in order of execution; empty when `src` already is as `dst`
+    steps: tuple[Step, ...]
     seconds: float  # expected time
-    bytes_sent: int  # received by the busiest rank, over all steps
-    peak_bytes: int  # expected memory at the worst moment, the source shard included
-    # Seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less, 0.0 if
-    # nothing is known (between meshes, and where a strided dim is gathered first).
+    # received by the busiest rank, over all steps
+    bytes_sent: int
+    # expected memory at the worst moment, the source shard included
+    peak_bytes: int
+    # Seconds that any sequence of these steps takes at least in the cost model; `seconds` if none
+    # takes less, 0.0 if nothing is known (between meshes, and where a strided dim is gathered
+    # first).
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)  # number of steps that communicate
     purpose: str = field(init=False, repr=False)  # what its collectives are for, in words
-    note: tuple[str, int] | None = field(init=False, repr=False)  # that and their number, if any, for the recorder
-    example: Spec | None = field(init=False, repr=False)  # not None where sizes are symbols (see `Spec`)
+    # that and their number, if any, for the recorder
+    note: tuple[str, int] | None = field(init=False, repr=False)
+    # not None where sizes are symbols (see `Spec`)
+    example: Spec | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -110,7 +127,8 @@ class Plan:
     @property
     def slices(self) -> bool:
         """Whether what the last step makes is a part of the tensor that was there before it."""
-        kept = [step for step in self.steps if step.name != "Reshape"]  # AllReduce, Slice, Reshape: yes
+        # AllReduce, Slice, Reshape: yes
+        kept = [step for step in self.steps if step.name != "Reshape"]
         return not kept or kept[-1].name == "Slice"
 
     def _repr_html_(self) -> str:
@@ -129,7 +147,11 @@ class Plan:
 def layout(spec: Spec) -> str:
     """Placements, with the shard order where it is not ascending: `[S(0), S(0)] order 0:(1,0)`."""
     text = f"[{', '.join(map(str, spec.placements))}]"
-    odd = [f"{dim}:({','.join(map(str, axes))})" for dim, axes in spec.shard_order if list(axes) != sorted(axes)]
+    odd = [
+        f"{dim}:({','.join(map(str, axes))})"
+        for dim, axes in spec.shard_order
+        if list(axes) != sorted(axes)
+    ]
     return f"{text} order {' '.join(odd)}" if odd else text
 
 

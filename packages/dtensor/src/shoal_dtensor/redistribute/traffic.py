@@ -23,7 +23,8 @@ def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
     traffic: dict[tuple[int, int], float] = {}
     for step in filter(attrgetter("communicates"), plan.steps):
         itemsize = wire_itemsize(step.op, step.src.dtype)
-        numbers = {c: number for number, c in enumerate(product(*map(range, step.src.mesh.shape)))}  # (1, 0): 2
+        # (1, 0): 2
+        numbers = {c: number for number, c in enumerate(product(*map(range, step.src.mesh.shape)))}
         for c, me in numbers.items():
             for other, elements in _received(step, c).items():
                 if other != c and elements:
@@ -38,28 +39,45 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     match step.name:
         case "ReduceScatter":
             return dict.fromkeys(group, float(volume(step.dst.box(c))))
-        case "AllReduce":  # reduce one's part of it, then get the parts of the others
-            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))  # 8 elements, 4 ranks: 4 each
+        case "AllReduce":
+            # reduce one's part of it, then get the parts of the others
+            # 8 elements, 4 ranks: 4 each
+            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))
     return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:
     """Bytes that a rank has to receive at least, averaged over the ranks, whatever the algorithm."""
     mesh = src.mesh
-    free = [axis for axis, p in enumerate(dst.placements) if isinstance(p, Partial) and src.placements[axis] is not p]
+    free = [
+        axis
+        for axis, p in enumerate(dst.placements)
+        if isinstance(p, Partial) and src.placements[axis] is not p
+    ]
     reduced = [axis for axis, _ in src.partials if dst.placements[axis] is not src.placements[axis]]
     ops = {axis: {op for a, op in (*src.partials, *dst.partials) if a == axis} for axis in reduced}
-    linear = [a for a in reduced if isinstance(dst.placements[a], Partial) and ops[a] <= {"sum", "avg"}]
+    linear = [
+        a for a in reduced if isinstance(dst.placements[a], Partial) and ops[a] <= {"sum", "avg"}
+    ]
     reduced = [a for a in reduced if a not in linear]
     free = [a for a in free if a not in linear]
     ranks = mesh.size()
     values = prod(mesh.shape[a] for a in reduced)
-    if values > 1:  # to add up p values and leave the result on q ranks: p - 1 and q - 1 transfers of every element
+    # to add up p values and leave the result on q ranks: p - 1 and q - 1 transfers of every element
+    if values > 1:
         kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
-        holders = ranks // kept // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
+        holders = (
+            ranks
+            // kept
+            // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
+        )
         holders //= prod(mesh.shape[a] for a in free)
-        return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks  # 64 * 6 / 4
-    total = 0  # what boxes under `dst` have and boxes under `src` have not
+        # 64 * 6 / 4
+        return (
+            src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
+        )
+    # what boxes under `dst` have and boxes under `src` have not
+    total = 0
     for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
         wanted = dst.box(c)
         have = {src.box(m) for m in members(dst, free, c)}

@@ -1,9 +1,10 @@
 """Values from a key and an element's global index alone, by Philox: the "counter" mode.
 
-The last tensor dim is divided into blocks of four values (two where a value needs more than 32 bits); the block's
-number and the number of its row, counted over the leading dims, are Philox's counter.  So a shard costs what it holds,
-and the mesh does not matter.  Arithmetic is in float64, so that CPU and CUDA round to the same float32 but for
-last-bit differences of their logarithms and cosines; uniform, Bernoulli and integer values are exactly equal.
+The last tensor dim is divided into blocks of four values (two where a value needs more than 32
+bits); the block's number and the number of its row, counted over the leading dims, are Philox's
+counter. So a shard costs what it holds, and the mesh does not matter. Arithmetic is in float64, so
+that CPU and CUDA round to the same float32 but for last-bit differences of their logarithms and
+cosines; uniform, Bernoulli and integer values are exactly equal.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     from .streams import Fill
 
-_CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
+# values at a time: a few dozen int64 passes over it stay in the second-level cache
+_CHUNK: Final = 1 << 14
 _MASK: Final = 0xFFFFFFFF
 _WORD: Final = 2.0**-32
-# Bits of the significand: a uniform value is a multiple of 2 ** -bits, so that `[from, to)` stays half open.
+# Bits of the significand: a uniform value is a multiple of 2 ** -bits, so that `[from, to)` stays
+# half open.
 _BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 _ROUNDS: Final = 10
@@ -33,7 +36,13 @@ _WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # the key's step from round to round
 
 
 def fill_counter(
-    local: Tensor, shape: tuple[int, ...], box: Box, fill: Fill, key: tuple[int, int], *, operand: Tensor | None = None
+    local: Tensor,
+    shape: tuple[int, ...],
+    box: Box,
+    fill: Fill,
+    key: tuple[int, int],
+    *,
+    operand: Tensor | None = None,
 ) -> None:
     """Fill `local`, the box of a tensor of that shape, by two 32-bit words; `operand`: `bernoulli_`'s probabilities."""
     if local.numel() == 0:
@@ -45,9 +54,11 @@ def fill_counter(
     if not shape:
         shape, box = (1,), ((0, 1),)
     low, high = box[-1]
-    rows = torch.zeros(1, dtype=torch.int64, device=local.device)  # numbers of the box's rows among the global ones
+    # numbers of the box's rows among the global ones
+    rows = torch.zeros(1, dtype=torch.int64, device=local.device)
     for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
-        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)  # rows 2:4: [2, 3]
+        # rows 2:4: [2, 3]
+        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)
     table = (len(rows), high - low)
     target = local.view(table) if local.is_contiguous() else local.new_empty(table)
     odds = None if operand is None else operand.reshape(table)
@@ -62,22 +73,29 @@ def fill_counter(
         local.copy_(target.view(local.shape))
 
 
-def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]) -> Tensor:
+def _values(
+    fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]
+) -> Tensor:
     left, right = columns
     wide = dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
     if fill.name == "random_":
         wide = _integer_range(fill, dtype)[1] > 1 << 32
-    per = 2 if wide else 4  # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
-    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]  # 5:10: blocks 1 and 2
+    # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
+    per = 2 if wide else 4
+    # 5:10: blocks 1 and 2
+    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]
     row = rows[:, None]
-    words = torch.stack(philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key), -1)  # (rows, blocks, 4)
-    return _distributed(fill, words, dtype).flatten(1)[:, left % per :][:, : right - left]  # of columns 4..11: [1:6]
+    # (rows, blocks, 4)
+    words = torch.stack(philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key), -1)
+    # of columns 4..11: [1:6]
+    return _distributed(fill, words, dtype).flatten(1)[:, left % per :][:, : right - left]
 
 
 def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of each block; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
     first, second = (partial(_arg, fill, position) for position in (0, 1))
-    high, low = words[..., 0::2], words[..., 1::2]  # of the two values of a block that need more than 32 bits
+    # of the two values of a block that need more than 32 bits
+    high, low = words[..., 0::2], words[..., 1::2]
 
     def opened() -> Tensor:
         """Two values a block, in the open interval (0, 1), from 52 bits each."""
@@ -128,10 +146,22 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
 def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
     """First value and number of values of `random_`, as torch documents them."""
     if fill.args and fill.args[-1] is not None:
-        start, stop = (0, int(fill.args[0])) if len(fill.args) == 1 else (int(fill.args[0]), int(fill.args[1]))
-        return start, stop - start  # random_(2, 5): from 2, one of 3 numbers
+        start, stop = (
+            (0, int(fill.args[0]))
+            if len(fill.args) == 1
+            else (int(fill.args[0]), int(fill.args[1]))
+        )
+        # random_(2, 5): from 2, one of 3 numbers
+        return start, stop - start
     start = int(fill.args[0]) if fill.args else 0
-    last = (1 << _BITS[dtype]) if dtype in _BITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max  # f32: 2**24
+    # f32: 2**24
+    last = (
+        (1 << _BITS[dtype])
+        if dtype in _BITS
+        else 1
+        if dtype == torch.bool
+        else torch.iinfo(dtype).max
+    )
     return start, last - start + 1
 
 
@@ -139,15 +169,16 @@ def _arg(fill: Fill, position: int, default: float) -> float:
     return float(fill.args[position]) if position < len(fill.args) else default
 
 
-# --- Philox4x32-10 ----------------------------------------------------------------------------------------------------
+# --- Philox4x32-10 --------------------------------------------------------------------------------
 
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
     """Four random words for every counter, of integers or of integer tensors on any device with 64-bit integers.
 
-    The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten rounds of two 32 x
-    32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with the least significant first, into four
-    words in `[0, 2**32)`; of int64 tensors among the counter's words, those of the shape to which they broadcast.
+    The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten
+    rounds of two 32 x 32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with
+    the least significant first, into four words in `[0, 2**32)`; of int64 tensors among the
+    counter's words, those of the shape to which they broadcast.
 
     Example:
         >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
@@ -156,7 +187,8 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask drops the sign.
+        # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask
+        # drops the sign.
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((right >> 32) & _MASK) ^ c1 ^ k0, right & _MASK
         c2, c3 = ((left >> 32) & _MASK) ^ c3 ^ k1, left & _MASK

@@ -25,20 +25,24 @@ def draw(
 ) -> Tensor:
     """This rank's box of a global random tensor; the same call on every rank makes one global tensor.
 
-    In the default mode its values, and the generator's state afterwards, are those of `fill` on the plain global
-    tensor, bit for bit.  Every rank of the program may call it, also one with an empty box or outside the mesh.  The
-    numbers go to the box `out`, else to a new one on the mesh's device; a `bernoulli_` may have the box's probabilities
-    as its operand.  A partial tensor is a PlacementError, as random addends do not have the sum's distribution.
+    In the default mode its values, and the generator's state afterwards, are those of `fill` on the
+    plain global tensor, bit for bit. Every rank of the program may call it, also one with an empty
+    box or outside the mesh. The numbers go to the box `out`, else to a new one on the mesh's
+    device; a `bernoulli_` may have the box's probabilities as its operand. A partial tensor is a
+    PlacementError, as random addends do not have the sum's distribution.
     """
     if spec.partials:
-        raise PlacementError(f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}")
+        raise PlacementError(
+            f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}"
+        )
     local = empty_local(spec) if out is None else out.detach()
     if local.device.type == "meta":
         return local
     mode = current_mode()
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
-        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device  # these take a key
+        # these take a key
+        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device
         check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":
@@ -49,7 +53,9 @@ def draw(
             fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
             return local
         memory, names = memory_order_of(spec), spec.mesh.axis_names
-        asked = {spec.mesh.axis_index(axis) for axis in mode.axes if axis in (*names, *range(len(names)))}
+        asked = {
+            spec.mesh.axis_index(axis) for axis in mode.axes if axis in (*names, *range(len(names)))
+        }
         axes = tuple(axis for axis in sorted(asked) if spec.placements[axis].is_shard())
         if mode.mode == "per_axis" and axes:
             key = key_of(generator)
@@ -76,7 +82,9 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
     place = spec.mesh.device_type if device is None else device
     if spec.coordinate is None:
         return torch.empty(0, dtype=spec.dtype, device=place)
-    packed = torch.empty([stop - start for start, stop in memory.box], dtype=spec.dtype, device=place)
+    packed = torch.empty(
+        [stop - start for start, stop in memory.box], dtype=spec.dtype, device=place
+    )
     return packed.permute(memory.restored())
 
 
@@ -88,10 +96,15 @@ def _own_part(
     for dim in memory.order:
         sharding = spec.dim_sharding(dim)
         own, sizes = sharding.index(coordinate), sharding.sizes
-        held = [  # numbers of the shards that these ranks hold, of all that the dim's axes make
+        # numbers of the shards that these ranks hold, of all that the dim's axes make
+        held = [
             shard
             for shard, position in enumerate(product(*map(range, sharding.axis_sizes)))
-            if all(at == coordinate[axis] for axis, at in zip(sharding.axes, position, strict=True) if axis in axes)
+            if all(
+                at == coordinate[axis]
+                for axis, at in zip(sharding.axes, position, strict=True)
+                if axis in axes
+            )
         ]
         before = sum(sizes[shard] for shard in held if shard < own)
         shape.append(sum(sizes[shard] for shard in held))

@@ -1,7 +1,7 @@
 """The order in which one device fills a global tensor, and the place of a rank's box in it.  Integers only.
 
-torch's random kernels walk a tensor in memory order: dims by descending stride, not by number.  The walk is a
-flat range; `stretches` says which parts of a stretch of it belong to a box.
+torch's random kernels walk a tensor in memory order: dims by descending stride, not by number. The
+walk is a flat range; `stretches` says which parts of a stretch of it belong to a box.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class MemoryOrder(NamedTuple):
 
     order: tuple[int, ...]  # the tensor's dims, slowest first
     shape: tuple[int, ...]  # global extents, in that order
-    box: Box  # the rank's `(start, stop)` per dim, in that order
-    contiguous: bool  # whether the global tensor is row-major; torch's normal kernel differs for tensors that are not
+    # the rank's `(start, stop)` per dim, in that order
+    box: Box
+    # whether the global tensor is row-major; torch's normal kernel differs for tensors that are not
+    contiguous: bool
 
     @property
     def numel(self) -> int:
@@ -50,7 +52,8 @@ class MemoryOrder(NamedTuple):
 
     def restored(self) -> list[int]:
         """Where each of the tensor's dims stands in walking order: what permutes back what `arranged` has permuted."""
-        return sorted(range(len(self.order)), key=lambda position: self.order[position])  # order (1, 2, 0): [2, 0, 1]
+        # order (1, 2, 0): [2, 0, 1]
+        return sorted(range(len(self.order)), key=lambda position: self.order[position])
 
 
 @remembered(1024)
@@ -59,19 +62,25 @@ def memory_order_of(spec: Spec) -> MemoryOrder:
     order = dims_by_stride(spec.shape, spec.stride)
     box = ((0, 0),) * spec.ndim if spec.coordinate is None else spec.box(spec.coordinate)
     contiguous = is_contiguous(spec.shape, spec.stride)
-    return MemoryOrder(order, tuple(spec.shape[dim] for dim in order), tuple(box[dim] for dim in order), contiguous)
+    return MemoryOrder(
+        order, tuple(spec.shape[dim] for dim in order), tuple(box[dim] for dim in order), contiguous
+    )
 
 
 def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Dims by descending stride; dims of one element go first, because where they stand does not matter."""
     # (2, 3, 4) of stride (1, 8, 2): (1, 2, 0)
-    return tuple(sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0)))
+    return tuple(
+        sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0))
+    )
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a tensor of that shape and stride is row-major; strides of one-element dims do not count."""
     dense = contiguous_stride(shape)  # (2, 3, 4): 12, 4, 1
-    return 0 in shape or all(n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True))
+    return 0 in shape or all(
+        n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True)
+    )
 
 
 def stretches(
@@ -79,8 +88,8 @@ def stretches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`: views of both tensors.
 
-    `flat` has the elements of the range, `held` those of the box.  A range of a walk over n dims is at most 2n - 1
-    boxes: partial rows at both ends and whole rows between them.
+    `flat` has the elements of the range, `held` those of the box. A range of a walk over n dims is
+    at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
     """
     for base, block in _blocks(tuple(shape), start, stop):
         if (wanted := intersect(block, box)) is not None:
@@ -88,15 +97,19 @@ def stretches(
             yield stretch[slices_of(wanted, block)], held[slices_of(wanted, box)]
 
 
-def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Box]]:
+def _blocks(
+    shape: tuple[int, ...], start: int, stop: int, base: int = 0
+) -> Iterator[tuple[int, Box]]:
     """The boxes that a flat range is made of, in order, each with its distance from the range's first element."""
-    # Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3, 4..7, 8..9.
+    # Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3,
+    # 4..7, 8..9.
     if not shape:
         yield base, ()
         return
     inner = prod(shape[1:])  # (3, 4): rows of 4
     while start < stop:
-        row, offset = divmod(start, inner)  # from 2 on: row 0, offset 2; then row 1, offset 0
+        # from 2 on: row 0, offset 2; then row 1, offset 0
+        row, offset = divmod(start, inner)
         rows = 0 if offset else (stop - start) // inner  # 4:10 in rows of 4: 1 whole row
         if rows:
             length = rows * inner

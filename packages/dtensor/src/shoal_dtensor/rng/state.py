@@ -53,7 +53,8 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
         raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
     if bool(axes) != (mode == "per_axis"):
         raise ValueError(
-            f"random mode {mode!r}: axes are needed for 'per_axis' and for no other mode, got {list(axes)}"
+            f"random mode {mode!r}: axes are needed for 'per_axis' and for no other mode, got "
+            f"{list(axes)}"
         )
     return RandomMode(mode, tuple(axes))
 
@@ -75,24 +76,28 @@ def get_random_mode() -> Mode:
 
 def draws_at_once(device_type: str) -> bool:
     """Whether a traced draw is one node for any sizes; elsewhere where a shard begins in the stream takes integers."""
-    return current_mode().mode == "local" or (current_mode().mode == "single_device" and device_type == "cpu")
+    return current_mode().mode == "local" or (
+        current_mode().mode == "single_device" and device_type == "cpu"
+    )
 
 
 @contextmanager
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
     """Inside the block, random operators on sharded tensors draw as `mode` says; blocks nest.
 
-    What `torch.utils.checkpoint` runs again in backward draws by the mode of its first run; else a backward pass draws
-    by the mode in which it is started.
+    What `torch.utils.checkpoint` runs again in backward draws by the mode of its first run; else a
+    backward pass draws by the mode in which it is started.
 
     Args:
-        mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh (the default).
-            "counter": values that follow from the generator's state and the element's global index alone; not those of
-            one device, but the same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
-            "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as on one device.  An
-            axis that does not shard a tensor leaves it alone: replicas stay equal.
-            "local": every rank draws its own part from its own generator, apart from the others; nothing is checked.
-        axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on one device.
+        mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh
+            (the default). "counter": values that follow from the generator's state and the
+            element's global index alone; not those of one device, but the same on every mesh and on
+            CPU and CUDA, at a cost that depends on the shard only. "per_axis": every coordinate of
+            `axes` has a stream of its own; over the other axes as on one device. An axis that does
+            not shard a tensor leaves it alone: replicas stay equal. "local": every rank draws its
+            own part from its own generator, apart from the others; nothing is checked.
+        axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on
+            one device.
 
     Raises:
         ValueError: if the mode is unknown, or axes are given or missing against it.
@@ -106,14 +111,17 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         yield
 
 
-# --- generators -------------------------------------------------------------------------------------------------------
+# --- generators -----------------------------------------------------------------------------------
 
-_PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
-_NO_GENERATORS = (
-    "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree on a state"
+_PURPOSE = (
+    "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
 )
-# The default group under which the ranks of a mesh were last found to agree, by what they compared: in another default
-# group some ranks may be new.
+_NO_GENERATORS = (
+    "random numbers on {}: torch's module for it has no default_generators, "
+    "so ranks cannot agree on a state"
+)
+# The default group under which the ranks of a mesh were last found to agree, by what they compared:
+# in another default group some ranks may be new.
 _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
 
@@ -123,7 +131,8 @@ def generator_of(device: torch.device) -> torch.Generator:
         return torch.default_generator
     if not has_generators(device.type):
         raise RandomStateError(_NO_GENERATORS.format(device))
-    generator: torch.Generator = module_of(device.type).default_generators[device.index]  # tensors' devices have one
+    # tensors' devices have one
+    generator: torch.Generator = module_of(device.type).default_generators[device.index]
     return generator
 
 
@@ -134,7 +143,8 @@ def has_generators(device_type: str) -> bool:
 
 def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     """Two 32-bit words that follow from a generator's state, which moves on by one draw."""
-    # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU and CUDA.
+    # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU
+    # and CUDA.
     if generator is None or generator.device.type == "cpu":
         words = torch.empty(2, dtype=torch.int64).random_(0, 1 << 32, generator=generator).tolist()
         return words[0], words[1]
@@ -142,7 +152,8 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
         state = f"{generator.initial_seed()} {offset}".encode()
-    else:  # a law that is not known here: the state as it is, and one number drawn
+    else:
+        # a law that is not known here: the state as it is, and one number drawn
         state = bytes(generator.get_state().tolist())
         torch.empty(1, device=generator.device).uniform_(generator=generator)
     number = _hash(state)
@@ -156,16 +167,18 @@ def _hash(state: bytes) -> int:
 def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
     """Raise on every rank of `mesh` unless all have the same generator state.
 
-    Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a `lockstep()` block, or
-    `always`.  A mesh without process groups, or that this rank is not in, is not checked.  In threads other than the
-    main one, which may come in any order, the first call of each generator is checked: of the default generator, which
-    they share, the seed, of another its state.  A check that is due inside `communication("forbid")` is an error.
+    Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a
+    `lockstep()` block, or `always`. A mesh without process groups, or that this rank is not in, is
+    not checked. In threads other than the main one, which may come in any order, the first call of
+    each generator is checked: of the default generator, which they share, the seed, of another its
+    state. A check that is due inside `communication("forbid")` is an error.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     always = always or in_lockstep()
     try:
-        about = ""  # what the check is about: in the main thread, one stands for all
+        # what the check is about: in the main thread, one stands for all
+        about = ""
         if in_other_threads(mesh):
             shared = generator is generator_of(generator.device)
             about = _SHARED if shared else f"a generator of seed {generator.initial_seed()}"
@@ -179,7 +192,9 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
             else:
                 mine = _hash(bytes(generator.get_state().tolist())) >> 2
             with out_of_sight():
-                sent = upload([mine], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
+                sent = upload(
+                    [mine], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type)
+                )
             prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, sent)]
             if len(set(prints)) > 1:
                 raise RandomStateError(_describe(mesh, prints, generator))
@@ -218,9 +233,12 @@ def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generato
         groups.setdefault(value, []).append(rank)
     agreeing = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
     return (
-        f"random numbers on the mesh of shape {tuple(mesh.shape)} (axes {', '.join(mesh.axis_names)}): the "
-        f"{generator.device} generators are out of step: {agreeing}. Every rank must draw from the same state: call "
-        "shoal_dtensor.manual_seed(seed, mesh) or torch.manual_seed(seed) with one seed on every rank, and use "
+        f"random numbers on the mesh of shape {tuple(mesh.shape)} (axes "
+        f"{', '.join(mesh.axis_names)}): the "
+        f"{generator.device} generators are out of step: {agreeing}. Every rank must draw from the "
+        "same state: call "
+        "shoal_dtensor.manual_seed(seed, mesh) or torch.manual_seed(seed) with one seed on every "
+        "rank, and use "
         'random_mode("per_axis", axes=...) where ranks shall differ'
     )
 
@@ -228,11 +246,12 @@ def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generato
 def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]:
     """The states of the default generators, as plain tensors for a checkpoint.
 
-    In the default mode every rank has the same state, so one rank's copy serves any number of ranks.
+    In the default mode every rank has the same state, so one rank's copy serves any number of
+    ranks.
 
     Args:
-        device: whose state is taken besides the CPU's, under the name of its type; this rank's accelerator when left
-            out, where there is one.
+        device: whose state is taken besides the CPU's, under the name of its type; this rank's
+            accelerator when left out, where there is one.
 
     Raises:
         RandomStateError: torch's module for the device shows no generator.
@@ -260,13 +279,16 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
         device: whose state is set besides the CPU's; this rank's accelerator when left out.
 
     Raises:
-        RandomStateError: if the state has no CPU part, or torch's module for the device shows no generator.
+        RandomStateError: if the state has no CPU part, or torch's module for the device shows no
+            generator.
 
     Example:
         >>> set_rng_state(get_rng_state("cpu"), "cpu")
     """
     if "cpu" not in state:
-        raise RandomStateError(f"set_rng_state: expected a state with the key 'cpu', got {sorted(state)}")
+        raise RandomStateError(
+            f"set_rng_state: expected a state with the key 'cpu', got {sorted(state)}"
+        )
     torch.default_generator.set_state(state["cpu"])
     beside = _beside_the_cpu(device)
     if beside is not None and beside[0] in state:
@@ -276,7 +298,11 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
 
 def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None:
     """The type of a device beside the CPU that is here, and torch's module for it; if asked for, it has generators."""
-    chosen = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
+    chosen = (
+        torch.accelerator.current_accelerator(check_available=True)
+        if device is None
+        else torch.device(device)
+    )
     if chosen is None or chosen.type == "cpu":
         return None
     if not has_generators(chosen.type):

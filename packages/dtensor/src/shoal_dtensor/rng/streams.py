@@ -1,16 +1,18 @@
 """The streams of torch's CPU and CUDA generators, entered at a rank's own elements.
 
-No kernel is imitated: torch's own fill parts of the global tensor with the generator where one device would have it,
-and a rank draws the parts that touch its box.  That a distribution can be drawn in parts is not taken on trust: it is
-probed once per distribution, with a generator of our own, and what fails the probe is drawn in one go (`fill_whole`).
+No kernel is imitated: torch's own fill parts of the global tensor with the generator where one
+device would have it, and a rank draws the parts that touch its box. That a distribution can be
+drawn in parts is not taken on trust: it is probed once per distribution, with a generator of our
+own, and what fails the probe is drawn in one go (`fill_whole`).
 
-CPU: the Mersenne twister cannot jump cheaply, so chunks without own elements are skipped at the price of raw draws
-(1.6 ns per word, against 3 to 30 ns for a value).
+CPU: the Mersenne twister cannot jump cheaply, so chunks without own elements are skipped at the
+price of raw draws (1.6 ns per word, against 3 to 30 ns for a value).
 
-CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a launch has at most as
-many threads as the device runs at once.  A large tensor is therefore filled in rounds: round `k` fills the same number
-of consecutive elements (of the walk, see `memory_order`) from offset + `k * step`, in the same way.  So round `k` alone
-is what torch itself fills when the generator's offset is moved there.  Size and step are measured on the device.
+CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a
+launch has at most as many threads as the device runs at once. A large tensor is therefore filled in
+rounds: round `k` fills the same number of consecutive elements (of the walk, see `memory_order`)
+from offset + `k * step`, in the same way. So round `k` alone is what torch itself fills when the
+generator's offset is moved there. Size and step are measured on the device.
 """
 
 from __future__ import annotations
@@ -31,14 +33,20 @@ from .state import generator_of
 class Fill(NamedTuple):
     """One of torch's in-place random methods with its arguments, such as `Fill("random_", (0, 6))`."""
 
-    # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`, `log_normal_` or
-    # `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with arguments (chance to drop, dtype of the
-    # input)
+    # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`,
+    # `log_normal_` or `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with
+    # arguments (chance to drop, dtype of the input)
     name: str
     args: tuple[Any, ...] = ()  # its arguments before `generator`
-    granule: int = 1  # the kernel may differ by the number of elements modulo this
+    # the kernel may differ by the number of elements modulo this
+    granule: int = 1
 
-    def __call__(self, target: Tensor, generator: torch.Generator | None = None, operand: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        target: Tensor,
+        generator: torch.Generator | None = None,
+        operand: Tensor | None = None,
+    ) -> None:
         """Fill a plain tensor in place; the operand of `bernoulli_` has a probability for every element."""
         if self.name == "dropout_mask":
             chance, dtype = self.args
@@ -48,7 +56,9 @@ class Fill(NamedTuple):
         getattr(target, self.name)(*args, generator=generator)
 
 
-def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None) -> None:
+def _dropout_mask(
+    mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None
+) -> None:
     """What `native_dropout` keeps of a tensor like `mask`; it takes no generator, so another one is lent its place."""
     source = torch.ones(mask.shape, dtype=dtype, device=mask.device)
     default = generator_of(mask.device)
@@ -65,12 +75,21 @@ def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: to
 
 
 def fill_stream(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+    local: Tensor,
+    memory: MemoryOrder,
+    fill: Fill,
+    generator: torch.Generator | None,
+    operand: Tensor | None = None,
 ) -> None:
     """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would."""
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
-    in_order = memory.has(local) and memory.box == whole_box(memory.shape) and memory.arranged(local).is_contiguous()
-    if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
+    in_order = (
+        memory.has(local)
+        and memory.box == whole_box(memory.shape)
+        and memory.arranged(local).is_contiguous()
+    )
+    # the box is the tensor: the plain operator does it
+    if in_order and local.is_contiguous() == memory.contiguous:
         fill(local, generator, operand)
         return
     by_parts = {"cpu": fill_cpu, "cuda": fill_cuda}
@@ -78,7 +97,11 @@ def fill_stream(
 
 
 def fill_whole(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+    local: Tensor,
+    memory: MemoryOrder,
+    fill: Fill,
+    generator: torch.Generator | None,
+    operand: Tensor | None,
 ) -> None:
     """Draw the global tensor and keep the box: right by any law of a device; nothing is probed, so it can be traced."""
     on_cpu = local.device.type == "cpu"
@@ -87,7 +110,8 @@ def fill_whole(
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
     if odds is not None and operand is not None and memory.has(operand):
         odds[own].copy_(memory.arranged(operand))
-    if on_cpu or local.device.type == "cuda":  # kernels there walk in memory order, whatever the dims are called
+    # kernels there walk in memory order, whatever the dims are called
+    if on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
     else:
         back = memory.restored()
@@ -103,27 +127,38 @@ def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
     return torch.empty((*shape, 2), dtype=like.dtype, device=like.device)[..., 0]
 
 
-# --- CPU --------------------------------------------------------------------------------------------------------------
+# --- CPU ------------------------------------------------------------------------------------------
 
-CHUNK = 1 << 16  # elements; 256 KiB of float32 stay in the second-level cache
-_UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 complex ones
-_PROBE = 83  # elements: several units, and a rest that is not a multiple of any
+# elements; 256 KiB of float32 stay in the second-level cache
+CHUNK = 1 << 16
+# torch's vectorised normal works on 16 real numbers, 8 complex ones
+_UNITS = (1, 8, 16)
+# elements: several units, and a rest that is not a multiple of any
+_PROBE = 83
 
 
 class Law(NamedTuple):
     """How a distribution that gives the same values in chunks consumes the generator."""
 
-    unit: int  # chunks start at multiples of it, and the last has at least so many elements
-    words: int  # 32-bit words per value in all but the last unit; 0 if that varies
+    # chunks start at multiples of it, and the last has at least so many elements
+    unit: int
+    # 32-bit words per value in all but the last unit; 0 if that varies
+    words: int
 
 
 def fill_cpu(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+    local: Tensor,
+    memory: MemoryOrder,
+    fill: Fill,
+    generator: torch.Generator | None,
+    operand: Tensor | None = None,
 ) -> None:
     """`fill_stream` on the CPU, in bounded memory."""
     law = None
     if type(local) is Tensor and memory.numel > CHUNK:
-        law = law_of(fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype)
+        law = law_of(
+            fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype
+        )
     if law is None:
         fill_whole(local, memory, fill, generator, operand)
         return
@@ -133,13 +168,18 @@ def fill_cpu(
     first, last = memory.span
     drawn = start = 0
     while start < memory.numel:
-        # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16 are two chunks.
+        # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16
+        # are two chunks.
         stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
         if (first < stop and start < last) or not law.words or stop == memory.numel:
-            skip_words((start - drawn) * law.words, generator)  # 65536 float32 uniform values: as many words
-            drawn, length = stop, stop - start  # up to 65536 + 15 elements in units of 16
+            # 65536 float32 uniform values: as many words
+            skip_words((start - drawn) * law.words, generator)
+            # up to 65536 + 15 elements in units of 16
+            drawn, length = stop, stop - start
             if odds is not None and operand is not None:
-                for part, own in stretches(memory.shape, memory.box, start, stop, odds, memory.arranged(operand)):
+                for part, own in stretches(
+                    memory.shape, memory.box, start, stop, odds, memory.arranged(operand)
+                ):
                     part.copy_(own)
             fill(scratch[:length], generator, None if odds is None else odds[:length])
             for part, own in stretches(memory.shape, memory.box, start, stop, scratch, target):
@@ -149,7 +189,8 @@ def fill_cpu(
 
 def skip_words(words: int, generator: torch.Generator | None) -> None:
     """Draw so many 32-bit words and forget them."""
-    pairs, odd = divmod(words, 2)  # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
+    # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
+    pairs, odd = divmod(words, 2)
     scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64)
     while pairs > 0:
         count = min(pairs, CHUNK)
@@ -160,7 +201,9 @@ def skip_words(words: int, generator: torch.Generator | None) -> None:
 
 
 @lru_cache(maxsize=512)
-def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None) -> Law | None:
+def law_of(
+    fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None
+) -> Law | None:
     """How `fill` consumes the generator, found by drawing from one of our own; None if chunks give other values."""
 
     def trial(*ends: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +221,8 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
         if torch.equal(state, after) and torch.equal(values.nan_to_num(), whole.nan_to_num()):
             count = 2 * max(unit, 8)  # 16 values, or 32 in units of 16
             after = trial(count)[1]
-            for words in (1, 2, 4):  # so many if skipping them for each value leads to the same state
+            # so many if skipping them for each value leads to the same state
+            for words in (1, 2, 4):
                 generator = _primed()
                 skip_words(count * words, generator)
                 if torch.equal(generator.get_state(), after):
@@ -194,10 +238,12 @@ def _primed() -> torch.Generator:
     return generator
 
 
-# --- CUDA -------------------------------------------------------------------------------------------------------------
+# --- CUDA -----------------------------------------------------------------------------------------
 
-_LARGEST = 1 << 24  # elements: no device known holds a round of more
-_INDEX_LIMIT = 1 << 31  # elements: from here on torch splits a launch in two
+# elements: no device known holds a round of more
+_LARGEST = 1 << 24
+# elements: from here on torch splits a launch in two
+_INDEX_LIMIT = 1 << 31
 
 
 class Rounds(NamedTuple):
@@ -208,7 +254,11 @@ class Rounds(NamedTuple):
 
 
 def fill_cuda(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+    local: Tensor,
+    memory: MemoryOrder,
+    fill: Fill,
+    generator: torch.Generator | None,
+    operand: Tensor | None = None,
 ) -> None:
     """`fill_stream` on CUDA, by the rounds that touch the box; torch's kernel for an operand has none."""
     residue = memory.numel % fill.granule
@@ -219,15 +269,28 @@ def fill_cuda(
         fill_whole(local, memory, fill, generator, operand)
         return
     target = memory.arranged(local)
-    generator = torch.cuda.default_generators[local.device.index] if generator is None else generator
+    generator = (
+        torch.cuda.default_generators[local.device.index] if generator is None else generator
+    )
     start = generator.get_offset()
-    # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many elements takes.
+    # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many
+    # elements takes.
     flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
     first, last = memory.span
     # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
     for k in range(first // rounds.size, -(-last // rounds.size)):
-        begin = k * rounds.size  # k = 2: 2000, from offset start + 2 * step
-        mine = [*stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel), flat, target)]
+        # k = 2: 2000, from offset start + 2 * step
+        begin = k * rounds.size
+        mine = [
+            *stretches(
+                memory.shape,
+                memory.box,
+                begin,
+                min(begin + rounds.size, memory.numel),
+                flat,
+                target,
+            )
+        ]
         if mine:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
@@ -237,7 +300,9 @@ def fill_cuda(
 
 
 @lru_cache(maxsize=512)
-def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0) -> Rounds | None:
+def rounds_of(
+    fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0
+) -> Rounds | None:
     """Size and step of a round, measured; None if drawing round by round does not give what one draw gives."""
     # The residue is the number of the tensor's elements modulo the distribution's granule.
     generator = _private_generator(device)
@@ -254,7 +319,8 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int
         return None
     # The fewest elements that take a second round, less one.
     size = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step) - 1
-    numel = 2 * size + min(size, 1024 + (residue if fill.granule > 1 else 3))  # of 3 rounds, the last of them short
+    # of 3 rounds, the last of them short
+    numel = 2 * size + min(size, 1024 + (residue if fill.granule > 1 else 3))
     if numel > scratch.numel():
         return None
     start = generator.get_offset()

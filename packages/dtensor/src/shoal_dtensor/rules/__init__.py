@@ -4,7 +4,16 @@ May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """
 
 from .language.local_ops import all_reduced, sharding_axes
-from .language.notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product
+from .language.notation import (
+    NotationError,
+    Partials,
+    Pattern,
+    factor_rows,
+    linear_rows,
+    parse,
+    pointwise,
+    product,
+)
 from .language.op_call import OpSchema, schema_of
 from .language.rule import (
     ANY_NORM,

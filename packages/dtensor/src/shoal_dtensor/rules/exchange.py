@@ -1,25 +1,26 @@
 """Exchange of the ranges of a sharded dim that ranks want: one all-to-all with exact blocks; windows and their halos.
 
-An operator like `roll` or `repeat` puts every shard of a dim at some places of its result.  Who sends what to whom
-follows from those and from the ranges that ranks want.  `roll` by 1 of 6 elements on 2 ranks puts 0:3 at 1 and at -5:
+An operator like `roll` or `repeat` puts every shard of a dim at some places of its result. Who
+sends what to whom follows from those and from the ranges that ranks want. `roll` by 1 of 6 elements
+on 2 ranks puts 0:3 at 1 and at -5:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
 
-Halos are the border rows of other ranks that windows along a sharded dim read.  A convolution of 8 rows with kernel 3
-and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
+Halos are the border rows of other ranks that windows along a sharded dim read. A convolution of 8
+rows with kernel 3 and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
 
     rank 0 holds  0 1 2 3        computes outputs 0..3, reads  - 0 1 2 3 4    row 4 is its halo, from rank 1
     rank 1 holds  4 5 6 7        computes outputs 4..7, reads  3 4 5 6 7 -    row 3 is its halo, from rank 0
 
-Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1.  Of 4 inputs and 7
-outputs:
+Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1. Of
+4 inputs and 7 outputs:
 
     rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
     rank 1 holds  2 3            computes outputs 4..6, reads  2 3
 
-Without padding, inputs 0 1 2 make the outputs -1..5, which are cropped to 0..3, or filled up with zeros.  The gradient
-of a halo goes back the same way and is added to the owner's.
+Without padding, inputs 0 1 2 make the outputs -1..5, which are cropped to 0..3, or filled up with
+zeros. The gradient of a halo goes back the same way and is added to the owner's.
 
 May import: language.
 """
@@ -50,37 +51,59 @@ Block = tuple[int, int, int]
 
 def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Block]:
     """What a range has of a shard that is put at each of `places`."""
-    parts = [(at, max(at, wanted[0]), min(at + size, wanted[1])) for at in places]  # 3:6 at 4, of 3:6: 4, 4, 6
-    return [(start - at, start - wanted[0], stop - start) for at, start, stop in parts if start < stop]  # 0, 1, 2
+    # 3:6 at 4, of 3:6: 4, 4, 6
+    parts = [(at, max(at, wanted[0]), min(at + size, wanted[1])) for at in places]
+    # 0, 1, 2
+    return [
+        (start - at, start - wanted[0], stop - start) for at, start, stop in parts if start < stop
+    ]
 
 
 class Relocation:
     """The exchange from the shards of a dim to the ranges that ranks want; every rank of the dim's axes takes part.
 
-    Every shard is put at some places of a dim, of which each shard's rank wants a range; these may overlap, and reach
-    over the ends.  If nothing `moves`, every rank has what it wants, at its place: then there is no collective.
+    Every shard is put at some places of a dim, of which each shard's rank wants a range; these may
+    overlap, and reach over the ends. If nothing `moves`, every rank has what it wants, at its
+    place: then there is no collective.
     """
 
     def __init__(
-        self, spec: Spec, dim: int, places: Sequence[Sequence[int]], wanted: Sequence[Interval], *, moves: bool = True
+        self,
+        spec: Spec,
+        dim: int,
+        places: Sequence[Sequence[int]],
+        wanted: Sequence[Interval],
+        *,
+        moves: bool = True,
     ) -> None:
         self.spec, self.dim, self.moves = spec, dim, moves
         self.index: int = shard_index(spec, dim)
         sizes, mine = spec.sizes(dim), places[self.index]
         self.size: int = sizes[self.index]
-        self.wanted: Interval = wanted[self.index]  # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
+        # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
+        self.wanted: Interval = wanted[self.index]
         self.sends: list[list[Block]] = [_blocks(mine, self.size, there) for there in wanted]
-        self.receives: list[list[Block]] = [_blocks(*each, self.wanted) for each in zip(places, sizes, strict=True)]
-        # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1, 1); 5:7: (-1, -1).
-        self._widths: dict[int, Interval] = {dim: (mine[0] - self.wanted[0], self.wanted[1] - mine[0] - self.size)}
+        self.receives: list[list[Block]] = [
+            _blocks(*each, self.wanted) for each in zip(places, sizes, strict=True)
+        ]
+        # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1,
+        # 1); 5:7: (-1, -1).
+        self._widths: dict[int, Interval] = {
+            dim: (mine[0] - self.wanted[0], self.wanted[1] - mine[0] - self.size)
+        }
 
     def forwards(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """What this rank wants, out of the shards; `fill` where nothing was put."""
         if not self.moves:
             return _padded(x, self._widths, fill)
         result = x.new_full(self._shape(x, self.wanted[1] - self.wanted[0]), fill)
-        blocks = [[x.narrow(self.dim, at, length) for at, _, length in to_rank] for to_rank in self.sends]
-        out = [[result.narrow(self.dim, at, length) for _, at, length in each] for each in self.receives]
+        blocks = [
+            [x.narrow(self.dim, at, length) for at, _, length in to_rank] for to_rank in self.sends
+        ]
+        out = [
+            [result.narrow(self.dim, at, length) for _, at, length in each]
+            for each in self.receives
+        ]
         self._exchange(blocks, out, x, result)
         return result
 
@@ -89,16 +112,26 @@ class Relocation:
         if not self.moves:
             return _padded(gradient, self._widths, sign=-1).contiguous()
         total = gradient.new_zeros(self._shape(gradient, self.size))
-        blocks = [[gradient.narrow(self.dim, at, length) for _, at, length in each] for each in self.receives]
-        out = [[gradient.new_empty(self._shape(gradient, length)) for *_, length in to_rank] for to_rank in self.sends]
+        blocks = [
+            [gradient.narrow(self.dim, at, length) for _, at, length in each]
+            for each in self.receives
+        ]
+        out = [
+            [gradient.new_empty(self._shape(gradient, length)) for *_, length in to_rank]
+            for to_rank in self.sends
+        ]
         self._exchange(blocks, out, gradient, total)
         for sent, parts in zip(self.sends, out, strict=True):
-            for (at, _, length), part in zip(sent, parts, strict=False):  # behind this rank's parts is an empty one
+            # behind this rank's parts is an empty one
+            for (at, _, length), part in zip(sent, parts, strict=False):
                 total.narrow(self.dim, at, length).add_(part)
         return total
 
-    def _exchange(self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor) -> None:
-        blocks[self.index].append(source.narrow(self.dim, 0, 0))  # a rank that has and gets nothing knows the dtype
+    def _exchange(
+        self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
+    ) -> None:
+        # a rank that has and gets nothing knows the dtype
+        blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
         all_to_all_blocks(blocks, self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes), out)
 
@@ -106,16 +139,17 @@ class Relocation:
         return [length if d == self.dim else n for d, n in enumerate(like.shape)]
 
 
-# --- windows and halos ------------------------------------------------------------------------------------------------
+# --- windows and halos ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
     """Which inputs every output reads along a dim.  As a map of shardings: which outputs a shard computes.
 
-    Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard computes the outputs
-    whose windows have their middle in it.  Transposed, input `i` adds to the outputs `i * stride - padding + dilation *
-    j`; a shard of n inputs computes `n * stride` outputs, the last one also what is left.
+    Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard
+    computes the outputs whose windows have their middle in it. Transposed, input `i` adds to the
+    outputs `i * stride - padding + dilation * j`; a shard of n inputs computes `n * stride`
+    outputs, the last one also what is left.
 
     Example:
         >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
@@ -132,7 +166,9 @@ class Windows:
     padding: int = 0
     dilation: int = 1
     transposed: bool = False  # whether windows are of outputs
-    beside: int = 0  # inputs on either side that an output reads besides those that reach it, which interpolation does
+    # inputs on either side that an output reads besides those that reach it, which interpolation
+    # does
+    beside: int = 0
 
     @property
     def reach(self) -> int:
@@ -140,7 +176,8 @@ class Windows:
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        return sharding.resharded(self._before, self.outputs)  # 8 outputs of 5 + 3, kernel 3: from 0, 5
+        # 8 outputs of 5 + 3, kernel 3: from 0, 5
+        return sharding.resharded(self._before, self.outputs)
 
     def _before(self, position: int) -> int:
         """How many outputs belong to the inputs before `position`."""
@@ -148,18 +185,25 @@ class Windows:
             return self.outputs
         if position == 0:
             return 0
-        middle = 0 if self.transposed else self.reach // 2 - self.padding  # kernel 3, padding 1: 1 - 1 = 0
-        outputs = position * self.stride if self.transposed else -(-(position - middle) // self.stride)  # 5, by 2: 3
+        # kernel 3, padding 1: 1 - 1 = 0
+        middle = 0 if self.transposed else self.reach // 2 - self.padding
+        # 5, by 2: 3
+        outputs = (
+            position * self.stride if self.transposed else -(-(position - middle) // self.stride)
+        )
         return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
         """What a range of some outputs reads; windows of inputs may reach over both ends of the input."""
         start, stop = outputs
         if not self.transposed:
-            return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach + 1
+            return start * self.stride - self.padding, (
+                stop - 1
+            ) * self.stride - self.padding + self.reach + 1
         first = -(-(start + self.padding - self.reach) // self.stride) - self.beside
         last = (stop - 1 + self.padding) // self.stride + 1 + self.beside
-        return self.clipped((first, last))  # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
+        # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
+        return self.clipped((first, last))
 
     def clipped(self, inputs: Interval) -> Interval:
         """What a range has of the inputs."""
@@ -169,7 +213,8 @@ class Windows:
     def reached(self, inputs: Interval) -> Interval:
         """The outputs that a range of inputs reaches, of a transposed operator."""
         start = inputs[0] * self.stride - self.padding  # inputs 0:3, stride 2, padding 1: -1
-        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1  # -1 + 2 * 2 + 3 = 6
+        # -1 + 2 * 2 + 3 = 6
+        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1
 
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
@@ -179,14 +224,27 @@ def per_dim(call: OpCall, name: str, count: int) -> list[int]:
 
 
 def windows_of(
-    call: OpCall, source: TensorMeta, result: TensorMeta, kernel: Sequence[int], *, transposed: bool = False
+    call: OpCall,
+    source: TensorMeta,
+    result: TensorMeta,
+    kernel: Sequence[int],
+    *,
+    transposed: bool = False,
 ) -> dict[int, Windows]:
     """The windows along every spatial dim, the last ones, of a call with a stride, a padding and perhaps a dilation."""
     count = len(kernel)
     stride = per_dim(call, "stride", count) if call["stride"] else kernel
     padding, dilation = per_dim(call, "padding", count), per_dim(call, "dilation", count)
     return {
-        d: Windows(source.shape[d], result.shape[d], kernel[i], stride[i], padding[i], dilation[i], transposed)
+        d: Windows(
+            source.shape[d],
+            result.shape[d],
+            kernel[i],
+            stride[i],
+            padding[i],
+            dilation[i],
+            transposed,
+        )
         for i, d in enumerate(range(source.ndim - count, source.ndim))
     }
 
@@ -195,7 +253,8 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
     """The traffic of windows along a sharded dim of `source`; None where they need no halo, however it is sharded.
 
     Example:
-        Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an input of the first rank.
+        Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an
+            input of the first rank.
 
         >>> row = TensorMeta((4, 2), (2, 1), torch.float32)
         >>> halo_traffic(Windows(4, 4, kernel=1), row, 0) is None
@@ -205,9 +264,11 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
     """
     row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
     # Inputs that two neighbouring windows share, so about the size of a halo.
-    overlap = windows.reach + 1 - windows.stride  # kernel 3, stride 1: 2; kernel 2, stride 2: 0
+    # kernel 3, stride 1: 2; kernel 2, stride 2: 0
+    overlap = windows.reach + 1 - windows.stride
     if windows.transposed:
-        overlap = max(-(-(windows.reach + 1) // windows.stride) - 1, 0) + 2 * windows.beside  # 3, by 2: 2 - 1 = 1
+        # 3, by 2: 2 - 1 = 1
+        overlap = max(-(-(windows.reach + 1) // windows.stride) - 1, 0) + 2 * windows.beside
     size = max(overlap, 1) * max(row_bytes, 1)
     return (lambda ranks: size) if _needs_halo(windows) else None
 
@@ -222,25 +283,33 @@ def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Whether any shard reads what it does not hold."""
     reads = map(windows.clipped, _wanted(windows, sharding))
     pairs = zip(spans(sharding.sizes), reads, strict=True)
-    return any(start < stop and (start < shard[0] or shard[1] < stop) for shard, (start, stop) in pairs)
+    return any(
+        start < stop and (start < shard[0] or shard[1] < stop) for shard, (start, stop) in pairs
+    )
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """What each shard's windows read; an empty range of the shard where it has none."""
     pairs = zip(spans(sharding.sizes), spans(windows(sharding).sizes), strict=True)
-    return [windows.reads(outputs) if outputs[0] < outputs[1] else (at, at) for (at, _), outputs in pairs]  # -1:5, 3:9
+    # -1:5, 3:9
+    return [
+        windows.reads(outputs) if outputs[0] < outputs[1] else (at, at)
+        for (at, _), outputs in pairs
+    ]
 
 
 class Halos:
     """The halos of a shard of an input along all sharded dims along which windows run."""
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
-        # By dim: what fetches what this rank's windows read of the input, and returns the gradient of it.
+        # By dim: what fetches what this rank's windows read of the input, and returns the gradient
+        # of it.
         self.exchanges: dict[int, Relocation] = {}
-        # How many outputs the operator, which knows nothing of the others, makes too few at the start and at the end;
-        # negative where it makes too many.
+        # How many outputs the operator, which knows nothing of the others, makes too few at the
+        # start and at the end; negative where it makes too many.
         self._widths: dict[int, tuple[int, int]] = {}
-        # The sizes of the shard with its halos and with what is beyond the ends of the input, and where it begins.
+        # The sizes of the shard with its halos and with what is beyond the ends of the input, and
+        # where it begins.
         self.shape, self.first = [*spec.local_shape], [0] * spec.ndim
         for dim, along in windows.items():
             if not spec.dim_shardings[dim].axes:
@@ -249,8 +318,10 @@ class Halos:
             places, wanted = [(start,) for start in sharding.offsets], _wanted(along, sharding)
             exchange = Relocation(spec, dim, places, wanted, moves=_reads_others(along, sharding))
             begin, end = along(sharding).interval_of(exchange.index)
-            first, last = exchange.wanted  # kernel 3, padding 1, outputs 0:4: rows -1:5
-            start, stop = along.reached((first, last)) if along.transposed else (begin, end)  # inputs 0:3 to -1:6
+            # kernel 3, padding 1, outputs 0:4: rows -1:5
+            first, last = exchange.wanted
+            # inputs 0:3 to -1:6
+            start, stop = along.reached((first, last)) if along.transposed else (begin, end)
             self.exchanges[dim] = exchange
             self._widths[dim] = start - begin, end - stop  # of 0:4, -1:6: (-1, -2)
             self.first[dim], self.shape[dim] = first, last - first  # rows -1:5: from -1, 6 of them
@@ -260,7 +331,9 @@ class Halos:
 
     def unpadded(self, call: OpCall, count: int) -> dict[str, list[int]]:
         """The paddings of `call` for its `count` last dims: none along these, where the shard is padded."""
-        names = [name for name in call.bound if self.exchanges and name in ("padding", "output_padding")]
+        names = [
+            name for name in call.bound if self.exchanges and name in ("padding", "output_padding")
+        ]
         paddings: dict[str, list[int]] = {name: per_dim(call, name, count) for name in names}
         for padding in paddings.values():
             for dim in self.exchanges:
@@ -288,7 +361,10 @@ class Halos:
         return _padded(gradient, self._widths, sign=-1)
 
 
-def _padded(x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0, sign: int = 1) -> Tensor:
+def _padded(
+    x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0, sign: int = 1
+) -> Tensor:
     """`x` with so many elements more at the start and end of dims, or fewer where `sign` and width say so."""
-    pad = [sign * n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]  # torch begins with the last
+    # torch begins with the last
+    pad = [sign * n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]
     return torch.constant_pad_nd(x, pad, fill) if any(pad) else x

@@ -1,8 +1,9 @@
 """Differentiable crossings: plain tensor <-> DTensor, and one spec to another.
 
-A DTensor's gradient is the gradient with respect to its logical value, so a redistribution, which changes no value,
-passes gradients through unchanged in value; only where local tensors enter or leave does a partial placement matter.
-The DTensor class is an argument here: this module is below it.
+A DTensor's gradient is the gradient with respect to its logical value, so a redistribution, which
+changes no value, passes gradients through unchanged in value; only where local tensors enter or
+leave does a partial placement matter. The DTensor class is an argument here: this module is below
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
 from ..scopes import current, obey
 
-Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # forward and backward; None for that of the tensor
+# forward and backward; None for that of the tensor
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
@@ -49,7 +51,8 @@ def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: boo
         with purpose(plan.purpose):
             return _arriving(cls, tensor, plan, local, async_op)
     if plan.note is not None:
-        note(plan.note)  # `with purpose(...)` takes half a microsecond more
+        # `with purpose(...)` takes half a microsecond more
+        note(plan.note)
     return _arriving(cls, tensor, plan, local, async_op)
 
 
@@ -76,7 +79,9 @@ def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, sou
 
 def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -> Any:
     """A DTensor whose local tensor a batch brings; its first use waits for it."""
-    result = make_wrapper(cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device)
+    result = make_wrapper(
+        cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device
+    )
     cls.local_slot.__set__(result, batch)
     result._spec = spec
     return result
@@ -89,7 +94,9 @@ def gradient_spec(spec: Spec) -> Spec:
 
 @remembered(4096)
 def _reduced(spec: Spec) -> Spec:
-    return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+    return spec.with_(
+        placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    )
 
 
 def laid_out(layout: Spec, grad: Spec) -> Spec:
@@ -102,7 +109,8 @@ def laid_out(layout: Spec, grad: Spec) -> Spec:
 def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
     """`R -> R`: the gradient of a DTensor, a plain one as a replicated DTensor once the ranks have compared it.
 
-    Formulas of torch make plain zeros, and hooks and autograd functions of users may return any plain tensor.
+    Formulas of torch make plain zeros, and hooks and autograd functions of users may return any
+    plain tensor.
     """
     if isinstance(grad, cls) or is_transformed(grad):
         return grad
@@ -116,11 +124,20 @@ class FromLocal(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, cls: Any, spec: Spec, grad_placements: Sequence[Placement] | None
+        ctx: Any,
+        local: torch.Tensor,
+        cls: Any,
+        spec: Spec,
+        grad_placements: Sequence[Placement] | None,
     ) -> Any:
         ctx.spec, ctx.cls = spec, cls
-        ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        return around(cls, local.detach(), spec, False)  # what runs inside of a DTensor needs no history
+        ctx.gradient = (
+            gradient_spec(spec)
+            if grad_placements is None
+            else spec.with_(placements=grad_placements)
+        )
+        # what runs inside of a DTensor needs no history
+        return around(cls, local.detach(), spec, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -140,9 +157,15 @@ class ToLocal(Function):
     def forward(ctx: Any, tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
         spec: Spec = tensor._spec
         ctx.cls = type(tensor)
-        ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        ctx.spec = (
+            gradient_spec(spec)
+            if grad_placements is None
+            else spec.with_(placements=grad_placements)
+        )
         ctx.checked = current().replicas_checked
-        ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
+        ctx.scaled = (
+            [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
+        )
         local: torch.Tensor = tensor._local_tensor
         return local.detach()
 
@@ -150,15 +173,19 @@ class ToLocal(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if ctx.checked and ctx.spec.coordinate is not None:
-            axes = tuple(axis for axis, p in enumerate(ctx.spec.placements) if isinstance(p, Replicate))
+            axes = tuple(
+                axis for axis, p in enumerate(ctx.spec.placements) if isinstance(p, Replicate)
+            )
             if axes:
                 what = f"the gradient that to_local of {ctx.spec!r} got, global shape"
                 check_replicas(grad, ctx.spec.mesh.comm(axes), what)
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
-        plain = grad.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
-        plain = _in_memory_order(spec)(plain)  # dims lie in memory as the spec says, by whose stride views are decided
+        # such marks are not looked at below a tensor subclass
+        plain = grad.resolve_conj().resolve_neg()
+        # dims lie in memory as the spec says, by whose stride views are decided
+        plain = _in_memory_order(spec)(plain)
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
         return around(ctx.cls, plain, spec, False), None
@@ -167,7 +194,11 @@ class ToLocal(Function):
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
         spec: Spec = ctx.spec
         axes = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Replicate)]
-        return None if not axes or spec.coordinate is None else spec.mesh.ranks_along(axes, spec.coordinate)
+        return (
+            None
+            if not axes or spec.coordinate is None
+            else spec.mesh.ranks_along(axes, spec.coordinate)
+        )
 
 
 _in_memory_order = remembered(1024)(in_memory_order)
@@ -177,7 +208,9 @@ class Redistribute(Function):
     """DTensor -> the same values under another spec, moved and differentiated in the given dtypes."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, cls: Any, target: Spec, dtypes: Dtypes, async_op: bool) -> Any:
+    def forward(
+        ctx: Any, tensor: Any, cls: Any, target: Spec, dtypes: Dtypes, async_op: bool
+    ) -> Any:
         forward_dtype, backward_dtype = dtypes
         source: Spec = tensor._spec
         ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
@@ -211,6 +244,7 @@ def check_differentiable(spec: Spec) -> None:
     for axis, op in spec.partials:
         if op not in ("sum", "avg"):
             raise PlacementError(
-                f"no gradient flows through Partial({op!r}) on mesh axis {spec.mesh.axis_names[axis]!r}: which rank's "
+                f"no gradient flows through Partial({op!r}) on mesh axis "
+                f"{spec.mesh.axis_names[axis]!r}: which rank's "
                 f"value was taken is not known; redistribute to Replicate or Shard first, or detach"
             )

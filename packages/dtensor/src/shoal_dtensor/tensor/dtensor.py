@@ -25,7 +25,14 @@ from ..layout.spec import Spec
 from ..redistribute.plan import plan
 from ..scopes import obey
 from . import serialization
-from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
+from .autograd import (
+    FromLocal,
+    Redistribute,
+    ToLocal,
+    check_differentiable,
+    gradient_spec,
+    redistributed,
+)
 from .gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec, with_a_dim, with_lists
 
@@ -33,8 +40,9 @@ from .spec_arguments import global_spec, mesh_or_current, target_spec, with_a_di
 class DTensor(torch.Tensor):
     """A global tensor spread over a device mesh.
 
-    Operators, autograd, optimizers and checkpoints see the global tensor; each rank stores only its shard. Create one
-    with `distribute_tensor`, with `DTensor.from_local`, or with a factory such as `zeros`.
+    Operators, autograd, optimizers and checkpoints see the global tensor; each rank stores only its
+    shard. Create one with `distribute_tensor`, with `DTensor.from_local`, or with a factory such as
+    `zeros`.
 
     Attributes:
         device_mesh: the mesh.
@@ -64,19 +72,25 @@ class DTensor(torch.Tensor):
     apply_ = map_ = map2_ = serialization.refuse_memory
     untyped_storage = serialization.storage_for_compilers
     fsdp_pre_all_gather: property = property(serialization.refuse_fsdp)
-    _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do it")
+    _op_dispatcher = Absent(
+        "cache_info, clear_cache, explain, register_rule and implicit_replication do it"
+    )
 
     @staticmethod
-    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+    def __new__(
+        cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False
+    ) -> DTensor:
         """A DTensor around `local_tensor`, unchecked; users call `from_local`."""
         result: DTensor = around(cls, local_tensor, spec, False)
         return result.requires_grad_() if requires_grad else result
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()  # which takes no arguments; __new__ has done everything
+        # which takes no arguments; __new__ has done everything
+        super().__init__()
 
     spec: Spec = property(  # type: ignore[assignment]  # a property is read as its value
-        attrgetter("_spec"),  # no call in Python: backward passes of lowered modules read it four times per parameter
+        # no call in Python: backward passes of lowered modules read it four times per parameter
+        attrgetter("_spec"),
         doc="Mesh, placements, shard order, global shape, stride and dtype in one interned value.",
     )
 
@@ -113,13 +127,15 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's shard.
             device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
             placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
-            run_check: compare shapes and dtypes over the mesh first: uneven shards become ragged ones, replicas take
-                the values of their group's first rank, anything else that differs raises on every rank.
-            shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every rank is taken to
-                hold a shard of the same shape.
+            run_check: compare shapes and dtypes over the mesh first: uneven shards become ragged
+                ones, replicas take the values of their group's first rank, anything else that
+                differs raises on every rank.
+            shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every
+                rank is taken to hold a shard of the same shape.
             stride: global stride in elements.
             grad_placements: the placements of the gradient that `local_tensor` gets back.
-            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+                ascending order.
 
         Raises:
             PlacementError: if the placements do not fit, or `shape` asks for another local shape.
@@ -127,27 +143,48 @@ class DTensor(torch.Tensor):
         mesh = mesh_or_current(device_mesh)
         if isinstance(local_tensor, DTensor):
             raise ArgumentTypeError(
-                f"DTensor.from_local: expected local_tensor to be a plain tensor, got {local_tensor._spec!r}; "
+                "DTensor.from_local: expected local_tensor to be a plain tensor, got "
+                f"{local_tensor._spec!r}; "
                 "redistribute it, or pass its to_local()"
             )
         if is_tracing():
-            return _from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, shard_order)
-        spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
+            return _from_local(
+                local_tensor,
+                mesh,
+                placements,
+                run_check,
+                shape,
+                stride,
+                grad_placements,
+                shard_order,
+            )
+        spec, local = global_spec(
+            local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check
+        )
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
-            local = local.abs()  # what ranks hold of a norm is not negative
+            # what ranks hold of a norm is not negative
+            local = local.abs()
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
-            check_type("DTensor.from_local", "grad_placements", grad_placements, (tuple, list, type(None)), "a list")
-            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
-        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
+            check_type(
+                "DTensor.from_local",
+                "grad_placements",
+                grad_placements,
+                (tuple, list, type(None)),
+                "a list",
+            )
+            # of torch
+            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]
+        # it makes the class it is given
+        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`placements -> V`: this rank's shard; differentiable.
 
         Args:
-            grad_placements: those of the returned tensor's gradient; this tensor's own when left out, replicated
-                where this tensor is partial. Where ranks use a replicated tensor in different ways, its gradient is
-                `Partial()`.
+            grad_placements: those of the returned tensor's gradient; this tensor's own when left
+                out, replicated where this tensor is partial. Where ranks use a replicated tensor in
+                different ways, its gradient is `Partial()`.
         """
         if not is_tracing():
             check_recorded("to_local", self._local_tensor)
@@ -173,27 +210,36 @@ class DTensor(torch.Tensor):
             async_op: return before the data have arrived; the first use of the result waits.
             forward_dtype: convert to this dtype before moving.
             backward_dtype: convert the gradient to this dtype before moving it back.
-            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+                ascending order.
 
         Raises:
-            PlacementError: if the placements do not fit or name a partial state that the tensor is not in.
+            PlacementError: if the placements do not fit or name a partial state that the tensor is
+                not in.
         """
         target = target_spec(self._spec, device_mesh, placements, shard_order)
         if forward_dtype is not None or backward_dtype is not None:
             for dtype in (forward_dtype, backward_dtype):
-                check_type("redistribute", "a dtype", dtype, (torch.dtype, type(None)), "a torch.dtype")
+                check_type(
+                    "redistribute", "a dtype", dtype, (torch.dtype, type(None)), "a torch.dtype"
+                )
         if torch.is_grad_enabled() and self.requires_grad:
             dtypes = (forward_dtype, backward_dtype)
-            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
-        source = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+            # of torch
+            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]
+        source = (
+            self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+        )
         target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
-        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
+        # gives the class it gets
+        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`any -> R -> V`: the global tensor on every rank; differentiable.
 
         Args:
-            grad_placements: the placements of the returned tensor's gradient; replicated when left out.
+            grad_placements: the placements of the returned tensor's gradient; replicated when left
+                out.
         """
         whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
@@ -205,24 +251,28 @@ class DTensor(torch.Tensor):
             install_gradient_hook(DTensor, self)
         return self
 
-    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
+    # returns the tensor
+    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Have `hook` see the gradient, and replace it where it returns another one.
 
         Args:
-            hook: gets the gradient, a DTensor, and returns None or a DTensor. A plain tensor counts as replicated if it
-                is the same on every rank; a leaf's gradient is redistributed to the leaf's layout once more.
+            hook: gets the gradient, a DTensor, and returns None or a DTensor. A plain tensor counts
+                as replicated if it is the same on every rank; a leaf's gradient is redistributed to
+                the leaf's layout once more.
 
         Returns:
             A handle whose `remove()` takes the hook away.
 
         Raises:
-            MixedTensorError: (in backward, on every rank) if it returns plain tensors that differ between ranks.
+            MixedTensorError: (in backward, on every rank) if it returns plain tensors that differ
+                between ranks.
         """
         if not is_tracing():
             hook = CheckedHook(DTensor, self._spec, hook, self.is_leaf)
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
+        # torch gives it no types
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> Any:
@@ -232,7 +282,10 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, DTensor):
-            raise PlacementError(f"data: expected a DTensor, got {type(value).__name__} of shape {tuple(value.shape)}")
+            raise PlacementError(
+                f"data: expected a DTensor, got {type(value).__name__} of shape "
+                f"{tuple(value.shape)}"
+            )
         BASE.data.__set__(self, value)
         self._become(value._local_tensor, value._spec)
 
@@ -263,8 +316,12 @@ class DTensor(torch.Tensor):
             PlacementError: if the tensor is not replicated and `force` is not set.
         """
         if not self._spec.replicated and not force:
-            raise PlacementError(f"numpy() of {self._spec!r}: only replicated ones are arrays; use numpy(force=True)")
-        return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(force=force)
+            raise PlacementError(
+                f"numpy() of {self._spec!r}: only replicated ones are arrays; use numpy(force=True)"
+            )
+        return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(
+            force=force
+        )
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(with_lists(DTensor, self, index))
@@ -272,27 +329,38 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         target, index, value = with_a_dim(self, with_lists(DTensor, self, index), value)
         if target is not self and isinstance(value, DTensor) and shares_memory(value, self):
-            value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
+            # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
+            value = value.clone()
         if torch.is_grad_enabled():
-            _ = target.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
+            # a slice that is all of a view is the view; torch takes it for a leaf until asked
+            _ = target.grad_fn
         super(DTensor, target).__setitem__(index, value)
 
     def __format__(self, wanted: str) -> str:
-        return format(self.item(), wanted) if wanted and not self.ndim else object.__format__(self, wanted)
+        return (
+            format(self.item(), wanted)
+            if wanted and not self.ndim
+            else object.__format__(self, wanted)
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
         spec = self._spec
         return f"DTensor(local_tensor={self._local_tensor!r}, device_mesh={spec.mesh}, placements={spec.placements})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
+        # gives the class it gets
+        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return serialization.reduce(DTensor, self)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
-        return ["_local_tensor"], (spec.example or spec, self.requires_grad, getattr(self, "_is_param", False))
+        return ["_local_tensor"], (
+            spec.example or spec,
+            self.requires_grad,
+            getattr(self, "_is_param", False),
+        )
 
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
@@ -301,7 +369,9 @@ class DTensor(torch.Tensor):
         return compiled[1:] == given[1:] and bool(placed(compiled[0]) == placed(given[0]))
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> DTensor:
         spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
         spec = serialization.of_wrapper(spec, local, size, stride, is_parameter)
@@ -309,9 +379,13 @@ class DTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
-        return self.__coerce_same_metadata_as_tangent__((gradient_spec(self._spec), self.requires_grad))
+        return self.__coerce_same_metadata_as_tangent__(
+            (gradient_spec(self._spec), self.requires_grad)
+        )
 
-    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
+    def __coerce_same_metadata_as_tangent__(
+        self, context: Any, expected: type | None = None
+    ) -> DTensor:
         """This gradient in the layout that the compiled code expects."""
         target: Spec = context[0].with_(shape=self._spec.shape, stride=self._spec.stride)
         return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
@@ -336,18 +410,24 @@ class _Pending(DTensor):
     __slots__ = ()
 
     @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, which has the batch until it arrives
+    # the slot, which has the batch until it arrives
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
         DTensor.local_slot.__get__(self).flush()
         return DTensor.local_slot.__get__(self)  # type: ignore[no-any-return]  # a slot has no type
 
     def arrive(self, local: torch.Tensor) -> None:
         """Take the local tensor."""
         DTensor.local_slot.__set__(self, local)
-        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
+        # same layout, and nothing is pending any more
+        self.__class__ = DTensor  # type: ignore[assignment]
 
 
 def run_on_pending(
-    cls: type[DTensor], op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    cls: type[DTensor],
+    op: Any,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run an operator on tensors that are under way, or put it off with them."""
     waiting = None if kwargs else postponed(DTensor, op, args)
@@ -360,11 +440,14 @@ _Pending.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
 DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
-_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
+# a property for a slot
+_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]
 
 
 @whole_when_compiled
-def _from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Placements | None, *options: Any) -> DTensor:
+def _from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements | None, *options: Any
+) -> DTensor:
     """`DTensor.from_local` as a function, for the compiler."""
     names = ("run_check", "shape", "stride", "grad_placements", "shard_order")
     return DTensor.from_local(local, mesh, placements, **dict(zip(names, options, strict=True)))
@@ -373,10 +456,11 @@ def _from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Placements | 
 def local_shard(tensor: DTensor) -> torch.Tensor:
     """`placements -> V`: this rank's shard itself, of the local shape, outside of autograd.
 
-    For modules that compute on local tensors and deliver gradients themselves; everyone else calls `to_local()`, which
-    is differentiable. It waits for a collective that is still in flight.
+    For modules that compute on local tensors and deliver gradients themselves; everyone else calls
+    `to_local()`, which is differentiable. It waits for a collective that is still in flight.
     """
-    if type(tensor) is not DTensor:  # hot loops of lowered modules ask for every parameter
+    # hot loops of lowered modules ask for every parameter
+    if type(tensor) is not DTensor:
         check_type("local_shard", "tensor", tensor, DTensor, "a DTensor")
     return tensor._local_tensor
 

@@ -1,12 +1,14 @@
 """Gradients of leaves: the backward pass that is running, what becomes of a gradient in it, many in one collective.
 
-An autograd function that has the gradient of a leaf asks `grad_route` what to do with it.  What cannot be done before
-all gradients are computed is a part of the pass, made by the first that asks: `running_pass().part(Kind)`.
+An autograd function that has the gradient of a leaf asks `grad_route` what to do with it. What
+cannot be done before all gradients are computed is a part of the pass, made by the first that asks:
+`running_pass().part(Kind)`.
 
-A leaf's hook returns the gradient while its reduction to the leaf's layout is still to be done: the tensor knows the
-layout that it will have, and its first use runs all reductions that have been asked for.  What autograd itself does
-with it (take it, or add it to the gradient that is there) waits with it, so usually nothing is used before the end of
-the backward pass.  The DTensor class is an argument here: this module is below it.
+A leaf's hook returns the gradient while its reduction to the leaf's layout is still to be done: the
+tensor knows the layout that it will have, and its first use runs all reductions that have been
+asked for. What autograd itself does with it (take it, or add it to the gradient that is there)
+waits with it, so usually nothing is used before the end of the backward pass. The DTensor class is
+an argument here: this module is below it.
 """
 
 from __future__ import annotations
@@ -28,12 +30,20 @@ from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
 from ..scopes import obey
-from .autograd import Redistribute, as_gradient, gradient_spec, laid_out, pending, queued, redistributed
+from .autograd import (
+    Redistribute,
+    as_gradient,
+    gradient_spec,
+    laid_out,
+    pending,
+    queued,
+    redistributed,
+)
 
 Item = TypeVar("Item")
 
 
-# --- the pass that is running -----------------------------------------------------------------------------------------
+# --- the pass that is running ---------------------------------------------------------------------
 
 
 class PassPart(Protocol):
@@ -81,7 +91,8 @@ class BackwardPass:
         while self.parts:
             self.parts.pop().fail()
 
-    __del__ = _fail  # of a pass that has raised, so that it was not finished
+    # of a pass that has raised, so that it was not finished
+    __del__ = _fail
 
 
 _RUNNING: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
@@ -98,19 +109,23 @@ def running_pass() -> BackwardPass:
     return running
 
 
-# --- what becomes of a gradient ---------------------------------------------------------------------------------------
+# --- what becomes of a gradient -------------------------------------------------------------------
 
-# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd.
+# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to
+# autograd.
 GradRoute = Literal["unused", "accumulate", "return"]
 
 
 def grad_route(node: Any, param: Any) -> GradRoute:
     """What a backward does with the gradient of a parameter: added to `.grad` only where nobody else would see it.
 
-    `node` is where the autograd function's edge of this parameter leads (`ctx.next_functions`); None: nowhere.
+    `node` is where the autograd function's edge of this parameter leads (`ctx.next_functions`);
+    None: nowhere.
     """
     route: GradRoute = "return" if node is not None and is_compiling() else leaf_route(node)
-    return "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route
+    return (
+        "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route
+    )
 
 
 def leaf_route(node: Any) -> GradRoute:
@@ -119,7 +134,8 @@ def leaf_route(node: Any) -> GradRoute:
         return "unused"
     try:
         return "accumulate" if will_run(node) else "unused"
-    except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
+    except RuntimeError:
+        # autograd.grad of a leaf, or an engine that cannot answer
         return "return"
 
 
@@ -130,7 +146,8 @@ def grad_hooked(param: Any) -> bool:
 
 
 _OF_LOWERED = (
-    "a lowered module's backward ran with create_graph=True; second derivatives need the module's DTensor path: "
+    "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
+    "DTensor path: "
     "parallelize_module(..., lower=False)"
 )
 
@@ -145,10 +162,12 @@ def first_order_only(why: str = _OF_LOWERED) -> None:
         raise SecondOrderError(why)
 
 
-# --- groups that travel together --------------------------------------------------------------------------------------
+# --- groups that travel together ------------------------------------------------------------------
 
 
-def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> list[list[Item]]:
+def in_groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], limit: int
+) -> list[list[Item]]:
     """Items in order, in groups of at most `limit` bytes together, or one alone.
 
     Example:
@@ -167,12 +186,14 @@ def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int)
     return groups
 
 
-# --- to the layout of the leaf ----------------------------------------------------------------------------------------
+# --- to the layout of the leaf --------------------------------------------------------------------
 
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
-ACCUMULATION = ("aten::detach", "aten::add_.Tensor")  # what autograd calls to keep a gradient, as torch names them
+# what autograd calls to keep a gradient, as torch names them
+ACCUMULATION = ("aten::detach", "aten::add_.Tensor")
 
-# Bytes that one collective for several gradients takes: enough to hide its latency, little to pack and to hold.
+# Bytes that one collective for several gradients takes: enough to hide its latency, little to pack
+# and to hold.
 BUCKET = 2**22
 
 
@@ -184,11 +205,13 @@ class ParameterGradientHook:
     spec: Spec  # of the leaf
 
     def __call__(self, grad: Any) -> Any:
-        if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
+        # an autograd function had none to give, or has added it to `.grad` itself
+        if grad is None:
             return None
         gradient = grad
         if not isinstance(grad, self.cls):
-            if not is_tracing() and is_transformed(grad):  # several gradients at once: nothing is accumulated
+            # several gradients at once: nothing is accumulated
+            if not is_tracing() and is_transformed(grad):
                 return None
             gradient = as_gradient(self.cls, grad, self.spec)
         if is_tracing():  # by compiled autograd
@@ -212,7 +235,8 @@ class CheckedHook(ParameterGradientHook):
     is_leaf: bool
 
     def __call__(self, grad: Any) -> Any:
-        # An autograd function of several parameters has no gradient for those that a pass did not use.
+        # An autograd function of several parameters has no gradient for those that a pass did not
+        # use.
         result = None if grad is None else self.hook(grad)
         if result is None or (not is_tracing() and is_transformed(result)):
             return result
@@ -245,13 +269,15 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
         if type(hook) is ParameterGradientHook:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)
             return
-    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
+    # no types
+    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]
 
 
 class GradientBatch(CoalescedBatch):
     """Reductions of gradients that travel together: the part of a backward pass that they are."""
 
-    bytes: int = 0  # what has been asked for since the last flush
+    # what has been asked for since the last flush
+    bytes: int = 0
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
         """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
@@ -259,7 +285,8 @@ class GradientBatch(CoalescedBatch):
             return redistributed(cls, grad, plan.dst)
         result = queued(cls, self, plan, grad._local_tensor, grad)
         self.bytes += plan.bytes_sent
-        if self.bytes >= BUCKET:  # counted on the busiest rank, so all ranks agree
+        # counted on the busiest rank, so all ranks agree
+        if self.bytes >= BUCKET:
             self.flush()
             self.bytes = 0
         return result
@@ -285,7 +312,11 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
         result = pending(cls, batch, coming._spec, coming.device)
         batch.wait_for(at, result)
         return result
-    if type(target) is cls and target.dtype == coming.dtype and target._spec.same_layout(coming._spec):
+    if (
+        type(target) is cls
+        and target.dtype == coming.dtype
+        and target._spec.same_layout(coming._spec)
+    ):
         batch.wait_for(at, target, target._local_tensor)
         cls.local_slot.__set__(target, batch)
         target.__class__ = cls.pending

@@ -1,8 +1,9 @@
 """How a DTensor is taken apart and put together, or is not: copies, pickles, checkpoints, raw memory, torch.compile.
 
-The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
-rank names the boxes that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
-imported only when one of these is called.  The DTensor class is an argument here: this module is below it.
+The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`,
+`__get_tensor_shard__`): a rank names the boxes that its shard is, so a DTensor saved on one mesh
+loads onto another. The checkpoint package is imported only when one of these is called. The DTensor
+class is an argument here: this module is below it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import has_symbols
 
-# What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
+# What a partial norm was when it was last asked for, and what a copied view follows: not the copy's
+# business.
 _OWN = frozenset({"_reduced", "_source"})
 
 
@@ -38,7 +40,8 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
     local = copy.deepcopy(tensor._local_tensor, memo)
     result = memo[id(tensor)] = cls(local, tensor._spec, requires_grad=tensor.requires_grad)
     result.__dict__.update(copy.deepcopy(_attributes(tensor), memo))
-    if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):  # as torch copies parameters
+    # as torch copies parameters
+    if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):
         result.grad = copy.deepcopy(tensor.grad, memo)
     return result
 
@@ -46,7 +49,14 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
 def reduce(cls: Any, tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What `__reduce_ex__` returns: `rebuild` and its arguments."""
     spec = tensor._spec
-    return rebuild, (cls, tensor._local_tensor, spec, tensor.requires_grad, _attributes(tensor), _place(spec))
+    return rebuild, (
+        cls,
+        tensor._local_tensor,
+        spec,
+        tensor.requires_grad,
+        _attributes(tensor),
+        _place(spec),
+    )
 
 
 def rebuild(  # what a file holds, in its order
@@ -59,25 +69,32 @@ def rebuild(  # what a file holds, in its order
 ) -> Any:
     """A DTensor of class `cls` with attributes; `_is_param` among them makes it an `nn.Parameter`.
 
-    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only what was saved, and
-    since a file has one rank's shard: another rank's is another one of the same shape.
+    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only
+    what was saved, and since a file has one rank's shard: another rank's is another one of the same
+    shape.
     """
     check_type("DTensor from a file", "its spec", spec, Spec, "a Spec")
     check_type("DTensor from a file", "its shard", local, torch.Tensor, "a tensor")
     if tuple(place) != _place(spec):
         raise PlacementError(
-            f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at {_place(spec)} (None: an axis "
-            "of replicas, (): a rank outside the mesh); each rank loads the file that it saved. For one file of "
-            "all shards: shoal_dtensor.get_model_state_dict with full_state_dict=True, or torch.distributed.checkpoint"
+            f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at "
+            f"{_place(spec)} (None: an axis "
+            "of replicas, (): a rank outside the mesh); each rank loads the file that it saved. "
+            "For one file of "
+            "all shards: shoal_dtensor.get_model_state_dict with full_state_dict=True, or "
+            "torch.distributed.checkpoint"
         )
     if local.shape != spec.local_shape or local.dtype != spec.dtype:
         raise PlacementError(
-            f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape {tuple(spec.local_shape)} on this rank, "
+            f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape "
+            f"{tuple(spec.local_shape)} on this rank, "
             f"got {local.dtype} of shape {tuple(local.shape)}"
         )
     hidden = [name for name in attributes if hasattr(cls, str(name))]
     if hidden:
-        raise ArgumentValueError(f"DTensor from a file: attribute {hidden[0]!r} would hide that of the class")
+        raise ArgumentValueError(
+            f"DTensor from a file: attribute {hidden[0]!r} would hide that of the class"
+        )
     result = cls(local, spec, requires_grad=requires_grad)
     result.__dict__.update(attributes)
     return result
@@ -86,28 +103,36 @@ def rebuild(  # what a file holds, in its order
 def _place(spec: Spec) -> tuple[int | None, ...]:
     """Which shard this rank holds: its coordinate, None along axes of replicas; empty outside the mesh."""
     coordinate = spec.coordinate or ()
-    return tuple(None if isinstance(p, Replicate) else c for c, p in zip(coordinate, spec.placements, strict=False))
+    return tuple(
+        None if isinstance(p, Replicate) else c
+        for c, p in zip(coordinate, spec.placements, strict=False)
+    )
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def refuse_partial(tensor: Any) -> None:
     """Refuse to save or load values that are still to be reduced."""
     if tensor._spec.partials:
-        raise PlacementError(f"a checkpoint cannot hold {tensor._spec!r}: redistribute it to Replicate or Shard first")
+        raise PlacementError(
+            f"a checkpoint cannot hold {tensor._spec!r}: redistribute it to Replicate or Shard "
+            "first"
+        )
 
 
 def checkpoint_chunks(tensor: Any) -> list[Any]:
     """The chunks that this rank reads or writes: its boxes of the global tensor, or those that a local tensor names."""
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
-    if hasattr(local, "__create_chunk_list__"):  # torch's LocalShardsWrapper holds several shards
-        return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
+    # torch's LocalShardsWrapper holds several shards
+    if hasattr(local, "__create_chunk_list__"):
+        # the protocol of checkpoints
+        return local.__create_chunk_list__()  # type: ignore[no-any-return]
     return chunks_of(box for box, _ in _boxes(tensor._spec))
 
 
@@ -115,7 +140,10 @@ def chunks_of(boxes: Iterable[Box]) -> list[Any]:
     """The boxes as torch.distributed.checkpoint describes them."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(shape_of(box))) for box in boxes]
+    return [
+        ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(shape_of(box)))
+        for box in boxes
+    ]
 
 
 def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
@@ -127,11 +155,14 @@ def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
         refuse_partial(tensor)
-        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
+        # the protocol of checkpoints
+        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]
     return write_items(fqn, checkpoint_chunks(tensor), torch.Size(tensor._spec.shape), local)
 
 
-def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.Tensor) -> list[Any]:
+def write_items(
+    fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.Tensor
+) -> list[Any]:
     """The write items of chunks of a global tensor of this size, which have the dtype and device of a local tensor."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -139,7 +170,9 @@ def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
-            MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
+            MetadataIndex(fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, size),
         )
         for chunk in chunks
     ]
@@ -150,22 +183,31 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
-        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
+        # the protocol of checkpoints
+        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]
     boxes = _boxes(tensor._spec)
     for box, place in boxes:
-        if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
+        if (
+            len(boxes) == 1
+            if index.offset is None
+            else tuple(index.offset) == tuple(start for start, _ in box)
+        ):
             return local[slices_of(place)]  # type: ignore[no-any-return]  # a part of the shard
-    raise PlacementError(f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank")
+    raise PlacementError(
+        f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank"
+    )
 
 
-# --- refused: raw memory, and who shards by other means ---------------------------------------------------------------
+# --- refused: raw memory, and who shards by other means -------------------------------------------
 
 
 def refuse_fsdp(tensor: Any) -> NoReturn:
     """Refuse `fsdp_pre_all_gather`, by which torch asks to shard; `hasattr` would take an AttributeError for "no"."""
     raise ArgumentTypeError(
-        f"torch's fully_shard and replicate take plain parameters and torch's DTensors, got {tensor.spec!r}; use "
-        "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, which take both kinds"
+        "torch's fully_shard and replicate take plain parameters and torch's DTensors, got "
+        f"{tensor.spec!r}; use "
+        "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, "
+        "which take both kinds"
     )
 
 
@@ -175,13 +217,20 @@ def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     With a NotImplementedError, for which those who look for shared memory are prepared.
     """
     raise NoRuleError(
-        f"a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), got {tensor.spec!r}; "
+        "a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), "
+        f"got {tensor.spec!r}; "
         "use to_local(), which is this rank's part, or full_tensor()"
     )
 
 
 # They tell tensors apart by their storages, and read none.
-_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+_COMPILERS = (
+    "torch._dynamo",
+    "torch._functorch",
+    "torch._inductor",
+    "torch._subclasses",
+    "torch.fx",
+)
 
 
 def storage_for_compilers(tensor: Any) -> Any:
@@ -191,7 +240,7 @@ def storage_for_compilers(tensor: Any) -> Any:
     refuse_memory(tensor)
 
 
-# --- DTensors that torch.compile takes apart and puts together again -------------------------------------------------
+# --- DTensors that torch.compile takes apart and puts together again ------------------------------
 
 
 def of_wrapper(
@@ -199,9 +248,10 @@ def of_wrapper(
 ) -> Spec:
     """The spec of a DTensor of this shape and stride, placed as that was which the compiler took apart.
 
-    Where sizes are symbols, the compiler has one for the whole and one for the shard.  That the whole is so many shards
-    is a guard, which torch solves for one of the two; so what is computed of both is computed of one.  Sizes of
-    parameters are constants, as the compiler has them for plain ones.
+    Where sizes are symbols, the compiler has one for the whole and one for the shard. That the
+    whole is so many shards is a guard, which torch solves for one of the two; so what is computed
+    of both is computed of one. Sizes of parameters are constants, as the compiler has them for
+    plain ones.
     """
     if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
         if is_parameter:
@@ -209,7 +259,9 @@ def of_wrapper(
         for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
             bool(whole == part * prod(spec.mesh.shape[axis] for axis in sharding.axes))
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
-        assert all(n == m for n, m in zip(local.shape, spec.local_shape, strict=True)), "a shard as its spec says"
+        assert all(n == m for n, m in zip(local.shape, spec.local_shape, strict=True)), (
+            "a shard as its spec says"
+        )
     elif tuple(shape) != tuple(spec.shape) or tuple(stride) != spec.stride:
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
     return spec
@@ -218,7 +270,8 @@ def of_wrapper(
 def refuse_graph_cache(tensor: Any) -> NoReturn:
     """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
 
-    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its group, are constants
-    that appear as it is traced.  What the cache knows of it before is the same on all ranks.
+    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its
+    group, are constants that appear as it is traced. What the cache knows of it before is the same
+    on all ranks.
     """
     not_cached("graphs of DTensors are of one rank, and the cache does not know of which")

@@ -36,7 +36,9 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     if type(mesh) is DeviceMesh:
         return mesh
     if mesh is None and is_tracing():
-        raise PlacementError("inside torch.compile pass device_mesh: compiled code does not see `with mesh:`")
+        raise PlacementError(
+            "inside torch.compile pass device_mesh: compiled code does not see `with mesh:`"
+        )
     result = mesh if mesh is not None else current_mesh()
     if result is None:
         raise PlacementError("no device mesh: pass device_mesh, or call this inside `with mesh:`")
@@ -45,32 +47,46 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def target_spec(
-    source: Spec, mesh: DeviceMesh | None, placements: Placements | None, shard_order: ShardOrder | None
+    source: Spec,
+    mesh: DeviceMesh | None,
+    placements: Placements | None,
+    shard_order: ShardOrder | None,
 ) -> Spec:
     """The spec that `redistribute` is asked for."""
     if placements is None:
         first: object = mesh
         listed = isinstance(first, list | tuple)
         hint = f": the first argument is the mesh, write placements={first}" if listed else ""
-        raise PlacementError(f"redistribute: expected placements, one per mesh axis{hint}; the tensor is {source!r}")
+        raise PlacementError(
+            f"redistribute: expected placements, one per mesh axis{hint}; the tensor is {source!r}"
+        )
     target_mesh = source.mesh
     if mesh is not None and mesh is not target_mesh:
         check_mesh("redistribute", mesh)
         target_mesh = mesh if mesh != target_mesh else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
-    return _target(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
+    return _target(
+        source, None if target_mesh is source.mesh else target_mesh, placements, shard_order
+    )
 
 
 @remembered(4096)
 def _target(
-    source: Spec, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+    source: Spec,
+    mesh: DeviceMesh | None,
+    placements: tuple[Placement, ...],
+    shard_order: ShardOrder | None,
 ) -> Spec:
     target_mesh = mesh or source.mesh
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial) and not (mesh is None and source.placements[axis] is placement):
+        if isinstance(placement, Partial) and not (
+            mesh is None and source.placements[axis] is placement
+        ):
             raise PlacementError(
-                f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} {placement!r}: the tensor is "
-                f"{source!r}; a value becomes partial only as the result of an operator or of from_local"
+                f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} "
+                f"{placement!r}: the tensor is "
+                f"{source!r}; a value becomes partial only as the result of an operator or of "
+                "from_local"
             )
     return Spec(target_mesh, placements, source.shape, source.stride, source.dtype, shard_order)
 
@@ -95,9 +111,13 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
         shape = tuple(shape)
     if run_check and mesh.get_coordinate() is not None:
-        agreed = layout_of_ranks(local, mesh, placements, shard_order, about=lambda: "from_local", values=False)
+        agreed = layout_of_ranks(
+            local, mesh, placements, shard_order, about=lambda: "from_local", values=False
+        )
         if shape is not None and shape != agreed.shape:
-            raise PlacementError(f"from_local: shape {shape} was given, the shards make {tuple(agreed.shape)}")
+            raise PlacementError(
+                f"from_local: shape {shape} was given, the shards make {tuple(agreed.shape)}"
+            )
         for axis, placement in enumerate(agreed.placements):
             if isinstance(placement, Replicate):
                 local = broadcast(local, (mesh, axis), src=0)
@@ -109,13 +129,22 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     except TypeError as error:
         if isinstance(error, ShoalTensorError):
             raise
-        spec = _spec_of_shard.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
-    if even and (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
+        # symbolic sizes have no hash, and wrong placements may have none
+        spec = _spec_of_shard.__wrapped__(*facts)
+    if (
+        even
+        and (own_scope().replicas_checked or in_lockstep())
+        and spec.coordinate is not None
+        and not is_tracing()
+    ):
         what = f"from_local of {spec!r}"
-        actual = layout_of_ranks(local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True)
+        actual = layout_of_ranks(
+            local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True
+        )
         if not actual.same_layout(spec):
             raise PlacementError(
-                f"from_local: {spec!r} takes every rank to hold a shard of the same size, but together they hold "
+                f"from_local: {spec!r} takes every rank to hold a shard of the same size, but "
+                "together they hold "
                 f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
             )
     if spec.coordinate is None:  # a rank outside the mesh holds nothing
@@ -135,29 +164,45 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     shard_order: ShardOrder | None,
 ) -> Spec:
     """The spec of which this rank has such a shard; without a shape, every rank (or explicit sizes say how much)."""
-    check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
+    check_type(
+        "DTensor.from_local",
+        "shard_order",
+        shard_order,
+        (tuple, list, type(None)),
+        "pairs (dim, mesh axes)",
+    )
     shape = _global_shape(local_shape, placements, mesh.shape) if shape is None else shape
     normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
-    if not stride and not is_contiguous(local_shape, local_stride):  # dims in memory in the order of the local tensor's
-        stride = dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
+    # dims in memory in the order of the local tensor's
+    if not stride and not is_contiguous(local_shape, local_stride):
+        stride = dense_stride(
+            shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d)))
+        )
     spec = Spec(mesh, normal, shape, stride or None, dtype, order)
     if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
-            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh "
+            "coordinate "
+            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need Shard(dim, "
+            "sizes=...) or run_check=True"
         )
     return spec
 
 
-def _global_shape(local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[int]:
+def _global_shape(
+    local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> list[int]:
     """The shape of a tensor of even shards; dims whose placements say the sizes of all shards have these together."""
     shape, ndim = list(local_shape), len(local_shape)
     lengths: dict[int, int] = {}
     for placement, ways in zip(placements, mesh_shape, strict=False):
         if isinstance(placement, Shard | StridedShard) and -ndim <= placement.dim < ndim:
-            shape[placement.dim] *= ways  # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+            # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+            shape[placement.dim] *= ways
             if placement.sizes:
-                lengths[placement.dim] = sum(placement.sizes) * getattr(placement, "split_factor", 1)
+                lengths[placement.dim] = sum(placement.sizes) * getattr(
+                    placement, "split_factor", 1
+                )
     for dim, length in lengths.items():
         shape[dim] = length
     return shape
@@ -174,21 +219,30 @@ def layout_of_ranks(
 ) -> Spec:
     """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes, and of digests of values.
 
-    `about` says what the shards are, for messages and threads; `values`, whether replicas are compared, which they are
-    not while tracing.  The PlacementError, if the shapes fit no sharding or replicas differ, is raised on all ranks.
+    `about` says what the shards are, for messages and threads; `values`, whether replicas are
+    compared, which they are not while tracing. The PlacementError, if the shapes fit no sharding or
+    replicas differ, is raised on all ranks.
     """
     sizes = zip(placements, mesh.shape, strict=False)
-    replicated = [axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1]
+    replicated = [
+        axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1
+    ]
     values = values and bool(replicated) and not isinstance(local, TRACED)
-    # (digest, ndim, sizes): of (3, 5) [digest, 2, 3, 5, 0, ...], as many numbers for any number of dims up to 16
+    # (digest, ndim, sizes): of (3, 5) [digest, 2, 3, 5, 0, ...], as many numbers for any number of
+    # dims up to 16
     numbers = [0, local.ndim, *local.shape, *([0] * (16 - local.ndim))]
-    with out_of_sight():  # of modes that would make them fake tensors, or record them
+    # of modes that would make them fake tensors, or record them
+    with out_of_sight():
         comm = mesh.comm(tuple(range(mesh.ndim)))
-        device = torch.device(mesh.device_type) if values else device_of_numbers(comm, mesh.device_type)
+        device = (
+            torch.device(mesh.device_type) if values else device_of_numbers(comm, mesh.device_type)
+        )
         mine = upload(numbers, device)
         if values:
             mine[0] = digest_of([local], mesh.device_type)
-    rows = dict(zip(product(*map(range, mesh.shape)), rows_of_ranks(mesh, about, mine), strict=True))
+    rows = dict(
+        zip(product(*map(range, mesh.shape)), rows_of_ranks(mesh, about, mine), strict=True)
+    )
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, (digest, *_) in rows.items():
         shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
@@ -196,7 +250,8 @@ def layout_of_ranks(
     if any(len(of_replicas) > 1 for of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
-            f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() is a tensor of which "
+            f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() "
+            "is a tensor of which "
             "every rank has a summand"
         )
     shapes = {coordinate: tuple(sizes[:ndim]) for coordinate, (_, ndim, *sizes) in rows.items()}
@@ -212,15 +267,20 @@ def _layout_of_shapes(
 ) -> Spec:
     first = next(iter(shapes.values()))
     if len({*map(len, shapes.values())}) != 1:
-        raise PlacementError(f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims")
+        raise PlacementError(
+            f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims"
+        )
     even = _global_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
     normal, order = normalize_placements(placements, mesh.shape, len(first), shard_order, even)
     result, total = list(normal), _global_shape(first, normal, mesh.shape)
     for dim, axes in order:
         if any(isinstance(normal[axis], StridedShard) for axis in axes):
             continue
-        # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of rows 3, 3, 2, 2
-        by_coordinate = {tuple(at[axis] for axis in axes): shape[dim] for at, shape in shapes.items()}
+        # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of
+        # rows 3, 3, 2, 2
+        by_coordinate = {
+            tuple(at[axis] for axis in axes): shape[dim] for at, shape in shapes.items()
+        }
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
         sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
         total[dim] = sharding.length
@@ -230,13 +290,14 @@ def _layout_of_shapes(
     for coordinate, shape in shapes.items():
         if (expected := spec.local_shape_at(coordinate)) != shape:
             raise PlacementError(
-                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate {coordinate}, that "
+                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
+                f"{coordinate}, that "
                 f"rank passes {shape}; a dim has one size along mesh axes that do not shard it"
             )
     return spec
 
 
-# --- indices: rewritten so that what is assigned to is a view of local storage, for any sharding ----------------------
+# --- indices: rewritten so that what is assigned to is a view of local storage, for any sharding --
 
 
 def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
@@ -244,7 +305,8 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
 
     def replicated(numbers: list[Any]) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
-        if not whole.numel():  # `[]` means no index, though `torch.tensor([])` has a floating dtype
+        # `[]` means no index, though `torch.tensor([])` has a floating dtype
+        if not whole.numel():
             whole = whole.long()
         return cls(whole, replicated_spec(tensor._spec.mesh, whole))
 
@@ -256,8 +318,8 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
 def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
     """The assignment `tensor[index] = value`, with one dim more at the end of both if numbers select one element.
 
-    That belongs to one rank only.  Where a dim is left, what a number selects of a sharded tensor is a view on every
-    rank, empty on those that do not have it.
+    That belongs to one rank only. Where a dim is left, what a number selects of a sharded tensor is
+    a view on every rank, empty on those that do not have it.
     """
     entries = index if isinstance(index, tuple) else (index,)
     numbers = [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]

@@ -1,8 +1,9 @@
 """Plans executed on plain tensors: all ranks of the mesh in one process, no process group.
 
-The kernels are those that `run` executes; only the collective between `prepare` and `finish`
-is computed here from the list of all ranks' buffers.  So a plan that is right here is right on
-real ranks, provided that the collectives are.  What ranks hold of a partial value are tensors whose reduction it is.
+The kernels are those that `run` executes; only the collective between `prepare` and `finish` is
+computed here from the list of all ranks' buffers. So a plan that is right here is right on real
+ranks, provided that the collectives are. What ranks hold of a partial value are tensors whose
+reduction it is.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from torch import Generator, Tensor
 
 from ..layout.placements import Partial, norm_order
 from ..layout.spec import Spec
-from ..redistribute.execution.kernels import CollectiveCall, identity_of, kernel, members, powers, root, transfer_kernel
+from ..redistribute.execution.kernels import (
+    CollectiveCall,
+    identity_of,
+    kernel,
+    members,
+    powers,
+    root,
+    transfer_kernel,
+)
 from ..redistribute.steps import Plan, Step
 
 Coordinate = tuple[int, ...]
 Terms = dict[Coordinate, Tensor]
-Split = Callable[[str, Tensor, int], list[Tensor]]  # (reduction, value, n): n terms that reduce to the value
+# (reduction, value, n): n terms that reduce to the value
+Split = Callable[[str, Tensor, int], list[Tensor]]
 
 
 def coordinates(spec: Spec) -> list[Coordinate]:
@@ -76,7 +86,9 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         got, call = buffers[rank], work.collective
         if call is not None:
             coordinate = mesh.coordinate_of(rank) or ()
-            group = list(call.ranks) or [mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)]
+            group = list(call.ranks) or [
+                mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)
+            ]
             calls = [other for m in group if (other := kernels[m].collective) is not None]
             got = _received([buffers[m] for m in group], group.index(rank), calls)
         after[rank] = work.finish(got, tensors[rank])
@@ -90,13 +102,17 @@ def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Te
         case "all_reduce":
             return reduce_all(buffers, call.op)
         case "all_gather":
-            assert not call.sizes or [len(b) for b in buffers] == list(call.sizes), "sizes must hold"
+            assert not call.sizes or [len(b) for b in buffers] == list(call.sizes), (
+                "sizes must hold"
+            )
             return torch.cat(buffers)
         case "reduce_scatter":
             return _block(reduce_all(buffers, call.op), me, call, len(buffers)).clone()
     assert call.kind == "all_to_all", f"no collective {call.kind}"
     sent = [_block(b, me, other, len(buffers)) for b, other in zip(buffers, calls, strict=True)]
-    assert not call.sizes or [t.numel() for t in sent] == list(call.receives), "what is sent must be what is expected"
+    assert not call.sizes or [t.numel() for t in sent] == list(call.receives), (
+        "what is sent must be what is expected"
+    )
     return torch.cat(sent)
 
 
@@ -104,11 +120,13 @@ def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> T
     return buffer.split_with_sizes(list(call.sizes) or [len(buffer) // members] * members)[member]
 
 
-def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:
+def local_shards(
+    full: Tensor, spec: Spec, generator: torch.Generator | None = None
+) -> list[Tensor]:
     """Local tensors of all ranks, row-major, whose global value is `full`.
 
-    Along partial axes the value is taken apart: with a generator randomly (coarse floating-point numbers, so that sums
-    are exact in any order), without one it stays on the first rank.
+    Along partial axes the value is taken apart: with a generator randomly (coarse floating-point
+    numbers, so that sums are exact in any order), without one it stays on the first rank.
 
     Args:
         full: the global tensor.
@@ -118,12 +136,15 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64))
-        [tensor([0, 1]), tensor([2])]
+        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,),
+        dtype=torch.int64)) [tensor([0, 1]), tensor([2])]
     """
     split = first_term if generator is None else partial(random_terms, generator=generator)
     terms = deal(full, spec.placements, spec.mesh.shape, split)
-    return [part_of(terms[c], spec, c).clone(memory_format=torch.contiguous_format) for c in coordinates(spec)]
+    return [
+        part_of(terms[c], spec, c).clone(memory_format=torch.contiguous_format)
+        for c in coordinates(spec)
+    ]
 
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
@@ -141,7 +162,10 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
-    indices = [torch.tensor(sharding.indices(coordinate), dtype=torch.int64) for sharding in spec.dim_shardings]
+    indices = [
+        torch.tensor(sharding.indices(coordinate), dtype=torch.int64)
+        for sharding in spec.dim_shardings
+    ]
     return torch.meshgrid(indices, indexing="ij") if indices else ()
 
 
@@ -164,7 +188,10 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     """
     partials = {axis: spec.placements[axis] for axis, _ in spec.partials}
     sizes = [spec.mesh.shape[axis] for axis in partials]
-    terms = {place: torch.zeros(spec.shape, dtype=shards[0].dtype) for place in product(*map(range, sizes))}
+    terms = {
+        place: torch.zeros(spec.shape, dtype=shards[0].dtype)
+        for place in product(*map(range, sizes))
+    }
     filled = {place: torch.zeros(spec.shape, dtype=torch.bool) for place in terms}
     for c, shard in zip(coordinates(spec), shards, strict=True):
         where, wanted = _where(spec, c), tuple(spec.local_shape_at(c))
@@ -178,7 +205,7 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     return gather(terms, [*partials.values()], sizes)[(0,) * len(partials)]
 
 
-# --- partial values, taken apart and put together --------------------------------------------------------------------
+# --- partial values, taken apart and put together -------------------------------------------------
 
 
 # How a reduction takes two tensors, by its name; an average is a sum that is divided afterwards.
@@ -199,7 +226,9 @@ def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
     first, *others = tensors
     order = norm_order(op)
     if order is not None:
-        return root(reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype)
+        return root(
+            reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype
+        )
     total = reduce(COMBINE[op], others, first.clone())
     return (total / len(tensors)).to(first.dtype) if op == "avg" else total
 
@@ -210,32 +239,51 @@ def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
     return [value * n if op == "avg" else value, *[neutral] * (n - 1)]
 
 
-def random_terms(op: str, value: Tensor, n: int, generator: Generator | None = None) -> list[Tensor]:
+def random_terms(
+    op: str, value: Tensor, n: int, generator: Generator | None = None
+) -> list[Tensor]:
     """`n` tensors whose reduction by `op` is `value`; not of a dtype that has none, as truth values have no sums."""
     order, is_bool, is_complex = norm_order(op), value.dtype == torch.bool, value.is_complex()
     has_fractions = value.is_floating_point() or is_complex
-    refused = {"sum": is_bool, "product": is_bool, "avg": not has_fractions, "max": is_complex, "min": is_complex}
+    refused = {
+        "sum": is_bool,
+        "product": is_bool,
+        "avg": not has_fractions,
+        "max": is_complex,
+        "min": is_complex,
+    }
     if refused.get(op, has_fractions if order is None else not value.is_floating_point()):
         raise NotImplementedError(f"no partial {op} of {value.dtype}")
     if n == 1:
         return [value]
     if op == "avg":
         return [value + term for term in random_terms("sum", torch.zeros_like(value), n, generator)]
-    if order is not None:  # random shares of what is positive; what is negative, one coordinate holds alone
+    # random shares of what is positive; what is negative, one coordinate holds alone
+    if order is not None:
         share = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator) + 0.1
         shares = value * (share / share.sum(0)).pow(1 / order)
         alone = [value, *[value.new_tensor(0.0 if order > 0 else inf)] * (n - 1)]
-        return [torch.where(value >= 0, part, other) for part, other in zip(shares, alone, strict=True)]
-    if op in ("sum", "product", "bxor"):  # any terms, and the one that is missing then: signs and bits undo themselves
+        return [
+            torch.where(value >= 0, part, other) for part, other in zip(shares, alone, strict=True)
+        ]
+    # any terms, and the one that is missing then: signs and bits undo themselves
+    if op in ("sum", "product", "bxor"):
         terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
         rest = torch.sub if op == "sum" else COMBINE[op]
         return [*terms, rest(value, reduce(COMBINE[op], terms))]
-    # The value on a random one of the coordinates, element by element; elsewhere what loses against it.
+    # The value on a random one of the coordinates, element by element; elsewhere what loses against
+    # it.
     if is_bool or op in ("band", "bor"):
         noise = _noise(value, generator)
         other = value | noise if op in ("min", "band") else value & noise
     else:
-        other = value + 1 if op == "min" else torch.zeros_like(value) if value.dtype == torch.uint8 else value - 1
+        other = (
+            value + 1
+            if op == "min"
+            else torch.zeros_like(value)
+            if value.dtype == torch.uint8
+            else value - 1
+        )
     owner = torch.randint(0, n, value.shape, generator=generator)
     return [torch.where(owner == i, value, other) for i in range(n)]
 
@@ -248,13 +296,21 @@ def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -
         return torch.rand(value.shape, generator=generator) < 0.5
     if value.is_complex():
         return torch.randn(value.shape, dtype=value.dtype, generator=generator)
-    if value.is_floating_point():  # coarse: terms of values as coarse add up to them exactly
-        return torch.randn(value.shape, dtype=value.dtype, generator=generator).mul_(64).round_().div_(64)
+    # coarse: terms of values as coarse add up to them exactly
+    if value.is_floating_point():
+        return (
+            torch.randn(value.shape, dtype=value.dtype, generator=generator)
+            .mul_(64)
+            .round_()
+            .div_(64)
+        )
     high = 3 if value.dtype == torch.uint8 else 50
     return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator)
 
 
-def deal(value: Tensor, entries: Sequence[object], shape: Sequence[int], split: Split = random_terms) -> Terms:
+def deal(
+    value: Tensor, entries: Sequence[object], shape: Sequence[int], split: Split = random_terms
+) -> Terms:
     """For every mesh coordinate what it holds of `value` before any sharding: its term along partial axes.
 
     Args:
@@ -267,7 +323,8 @@ def deal(value: Tensor, entries: Sequence[object], shape: Sequence[int], split: 
         Tensors of the shape of `value`, by mesh coordinate.
 
     Raises:
-        NotImplementedError: if the dtype has no such terms (sums of bool, maxima of complex numbers).
+        NotImplementedError: if the dtype has no such terms (sums of bool, maxima of complex
+            numbers).
 
     Example:
         >>> from shoal_dtensor import Partial
@@ -275,14 +332,23 @@ def deal(value: Tensor, entries: Sequence[object], shape: Sequence[int], split: 
         >>> terms[(0,)] + terms[(1,)]
         tensor([1., 1., 1.])
     """
-    ops = {axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)}
-    terms: Terms = {(): value}  # by the coordinates along partial axes: replicas have the same
+    ops = {
+        axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)
+    }
+    # by the coordinates along partial axes: replicas have the same
+    terms: Terms = {(): value}
     for axis, op in ops.items():
-        terms = {(*c, i): term for c, whole in terms.items() for i, term in enumerate(split(op, whole, shape[axis]))}
+        terms = {
+            (*c, i): term
+            for c, whole in terms.items()
+            for i, term in enumerate(split(op, whole, shape[axis]))
+        }
     return {c: terms[tuple(c[axis] for axis in ops)] for c in product(*map(range, shape))}
 
 
-def gather(terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape: Sequence[int]) -> Terms:
+def gather(
+    terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape: Sequence[int]
+) -> Terms:
     """For every mesh coordinate the reduction of the terms along the partial axes through it.
 
     Args:
@@ -295,9 +361,16 @@ def gather(terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape:
         >>> gather({(0,): torch.ones(2), (1,): torch.ones(2)}, [Partial("sum")], (2,))
         {(0,): tensor([2., 2.]), (1,): tensor([2., 2.])}
     """
-    ops = {axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)}
+    ops = {
+        axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)
+    }
     reduced = dict(terms)
     for op in dict.fromkeys(ops.values()):
-        lines = {c: product(*([i] if ops.get(a) != op else range(shape[a]) for a, i in enumerate(c))) for c in reduced}
-        reduced = {c: reduce_all([reduced[other] for other in line], op) for c, line in lines.items()}
+        lines = {
+            c: product(*([i] if ops.get(a) != op else range(shape[a]) for a, i in enumerate(c)))
+            for c in reduced
+        }
+        reduced = {
+            c: reduce_all([reduced[other] for other in line], op) for c, line in lines.items()
+        }
     return reduced

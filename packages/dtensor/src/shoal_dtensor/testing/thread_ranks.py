@@ -1,7 +1,8 @@
 """Ranks as threads of one process, without process groups: for programs and local functions that communicate.
 
-Each rank has a view of an abstract mesh.  The members of a group meet and pass tensors by reference; their groups
-answer the calls that `shoal_mesh.collectives` makes.  One rank runs at a time, with a default generator of its own.
+Each rank has a view of an abstract mesh. The members of a group meet and pass tensors by reference;
+their groups answer the calls that `shoal_mesh.collectives` makes. One rank runs at a time, with a
+default generator of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
 
-_DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)  # of a collective that is over
+# of a collective that is over
+_DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)
 
 
 class Simulation:
@@ -38,8 +40,10 @@ class Simulation:
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        self.used: set[tuple[int, ...]] = set()  # groups in which a collective was started
-        # By a group's ranks: what each member that has come brings, by its index, and the turns they wait for.
+        # groups in which a collective was started
+        self.used: set[tuple[int, ...]] = set()
+        # By a group's ranks: what each member that has come brings, by its index, and the turns
+        # they wait for.
         self.meetings: dict[tuple[int, ...], tuple[dict[int, Any], list[threading.Semaphore]]] = {}
         self.ready: deque[threading.Semaphore] = deque()  # of the ranks that can go on
 
@@ -70,7 +74,9 @@ class Simulation:
         """The mesh axes along which ranks differ."""
         strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         places = enumerate(zip(strides, self.shape, strict=True))
-        return [axis for axis, (stride, n) in places if len({rank // stride % n for rank in ranks}) > 1]
+        return [
+            axis for axis, (stride, n) in places if len({rank // stride % n for rank in ranks}) > 1
+        ]
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Simulation:
@@ -96,13 +102,16 @@ class ThreadGroup:
             del simulation.meetings[self.ranks]
             simulation.ready.extend(waiting)
         else:
-            state = torch.get_rng_state()  # ranks share the process's default generator
+            # ranks share the process's default generator
+            state = torch.get_rng_state()
             waiting.append(turn := threading.Semaphore(0))
             simulation.pass_on()
             turn.acquire()
             torch.set_rng_state(state)
             if len(brought) < len(self.ranks):
-                raise threading.BrokenBarrierError(f"of ranks {self.ranks}, which meet here, some do not come")
+                raise threading.BrokenBarrierError(
+                    f"of ranks {self.ranks}, which meet here, some do not come"
+                )
         return [brought[index] for index in range(len(self.ranks))]
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
@@ -112,7 +121,11 @@ class ThreadGroup:
         return _DONE
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        output.copy_(torch.cat([value.reshape(-1) for value in self.exchange(tensor.clone())]).view(output.shape))
+        output.copy_(
+            torch.cat([value.reshape(-1) for value in self.exchange(tensor.clone())]).view(
+                output.shape
+            )
+        )
         return _DONE
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
@@ -122,7 +135,12 @@ class ThreadGroup:
         return _DONE
 
     def alltoall_base(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        opts: Any = None,
     ) -> Any:
         rows = list(sent) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
         blocks = self.exchange(torch.split(tensor.clone(), rows))
@@ -146,7 +164,10 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
         names: of its axes.
     """
     connect = Simulation(shape, names).connect
-    return [abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank)) for rank in range(prod(shape))]
+    return [
+        abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank))
+        for rank in range(prod(shape))
+    ]
 
 
 def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
@@ -171,7 +192,10 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
 
 
 def on_threads(
-    functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh], seed: int = 0, threads: Executor | None = None
+    functions: Sequence[Callable[[], T]],
+    meshes: Sequence[DeviceMesh],
+    seed: int = 0,
+    threads: Executor | None = None,
 ) -> list[T]:
     """What the functions return, each run on a thread of its own; the first failure is raised for all.
 
@@ -179,7 +203,8 @@ def on_threads(
         functions: one per rank.
         meshes: theirs.
         seed: of every rank's default generator.
-        threads: what runs the functions, all of them at a time; new threads for this call when left out.
+        threads: what runs the functions, all of them at a time; new threads for this call when left
+            out.
 
     Raises:
         Exception: what a function raised; the others run on until they wait for its rank.
@@ -187,11 +212,12 @@ def on_threads(
     Example:
         >>> from shoal_mesh import all_reduce
         >>> meshes = thread_meshes((2,))
-        >>> on_threads([lambda mesh=mesh: all_reduce(torch.ones(2), (mesh, 0)) for mesh in meshes], meshes)
-        [tensor([2., 2.]), tensor([2., 2.])]
+        >>> on_threads([lambda mesh=mesh: all_reduce(torch.ones(2), (mesh, 0)) for mesh in meshes],
+        meshes) [tensor([2., 2.]), tensor([2., 2.])]
     """
     simulation = Simulation.of(meshes[0])
-    set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed  # no stack is formatted
+    # no stack is formatted
+    set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed
 
     def work(function: Callable[[], T], turn: threading.Semaphore) -> T:
         with turn:
@@ -209,6 +235,9 @@ def on_threads(
         simulation.ready.extend(turns)
         simulation.pass_on()
         wait(ranks)
-    for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)):
-        rank.result()  # raises what it raised; those last that another one's failure has woken
+    for rank in sorted(
+        ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)
+    ):
+        # raises what it raised; those last that another one's failure has woken
+        rank.result()
     return [rank.result() for rank in ranks]

@@ -1,10 +1,11 @@
 """`validate`: every row of an operator's rule against brute force, on plain tensors and without process groups.
 
-A row claims: inputs with these placements along a mesh axis give outputs with those.  The claim is tried for several
-axis sizes and shardings (even, uneven, ragged, with empty shards) and for pairs of rows on two axes, those that shard
-one dim together among them.  In each case the inputs are placed as the rows say, and the local function runs once per
-coordinate, on threads, so that it may communicate; the outputs are compared with what the rows claim, the axes that it
-communicates over with what they declare.
+A row claims: inputs with these placements along a mesh axis give outputs with those. The claim is
+tried for several axis sizes and shardings (even, uneven, ragged, with empty shards) and for pairs
+of rows on two axes, those that shard one dim together among them. In each case the inputs are
+placed as the rows say, and the local function runs once per coordinate, on threads, so that it may
+communicate; the outputs are compared with what the rows claim, the axes that it communicates over
+with what they declare.
 """
 
 from __future__ import annotations
@@ -29,12 +30,24 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
-from ..rules.language.rule import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, local_function, with_norms
+from ..rules.language.rule import (
+    Entry,
+    LocalCall,
+    OpCall,
+    R,
+    Row,
+    Rule,
+    S,
+    flatten,
+    local_function,
+    with_norms,
+)
 from .simulate import coordinates, deal, gather, part_of
 from .thread_ranks import Simulation, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
-Shardings = Mapping[int, AnyDimSharding | None]  # of each mesh axis, for the factor of its row
+# of each mesh axis, for the factor of its row
+Shardings = Mapping[int, AnyDimSharding | None]
 
 
 @dataclass
@@ -43,8 +56,8 @@ class Report:
 
     Attributes:
         checked: how many cases (rows, mesh shape, shardings) ran.
-        wrong: one line for each case whose result was not what the rows say, or that started a collective over an axis
-            whose row declares no traffic.
+        wrong: one line for each case whose result was not what the rows say, or that started a
+            collective over an axis whose row declares no traffic.
         idle: one line for each row that declares traffic and started no collective in any case.
     """
 
@@ -82,8 +95,12 @@ def validate(
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
-    trial, report = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel), Report()
-    with ThreadPoolExecutor(max((4, *ways))) as trial.threads:  # started for each case, they take as long as it
+    trial, report = (
+        CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel),
+        Report(),
+    )
+    # started for each case, they take as long as it
+    with ThreadPoolExecutor(max((4, *ways))) as trial.threads:
         for row in trial.rows:
             cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
             used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
@@ -105,16 +122,29 @@ def _shardings(
         yield None
         return
     n = prod(shape)
-    first = min(steps, steps // 2 | 1)  # odd, so that windows of an even stride cross the border
-    sizes = [chunk_sizes(steps, n), (*(0,) * (n - 1), steps), (first, *(0,) * (n - 2), steps - first)]
+    # odd, so that windows of an even stride cross the border
+    first = min(steps, steps // 2 | 1)
+    sizes = [
+        chunk_sizes(steps, n),
+        (*(0,) * (n - 1), steps),
+        (first, *(0,) * (n - 2), steps - first),
+    ]
     for one in dict.fromkeys(sizes):
         if len(set(one)) == 1 or not row.even:
             yield DimSharding(axes, shape, one)
-    if trial.rule.unordered and is_plain(row) and trial.rule.kind != "each" and not row.even and steps % 2 == 0:
+    if (
+        trial.rule.unordered
+        and is_plain(row)
+        and trial.rule.kind != "each"
+        and not row.even
+        and steps % 2 == 0
+    ):
         yield fold_levels({2: DimSharding(axes, shape, chunk_sizes(steps // 2, n))}, steps)
 
 
-def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[int, AnyDimSharding | None]]:
+def _pair_shardings(
+    trial: CallTrial, first: Row, second: Row
+) -> Iterator[dict[int, AnyDimSharding | None]]:
     if first is second:
         for sharding in _shardings(trial, first, (2, 2), (0, 1)):
             yield {0: sharding, 1: sharding}
@@ -122,12 +152,17 @@ def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[
     entries = [*zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)]
     if any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in entries):
         return  # reductions of two kinds do not commute
-    shardings = [[*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))]
+    shardings = [
+        [*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))
+    ]
     if any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in entries):
-        # Both shard one dim: what fits together there depends on both.  Tried too: everything on the first coordinate.
+        # Both shard one dim: what fits together there depends on both.  Tried too: everything on
+        # the first coordinate.
         for of_row in shardings:
             if isinstance(one := of_row[0] if of_row else None, DimSharding) and one.length:
-                of_row.append(DimSharding(one.axes, one.axis_sizes, (one.length, *(0,) * (one.shards - 1))))
+                of_row.append(
+                    DimSharding(one.axes, one.axis_sizes, (one.length, *(0,) * (one.shards - 1)))
+                )
         pairs = [*product(*shardings)]
     else:
         pairs = [*zip(*shardings, strict=False)]
@@ -135,15 +170,24 @@ def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[
         yield {0: one, 1: other}
 
 
-NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
-SEED = 0  # of the default generators, on every rank and on the single device
+# what rows about any norm are tried with
+NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))
+# of the default generators, on every rank and on the single device
+SEED = 0
 
 
 class CallTrial:
     """One call of an operator with global tensors, to be run in shards."""
 
     def __init__(
-        self, op: Any, args: Any, kwargs: Mapping[str, Any], rule: Rule, *, exact: bool = True, kernel: Kernel = None
+        self,
+        op: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        rule: Rule,
+        *,
+        exact: bool = True,
+        kernel: Kernel = None,
     ) -> None:
         self.op, self.rule, self.exact = op, rule, exact
         self.kwargs: dict[str, Any] = dict(kwargs)
@@ -160,7 +204,8 @@ class CallTrial:
         outputs = tuple(map(_meta, flatten([self.results[0]])))
         self.call: OpCall = OpCall(op, args, kwargs, tuple(map(_meta, self.tensors)), outputs)
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
-        # Written inputs have the placement of the result already: the propagator refuses other rows.
+        # Written inputs have the placement of the result already: the propagator refuses other
+        # rows.
         written = [(i, o) for i, o in self.call.fixed if o is not None]
         self.rows: list[Row] = [
             row
@@ -169,7 +214,10 @@ class CallTrial:
         ]
 
     def _run(
-        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], function: Callable[..., Any] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        function: Callable[..., Any] | None = None,
     ) -> tuple[Any, list[Tensor]]:
         """The result on copies of `tensors`, and the copies afterwards."""
         copies = [t.clone() for t in tensors]
@@ -182,28 +230,39 @@ class CallTrial:
 
         args, kwargs = pytree.tree_unflatten(map(fresh, self.leaves), self.tree)
         targets = iter(outs)
-        kwargs |= {name: pytree.tree_map(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
+        kwargs |= {
+            name: pytree.tree_map(lambda _: next(targets), self.kwargs[name]) for name in self.outs
+        }
         return (function or self.kernel)(*args, **kwargs), copies
 
     def steps(self, row: Row) -> int | None:
         """How many steps the row's factor has; None if it shards nothing."""
         pairs = [*zip(row.inputs, self.tensors, strict=True)]
         sharded = [(e, t.shape[e.dim]) for e, t in pairs if isinstance(e, S) and e.map is None]
-        return next((length // (entry.unit * entry.runs) for entry, length in reversed(sharded)), None)
+        return next(
+            (length // (entry.unit * entry.runs) for entry, length in reversed(sharded)), None
+        )
 
-    def try_out(self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings) -> set[int]:
+    def try_out(
+        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings
+    ) -> set[int]:
         """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
         meshes = self.meshes_of(shape)
         simulation = Simulation.of(meshes[0])
         simulation.used.clear()
         for mesh in meshes:
-            count_as_checked(mesh)  # a collective of the first random operator, not of the rule
-        entries = zip(*(row.inputs + row.outputs for row in rows), strict=True)  # of each operand, along the mesh axes
+            # a collective of the first random operator, not of the rule
+            count_as_checked(mesh)
+        # of each operand, along the mesh axes
+        entries = zip(*(row.inputs + row.outputs for row in rows), strict=True)
         operands = [*zip((*self.call.tensors, *self.call.outputs), entries, strict=True)]
         n = len(self.tensors)
         try:
             layouts = [_layout(*operand, rows, shardings) for operand in operands]
-            terms = [deal(t, placements, shape) for t, (placements, *_) in zip(self.tensors, layouts, strict=False)]
+            terms = [
+                deal(t, placements, shape)
+                for t, (placements, *_) in zip(self.tensors, layouts, strict=False)
+            ]
         except NotImplementedError:
             return set()
         report.checked += 1
@@ -211,51 +270,91 @@ class CallTrial:
         of_ranks = [LocalCall(self.call, each[:n], each[n:]) for each in specs]
         try:
             communicates = any(row.traffic is not None for row in rows)
-            functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
-            results = on_threads(functions, meshes, SEED, self.threads) if communicates else [*map(_alone, functions)]
+            functions = [
+                partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks
+            ]
+            results = (
+                on_threads(functions, meshes, SEED, self.threads)
+                if communicates
+                else [*map(_alone, functions)]
+            )
             problems = [*self._problems(results, of_ranks[0])]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
         if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
-            problems.insert(0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
+            problems.insert(
+                0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic"
+            )
         if problems:
-            sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}
+            sizes = {
+                axis: sharding.placements(0)
+                for axis, sharding in shardings.items()
+                if sharding is not None
+            }
             report.wrong.append(
-                f"{self.op} {_format_call(self.call)} {_format_rows(rows)} in shards {sizes} on {shape}: {problems[0]}"
+                f"{self.op} {_format_call(self.call)} {_format_rows(rows)} in shards {sizes} on "
+                f"{shape}: {problems[0]}"
             )
         return used
 
-    def _run_local(self, local_call: LocalCall, terms: Sequence[Any], communicates: bool) -> tuple[Any, list[Tensor]]:
+    def _run_local(
+        self, local_call: LocalCall, terms: Sequence[Any], communicates: bool
+    ) -> tuple[Any, list[Tensor]]:
         """What `_run` returns for the rule's local function on one rank's shards."""
         shards = []
         for by_coordinate, spec in zip(terms, local_call.inputs, strict=True):
             assert spec.coordinate is not None, "every rank is in the mesh"
             shards.append(part_of(by_coordinate[spec.coordinate], spec, spec.coordinate))
-        targets = [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in local_call.outputs if self.outs]
+        targets = [
+            torch.empty(spec.local_shape, dtype=spec.dtype)
+            for spec in local_call.outputs
+            if self.outs
+        ]
         return self._run(shards, targets, local_function(self.rule, local_call, communicates))
 
     def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
         """What differs: outputs first, then the inputs that the operator writes."""
         expected, inputs = list(flatten([self.results[0]])), self.results[1]
         got = [list(flatten([result[0]])) for result in results]
-        if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
+        if (
+            not expected
+            and not self.call.written
+            and any(result[0] != self.results[0] for result in results)
+        ):
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
         after, written = [result[1] for result in results], self.call.written
-        compared = [(f"output {i}", value, got, i, local_call.outputs[i]) for i, value in enumerate(expected)]
-        compared += [(f"written input {i}", inputs[i], after, i, local_call.inputs[i]) for i in written]
+        compared = [
+            (f"output {i}", value, got, i, local_call.outputs[i])
+            for i, value in enumerate(expected)
+        ]
+        compared += [
+            (f"written input {i}", inputs[i], after, i, local_call.inputs[i]) for i in written
+        ]
         for name, value, of_ranks, i, spec in compared:
-            part_at = {c: of_rank[i] for c, of_rank in zip(coordinates(spec), of_ranks, strict=True)}
-            misshapen = [c for c, t in part_at.items() if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)]
+            part_at = {
+                c: of_rank[i] for c, of_rank in zip(coordinates(spec), of_ranks, strict=True)
+            }
+            misshapen = [
+                c
+                for c, t in part_at.items()
+                if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)
+            ]
             for c in misshapen:
                 shape, dtype = tuple(part_at[c].shape), part_at[c].dtype
                 yield f"{name} at {c}: {shape} {dtype}, should be {tuple(spec.local_shape_at(c))} {value.dtype}"
             wide = torch.complex128 if value.is_complex() else torch.float64
-            totals = gather(part_at, spec.placements, spec.mesh.shape) if self.exact and not misshapen else {}
+            totals = (
+                gather(part_at, spec.placements, spec.mesh.shape)
+                if self.exact and not misshapen
+                else {}
+            )
             for c, total in totals.items():
                 wanted = part_of(value, spec, c)
                 equal = torch.equal(total, wanted)  # as most are, which is sooner seen
-                if not equal and not torch.allclose(total.to(wide), wanted.to(wide), 1e-6, 1e-7, equal_nan=True):
+                if not equal and not torch.allclose(
+                    total.to(wide), wanted.to(wide), 1e-6, 1e-7, equal_nan=True
+                ):
                     yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
 
 
@@ -267,7 +366,11 @@ def _alone(function: Callable[[], Any]) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+    return (
+        TensorMeta(tuple(value.shape), value.stride(), value.dtype)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _layout(
@@ -282,7 +385,9 @@ def _layout(
         assert sharding is not None, "a row with sharded entries has a factor"
         if isinstance(sharding, DimSharding) and entry.map is None and sharding.length != steps:
             # The elements of a `foreach` call differ in size.
-            sharding = DimSharding(sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes)))
+            sharding = DimSharding(
+                sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes))
+            )
         fitting[axis] = rows[axis], sharding
     by_dim = placed(entries, fitting, meta.shape)
     if by_dim is None:
@@ -305,10 +410,14 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
 def _format_call(call: OpCall) -> str:
     """Shapes and arguments of a call, in one line."""
     shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
-    others = {n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)}
+    others = {
+        n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)
+    }
     return f"({', '.join(shapes)}) {others}"
 
 
 def _format_rows(rows: Sequence[Row]) -> str:
     """Rows in one line: entries of inputs, an arrow, entries of outputs."""
-    return " and ".join(f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}" for row in rows)
+    return " and ".join(
+        f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}" for row in rows
+    )

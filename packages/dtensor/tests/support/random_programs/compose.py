@@ -22,7 +22,8 @@ def compose(seed: int, steps: int | None = None) -> Program:
 
     Args:
         seed: the number.
-        steps: how many random lines; 3 to 8 when left out.  Lines that make their operands come on top.
+        steps: how many random lines; 3 to 8 when left out. Lines that make their operands come on
+            top.
     """
     d = Draft(Random(seed), MESHES[seed % 2])
     torch.manual_seed(7)
@@ -64,7 +65,11 @@ def holds(program: Program) -> bool:
         machine.run(program.lines)
         if machine.backward():
             return False
-    except Exception:  # any error of a program that was shrunk means the same
+    except Exception:
+        # any error of a program that was shrunk means the same
         return False
     grads = [x.grad for x in machine.leaves.values() if x.grad is not None]
-    return all(bool(torch.isfinite(g).all()) and (not g.numel() or float(g.abs().max()) < 1e8) for g in grads)
+    return all(
+        bool(torch.isfinite(g).all()) and (not g.numel() or float(g.abs().max()) < 1e8)
+        for g in grads
+    )

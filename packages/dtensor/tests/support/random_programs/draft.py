@@ -16,7 +16,8 @@ __all__ = ["Draft", "Skip"]
 T = TypeVar("T")
 
 LARGEST = 1500  # elements
-BOUND = 1e4  # of values: beyond, rounding errors would count
+# of values: beyond, rounding errors would count
+BOUND = 1e4
 
 
 class Skip(Exception):
@@ -166,7 +167,9 @@ class Draft:
         """A shape; sizes of 0 and 1 are rare, and mesh sizes divide some of them."""
         n = self.random.choice([1, 2, 2, 3]) if ndim is None else ndim
         return tuple(
-            self.random.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 4, 6, 8, 5, 3]) if self.chance(0.95) or n < 3 else 0
+            self.random.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 4, 6, 8, 5, 3])
+            if self.chance(0.95) or n < 3
+            else 0
             for _ in range(n)
         )
 
@@ -174,7 +177,10 @@ class Draft:
         """The name of a new tensor: `leaf`, `real`, `ints` or `flags`."""
         name = self.name()
         partial = kind == "real" and self.chance(0.3)
-        self.add(f"{name} = {kind}({self.integer(0, 9)}, {tuple(shape)}, {self.layout_of(shape, partial=partial)})")
+        self.add(
+            f"{name} = {kind}({self.integer(0, 9)}, {tuple(shape)}, "
+            f"{self.layout_of(shape, partial=partial)})"
+        )
         return name
 
     def const(self, values: Any) -> str:
@@ -195,7 +201,8 @@ class Draft:
         """Placements as lines write them, and the shard order where it is not the usual one.
 
         Args:
-            shape: of the tensor; partial: whether an axis may be partial; whole: share of replicated axes.
+            shape: of the tensor; partial: whether an axis may be partial; whole: share of
+                replicated axes.
         """
         axes = list(range(len(self.mesh)))
         self.random.shuffle(axes)
@@ -213,7 +220,9 @@ class Draft:
             before = pieces.get(dim, [shape[dim]])
             cuts.setdefault(dim, []).append(axis)
             found[axis], pieces[dim] = self._cut(dim, before, self.mesh[axis])
-        turned = tuple((dim, tuple(order)) for dim, order in sorted(cuts.items()) if order != sorted(order))
+        turned = tuple(
+            (dim, tuple(order)) for dim, order in sorted(cuts.items()) if order != sorted(order)
+        )
         return f"[{', '.join(found)}]" + (f", order={turned}" if turned else "")
 
     def _cut(self, dim: int, before: list[int], ways: int) -> tuple[str, list[int]]:

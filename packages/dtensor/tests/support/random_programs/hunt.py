@@ -38,7 +38,13 @@ def on_one(programs: Sequence[Program]) -> list[str]:
     for program in programs:
         meshes = thread_meshes(program.mesh)
         try:
-            found.append(_verdict(on_threads([partial(_on_thread, program, mesh) for mesh in meshes], meshes, seed=7)))
+            found.append(
+                _verdict(
+                    on_threads(
+                        [partial(_on_thread, program, mesh) for mesh in meshes], meshes, seed=7
+                    )
+                )
+            )
         except BrokenBarrierError as error:
             found.append(f"hang: {error!r}")
     return found
@@ -71,7 +77,9 @@ def kind(found: str) -> str:
     """What two failures of one cause have in common; a refusal on some ranks only is an error."""
     if found.startswith("refused"):
         return "refused"
-    return next((word for word in ("hang", "wrong", "error", "refused") if f"{word}: " in found), "")
+    return next(
+        (word for word in ("hang", "wrong", "error", "refused") if f"{word}: " in found), ""
+    )
 
 
 def shrink(program: Program, found: str) -> tuple[Program, str]:
@@ -89,7 +97,9 @@ def shrink(program: Program, found: str) -> tuple[Program, str]:
     return program, found
 
 
-def hunt(seeds: Sequence[int], *, refusals: bool = False, shrinking: bool = True) -> Iterator[Finding]:
+def hunt(
+    seeds: Sequence[int], *, refusals: bool = False, shrinking: bool = True
+) -> Iterator[Finding]:
     """The programs among these seeds that fail on threads, shrunk.
 
     Args:

@@ -1,7 +1,7 @@
 """A program: lines of Python on tensors, and running them on one device and on a mesh.
 
-Lines are text, so a program that fails prints itself.  They make tensors with the names of `Machine.names()` and use
-nothing else but torch.
+Lines are text, so a program that fails prints itself. They make tensors with the names of
+`Machine.names()` and use nothing else but torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from shoal_mesh.testing import rank_pool
 
 __all__ = ["Machine", "Program", "loss_of", "run_many", "run_one"]
 
-# Of values that went through a dtype; a program with a narrower one is compared no more closely than that.
+# Of values that went through a dtype; a program with a narrower one is compared no more closely
+# than that.
 TOLERANCES = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 # Autograd, of a write with a gradient to a view that `t_` or the like has reshaped, or to its base.
 RESHAPED_VIEW = "This view is the output of a function that returns multiple views"
@@ -36,10 +37,9 @@ class Program:
     """A mesh shape and the lines to run on it.
 
     Example:
-        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script())  # doctest: +ELLIPSIS
-        from random_programs import Program, run_one
-        from shoal_mesh.testing import rank_pool
-        ...
+        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script()) # doctest:
+        +ELLIPSIS from random_programs import Program, run_one from shoal_mesh.testing import
+        rank_pool ...
     """
 
     mesh: tuple[int, ...]
@@ -76,7 +76,10 @@ class Machine:
 
     def names(self) -> dict[str, Any]:
         """What lines may name."""
-        made = {name: getattr(self, name) for name in ("real", "leaf", "ints", "flags", "const", "place")}
+        made = {
+            name: getattr(self, name)
+            for name in ("real", "leaf", "ints", "flags", "const", "place")
+        }
         placements = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
         return {"torch": torch, "F": F, **placements, **made}
 
@@ -85,31 +88,42 @@ class Machine:
         names = self.names()
         for line in lines:
             exec(line, names, self.values)
-            # Torch takes a view of what has got a gradient for a leaf until its history is asked for.
+            # Torch takes a view of what has got a gradient for a leaf until its history is asked
+            # for.
             _ = [x.is_leaf for x in self.tensors().values()]
 
-    def real(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+    def real(
+        self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
+    ) -> Any:
         """Distinct values between -1 and 1, partial ones among the placements."""
         count = torch.Size(shape).numel()
         return self._put(
-            (torch.arange(count, dtype=torch.float64) * (0.73 + 0.31 * seed) + 0.2).sin().reshape(shape),
+            (torch.arange(count, dtype=torch.float64) * (0.73 + 0.31 * seed) + 0.2)
+            .sin()
+            .reshape(shape),
             placements,
             **order,
         )
 
-    def leaf(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+    def leaf(
+        self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
+    ) -> Any:
         """The same, with a gradient; no view, through which torch can lose one (a leaf that views what has none)."""
         made = self.real(seed, shape, placements, **order).clone().requires_grad_()
         self.leaves[f"leaf {len(self.leaves)}"] = made
         return made
 
-    def ints(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+    def ints(
+        self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
+    ) -> Any:
         """Whole numbers between -7 and 7."""
         count = torch.Size(shape).numel()
         values = (torch.arange(count) * (3 + 2 * seed) + seed) % 15 - 7
         return self._put(values.reshape(shape), placements, **order)
 
-    def flags(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+    def flags(
+        self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
+    ) -> Any:
         """Truth values."""
         count = torch.Size(shape).numel()
         values = (torch.arange(count, dtype=torch.float64) * (1.1 + 0.37 * seed) + seed).sin() > 0
@@ -119,12 +133,16 @@ class Machine:
         """A tensor of listed values."""
         return self._put(torch.tensor(values), placements, **order)
 
-    def place(self, x: Any, placements: Sequence[Placement], order: ShardOrder | None = None) -> Any:
+    def place(
+        self, x: Any, placements: Sequence[Placement], order: ShardOrder | None = None
+    ) -> Any:
         """The same tensor, in another layout."""
         self.kept.append(x)
         return x if self.mesh is None else x.redistribute(placements=placements, shard_order=order)
 
-    def _put(self, whole: Tensor, placements: Sequence[Placement], order: ShardOrder | None = None) -> Any:
+    def _put(
+        self, whole: Tensor, placements: Sequence[Placement], order: ShardOrder | None = None
+    ) -> Any:
         if self.mesh is None:
             return whole
         plain = [Replicate() if p.is_partial() else p for p in placements]
@@ -152,7 +170,9 @@ class Machine:
 
 
 def _kind(error: Exception) -> str:
-    return "refused" if isinstance(error, ShoalTensorError) or RESHAPED_VIEW in str(error) else "error"
+    return (
+        "refused" if isinstance(error, ShoalTensorError) or RESHAPED_VIEW in str(error) else "error"
+    )
 
 
 def loss_of(x: Any) -> Any:
@@ -201,15 +221,24 @@ def run_many(programs: Sequence[Program]) -> list[str]:
 def _difference(plain: Machine, sharded: Machine, *, gradients: bool) -> str:
     """What differs first; "" if nothing does."""
     expected = plain.tensors()
-    tolerance = max([1e-8, *(TOLERANCES[x.dtype] for x in expected.values() if x.dtype in TOLERANCES)])
+    tolerance = max(
+        [1e-8, *(TOLERANCES[x.dtype] for x in expected.values() if x.dtype in TOLERANCES)]
+    )
     pairs = {name: (one, sharded.values.get(name)) for name, one in expected.items()}
     messages = [_unlike(name, one, many) for name, (one, many) in pairs.items()]
-    for (name, one), many in zip(plain.leaves.items(), sharded.leaves.values(), strict=True) if gradients else ():
+    for (name, one), many in (
+        zip(plain.leaves.items(), sharded.leaves.values(), strict=True) if gradients else ()
+    ):
         messages.append(_unlike_gradient(name, one, many))
         if one.grad is not None and many.grad is not None:
             pairs["gradient of " + name] = one.grad, many.grad
-    # Collectives must be the same on all ranks whatever differs where, so everything is gathered before a verdict.
-    messages += [_far(name, one, many, tolerance) for name, (one, many) in pairs.items() if isinstance(many, DTensor)]
+    # Collectives must be the same on all ranks whatever differs where, so everything is gathered
+    # before a verdict.
+    messages += [
+        _far(name, one, many, tolerance)
+        for name, (one, many) in pairs.items()
+        if isinstance(many, DTensor)
+    ]
     return next((message for message in messages if message), "")
 
 
@@ -219,14 +248,22 @@ def _unlike(name: str, one: Any, many: Any) -> str:
         return f"wrong: {name} is {type(many)}"
     if many._local_tensor.shape != many._spec.local_shape:
         return f"wrong: {name} has a local shape {many._local_tensor.shape}, not {many._spec.local_shape}"
-    return "" if many.requires_grad == one.requires_grad else f"wrong: {name} requires_grad is {many.requires_grad}"
+    return (
+        ""
+        if many.requires_grad == one.requires_grad
+        else f"wrong: {name} requires_grad is {many.requires_grad}"
+    )
 
 
 def _unlike_gradient(name: str, one: Any, many: Any) -> str:
     """How the gradient of a leaf is not there, or is not placed as the leaf."""
     if one.grad is None or many.grad is None:
         same = one.grad is many.grad
-        return "" if same else f"wrong: the gradient of {name} is {one.grad} on one device, {many.grad} on the mesh"
+        return (
+            ""
+            if same
+            else f"wrong: the gradient of {name} is {one.grad} on one device, {many.grad} on the mesh"
+        )
     leaf, grad = many._spec, many.grad._spec
     if grad.placements == leaf.placements and grad.shard_order == leaf.shard_order:
         return ""

@@ -182,7 +182,9 @@ def moved(d: Draft) -> str:
 
 
 def copied(d: Draft) -> str:
-    return d.pick(["{}.detach()", "{}.clone()", "{}.contiguous()", "{} * 1.0", "torch.zeros_like({})"]).format(d.any())
+    return d.pick(
+        ["{}.detach()", "{}.clone()", "{}.contiguous()", "{} * 1.0", "torch.zeros_like({})"]
+    ).format(d.any())
 
 
 def layout_of(d: Draft) -> str:
@@ -199,7 +201,9 @@ def picked(d: Draft) -> str:
         raise Skip("empty")
     numbers = [d.integer(-size if d.chance(0.3) else 0, size - 1) for _ in range(d.integer(0, 5))]
     index = (
-        d.const(numbers) if numbers else "const([], [Replicate()" + ", Replicate()" * (len(d.mesh) - 1) + "]).long()"
+        d.const(numbers)
+        if numbers
+        else "const([], [Replicate()" + ", Replicate()" * (len(d.mesh) - 1) + "]).long()"
     )
     before = ":, " * dim
     other = d.const([[d.integer(0, size - 1)] for _ in range(2)])
@@ -241,8 +245,12 @@ def gathered(d: Draft) -> str:
     dim = d.dim(x)
     shape = [d.integer(1, n) for n in d[x].shape]
     shape[dim] = d.integer(1, 4)
-    index = torch.tensor([d.integer(0, d[x].shape[dim] - 1) for _ in range(prod(shape))]).reshape(shape)
-    return f"{x}.{d.pick(['gather({0}, {1})', 'gather({0}, {1})'])}".format(dim, d.const(index.tolist()))
+    index = torch.tensor([d.integer(0, d[x].shape[dim] - 1) for _ in range(prod(shape))]).reshape(
+        shape
+    )
+    return f"{x}.{d.pick(['gather({0}, {1})', 'gather({0}, {1})'])}".format(
+        dim, d.const(index.tolist())
+    )
 
 
 def counted(d: Draft) -> str:

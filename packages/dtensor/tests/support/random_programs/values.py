@@ -37,7 +37,9 @@ def unary(d: Draft) -> str:
 
 def scalar(d: Draft) -> str:
     x, n = d.any(), d.number()
-    form = d.pick(["{} + {}", "{} * {}", "{1} - {0}", "{} / {}", "torch.add({}, {}, alpha=2)", "{} - {}"])
+    form = d.pick(
+        ["{} + {}", "{} * {}", "{1} - {0}", "{} / {}", "torch.add({}, {}, alpha=2)", "{} - {}"]
+    )
     return form.format(x, n)
 
 
@@ -263,7 +265,13 @@ def norm_of_list(d: Draft) -> str:
 def complexes(d: Draft) -> str:
     x = d.any(lambda t: t.is_complex())
     return d.pick(
-        ["{}.real", "{}.imag", "{}.conj() * (1 + 2j)", "{}.mul(2 - 1j)", "torch.view_as_real({}).sum(-1)"]
+        [
+            "{}.real",
+            "{}.imag",
+            "{}.conj() * (1 + 2j)",
+            "{}.mul(2 - 1j)",
+            "torch.view_as_real({}).sum(-1)",
+        ]
     ).format(x)
 
 

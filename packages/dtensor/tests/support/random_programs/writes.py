@@ -39,7 +39,16 @@ def place(d: Draft, ndim: int = 0) -> str:
 
 
 def number(d: Draft) -> str:
-    form = d.pick(["{}.add_({})", "{}.mul_({})", "{} -= {}", "{}.div_({})", "{}.fill_({})", "{}.sub_({}, alpha=2)"])
+    form = d.pick(
+        [
+            "{}.add_({})",
+            "{}.mul_({})",
+            "{} -= {}",
+            "{}.div_({})",
+            "{}.fill_({})",
+            "{}.sub_({}, alpha=2)",
+        ]
+    )
     return form.format(place(d), d.number())
 
 
@@ -49,7 +58,14 @@ def smooth(d: Draft) -> str:
         d.away(x, 0, 0.5, -0.5)
         return d.pick(["{}.relu_()", "{}.abs_()", "{}.clamp_(-0.5, 0.5)"]).format(x)
     return d.pick(
-        ["{}.tanh_()", "{}.sigmoid_()", "{}.neg_()", "{}.zero_()", "{}.square_()", "F.silu({}, inplace=True)"]
+        [
+            "{}.tanh_()",
+            "{}.sigmoid_()",
+            "{}.neg_()",
+            "{}.zero_()",
+            "{}.square_()",
+            "F.silu({}, inplace=True)",
+        ]
     ).format(x)
 
 
@@ -107,7 +123,9 @@ def assigned(d: Draft) -> str:
     shape = list(eval(f"x[{index}]", {}, {"x": d[x]}).shape)
     if d.chance(0.4):
         shape = [1 if d.chance(0.3) else n for n in shape[d.integer(0, len(shape)) :]]
-    return f"{x}[{index}] {d.pick(['=', '=', '+=', '*='])} {d.made(d.pick(['leaf', 'real']), shape)}"
+    return (
+        f"{x}[{index}] {d.pick(['=', '=', '+=', '*='])} {d.made(d.pick(['leaf', 'real']), shape)}"
+    )
 
 
 def assigned_by_tensor(d: Draft) -> str:
@@ -176,10 +194,14 @@ def scattered(d: Draft) -> str:
     dim = d.integer(0, d[x].ndim - 1)
     shape = [d.integer(1, n) for n in d[x].shape]
     columns = [
-        torch.randperm(d[x].shape[dim], generator=torch.Generator().manual_seed(d.integer(0, 999)))[: shape[dim]]
+        torch.randperm(d[x].shape[dim], generator=torch.Generator().manual_seed(d.integer(0, 999)))[
+            : shape[dim]
+        ]
         for _ in range(prod(shape) // shape[dim])
     ]
-    index = torch.stack(columns).reshape(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
+    index = (
+        torch.stack(columns).reshape(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
+    )
     op = d.pick(["scatter", "scatter_add"])
     end = "_" if d.chance(0.6) else ""
     line = f"{x}.{op}{end}({dim}, {d.const(index.tolist())}, {d.made('leaf', shape)})"
@@ -219,7 +241,14 @@ def listed(d: Draft) -> str:
 
 def reshaped(d: Draft) -> str:
     x = target(d)
-    return d.pick([f"{x}.unsqueeze_(0)", f"{x}.squeeze_()", f"{x}.t_()", f"{x}.transpose_({d.dim(x)}, {d.dim(x)})"])
+    return d.pick(
+        [
+            f"{x}.unsqueeze_(0)",
+            f"{x}.squeeze_()",
+            f"{x}.t_()",
+            f"{x}.transpose_({d.dim(x)}, {d.dim(x)})",
+        ]
+    )
 
 
 def scanned(d: Draft) -> str:

@@ -24,20 +24,22 @@ Blocks = Sequence[Sequence[Tensor]]
 def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     """`S -> S`: `out`, filled; block k of `blocks[j]` on rank i arrives in block k of `out[i]` on rank j.
 
-    One collective whatever the number of blocks. Blocks may be views with any strides. They are copied once into a
-    buffer and once out of it, and not at all where they follow one another in memory. What a rank sends to itself is
-    copied straight from `blocks[rank]` to `out[rank]`, unless that is what the others' blocks are around.
+    One collective whatever the number of blocks. Blocks may be views with any strides. They are
+    copied once into a buffer and once out of it, and not at all where they follow one another in
+    memory. What a rank sends to itself is copied straight from `blocks[rank]` to `out[rank]`,
+    unless that is what the others' blocks are around.
 
     Args:
-        blocks: for every rank of the communicator, in index order, the blocks that it gets; any shapes, empty ones and
-            none allowed. One dtype, the same on all ranks.
+        blocks: for every rank of the communicator, in index order, the blocks that it gets; any
+            shapes, empty ones and none allowed. One dtype, the same on all ranks.
         comm: a communicator, or (mesh, axes).
-        out: for every rank the tensors or views that its blocks are written to, in the order and with the shapes that
-            it sends; they do not overlap.
+        out: for every rank the tensors or views that its blocks are written to, in the order and
+            with the shapes that it sends; they do not overlap.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: not one list per rank, several dtypes, or what this rank keeps has other shapes in `out`.
+        CollectiveError: not one list per rank, several dtypes, or what this rank keeps has other
+            shapes in `out`.
 
     Example:
         Every rank has one row of a matrix, and gets one of its columns:
@@ -62,7 +64,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     own, order = comm.rank, calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
-    if example is None:  # a rank without any block sends nothing, of any dtype
+    # a rank without any block sends nothing, of any dtype
+    if example is None:
         example = torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
     traced = is_traced(example)
     straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
@@ -109,7 +112,12 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
     """
     require_tensors(blocks, "blocks are a list of tensors")
     kinds = Tensor | None if blocks else Tensor
-    require(like, kinds, "like= is a tensor of the dtype of the blocks, needed if there are none", CollectiveTypeError)
+    require(
+        like,
+        kinds,
+        "like= is a tensor of the dtype of the blocks, needed if there are none",
+        CollectiveTypeError,
+    )
     return _packed(blocks, like)
 
 
@@ -129,7 +137,9 @@ def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
     if all(block.is_contiguous() for block in filled):
         return torch.cat([block.view(-1) for block in filled])
     flat = filled[0].new_empty((sum(block.numel() for block in filled),))
-    for segment, block in zip(torch.split(flat, [block.numel() for block in filled]), filled, strict=True):
+    for segment, block in zip(
+        torch.split(flat, [block.numel() for block in filled]), filled, strict=True
+    ):
         segment.view(block.shape).copy_(block)
     return flat
 
@@ -159,7 +169,8 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
     if flat.shape != (sum([block.numel() for block in out]),):
         shapes = [tuple(block.shape) for block in out]
         raise CollectiveError(
-            f"unpack_blocks into blocks of shapes {shapes} takes their elements in 1-D, got {tuple(flat.shape)}"
+            f"unpack_blocks into blocks of shapes {shapes} takes their elements in 1-D, got "
+            f"{tuple(flat.shape)}"
         )
     _unpack(flat, out)
 
@@ -176,10 +187,16 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     """CollectiveError for arguments that are wrong on this rank alone."""
     for side in (blocks, out):
-        require_each(side, Sequence, "all_to_all_blocks takes one list of tensors per rank", CollectiveTypeError)
+        require_each(
+            side,
+            Sequence,
+            "all_to_all_blocks takes one list of tensors per rank",
+            CollectiveTypeError,
+        )
     if not len(blocks) == len(out) == comm.size:
         raise CollectiveError(
-            f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs per rank, "
+            f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs "
+            "per rank, "
             f"got {len(blocks)} and {len(out)}"
         )
     dtypes = set()
@@ -188,11 +205,14 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
             check_operand(block, "a block")
         dtypes.add(block.dtype)
     if len(dtypes) > 1:
-        raise CollectiveError(f"all_to_all_blocks moves one dtype, got {', '.join(sorted(map(str, dtypes)))}")
+        raise CollectiveError(
+            f"all_to_all_blocks moves one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+        )
     sent, expected = ([tuple(block.shape) for block in side[comm.rank]] for side in (blocks, out))
     if sent != expected:
         raise CollectiveError(
-            f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have {expected}"
+            f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have "
+            f"{expected}"
         )
 
 
@@ -208,7 +228,8 @@ def _keep(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
     """Whether the blocks of the others follow one another in memory if this rank's own, which are no more, are there.
 
-    Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no buffer is needed.
+    Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no
+    buffer is needed.
     """
     others = list(chain.from_iterable(blocks[i] for i in order if i != own))
     count, own_count = _counts([others, blocks[own]])
@@ -225,11 +246,17 @@ def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
     first, end = filled[0], filled[0].data_ptr()
     width = first.element_size()
     for block in filled:
-        if block.data_ptr() != end or not block.is_contiguous() or block.is_conj() or block.is_neg():
+        if (
+            block.data_ptr() != end
+            or not block.is_contiguous()
+            or block.is_conj()
+            or block.is_neg()
+        ):
             return None
         end += block.numel() * width
     total = (end - first.data_ptr()) // width
-    # Neighbours in memory may still belong to two allocations: the view must end inside the first one's.
+    # Neighbours in memory may still belong to two allocations: the view must end inside the first
+    # one's.
     if (first.storage_offset() + total) * width > first.untyped_storage().nbytes():
         return None
     return first.as_strided((total,), (1,))

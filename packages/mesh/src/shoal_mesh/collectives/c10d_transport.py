@@ -1,9 +1,10 @@
 """The transports that call process groups: gloo, NCCL, the fake backend, or a group written in Python.
 
-A dtype that a backend cannot send is sent as bytes. Of gloo with several ranks on each of several hosts a large
-collective is one of the ranks of each host, in shared memory, and one of the ranks that have the same number on their
-hosts, in gloo, each of which carries a part of the message, so that bytes pass the network once a host (`AcrossHosts`).
-Small ones take less time in one step, and those in the background do not wait for a first one: gloo has them.
+A dtype that a backend cannot send is sent as bytes. Of gloo with several ranks on each of several
+hosts a large collective is one of the ranks of each host, in shared memory, and one of the ranks
+that have the same number on their hosts, in gloo, each of which carries a part of the message, so
+that bytes pass the network once a host (`AcrossHosts`). Small ones take less time in one step, and
+those in the background do not wait for a first one: gloo has them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..transport import Handle, Pending, Transport, as_bytes
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
 PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
-# Of a rank's input, from which on several hosts share work: on two of two ranks gloo alone is faster with 64 KiB.
+# Of a rank's input, from which on several hosts share work: on two of two ranks gloo alone is
+# faster with 64 KiB.
 LEAST_BYTES = 1 << 18
 # Of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170.
 _WINDOW_BYTES = 1 << 20
@@ -41,23 +43,43 @@ def _with(options: Any, field: str, value: object) -> Any:
 
 
 _ALL_GATHER, _ALL_TO_ALL = _torch.AllgatherOptions(), _torch.AllToAllOptions()
-_ALL_REDUCE = {op: _with(_torch.AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()}
-_REDUCE_SCATTER = {op: _with(_torch.ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()}
+_ALL_REDUCE = {
+    op: _with(_torch.AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()
+}
+_REDUCE_SCATTER = {
+    op: _with(_torch.ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()
+}
 _FROM = cache(lambda root: _with(_torch.BroadcastOptions(), "rootRank", root))
-_EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
+# c10d: no list of sizes means equal blocks
+_EVEN: list[int] = []
 
 
 class C10dTransport(Transport):
     """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
 
-    The channel is that of its ranks; or of those of one host, which make the same calls, each of a group of its own
-    that is `part_of` one of that name.
+    The channel is that of its ranks; or of those of one host, which make the same calls, each of a
+    group of its own that is `part_of` one of that name.
     """
 
-    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_kind", "_name", "_part_of", "_size")
+    __slots__ = (
+        "_backends",
+        "_channel",
+        "_fake",
+        "_gloo",
+        "_group",
+        "_kind",
+        "_name",
+        "_part_of",
+        "_size",
+    )
 
     def __init__(self, comm: Comm, channel: Channel | None, part_of: str = "") -> None:
-        self._group, self._name, self._channel, self._part_of = comm.group, comm.name, channel, part_of
+        self._group, self._name, self._channel, self._part_of = (
+            comm.group,
+            comm.name,
+            channel,
+            part_of,
+        )
         self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
         self._backends, self._size = comm.backend, comm.size
         self._kind: Any = type(comm.group)
@@ -82,7 +104,9 @@ class C10dTransport(Transport):
         """The ranks' rows, (size, n), once they have come by `move`, reduced into the target, (n,)."""
         rows = out.new_empty(self._size, out.numel())
         work = move(sent.view(-1), rows.view(-1))
-        return Pending(rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape)))
+        return Pending(
+            rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape))
+        )
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
@@ -93,7 +117,9 @@ class C10dTransport(Transport):
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_gather", tensor.numel())
         sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
-        return self._watched(call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
+        return self._watched(
+            call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor
+        )
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
@@ -107,9 +133,12 @@ class C10dTransport(Transport):
         self._announce(tensor, "all_to_all", tensor.numel())
         return self._exchange(tensor, out, _EVEN, _EVEN)
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
+    def all_to_all_v(
+        self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
+    ) -> Handle:
         self._announce(flat, "all_to_all_v", 0)
-        if not flat.numel() and self._fake:  # torch's fills what arrives with what is sent, 2.11's with nothing
+        # torch's fills what arrives with what is sent, 2.11's with nothing
+        if not flat.numel() and self._fake:
             flat, send = out.zero_(), receive
         return self._exchange(flat, out, send, receive)
 
@@ -118,7 +147,9 @@ class C10dTransport(Transport):
         if tensor.dtype not in PLAIN:
             width, sent, into = tensor.element_size(), as_bytes(tensor), as_bytes(out)
             send, receive = [n * width for n in send], [n * width for n in receive]
-        work = call_of(self._kind, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
+        work = call_of(self._kind, "all_to_all")(
+            self._group, into, sent, receive, send, _ALL_TO_ALL
+        )
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
@@ -134,9 +165,14 @@ class AcrossHosts(C10dTransport):
 
     def __init__(self, comm: Comm, per_host: int) -> None:
         super().__init__(comm, None)
-        self._plain, self._ranks, self._per_host = C10dTransport(comm, None), sorted(comm.line), per_host
+        self._plain, self._ranks, self._per_host = (
+            C10dTransport(comm, None),
+            sorted(comm.line),
+            per_host,
+        )
         self._host, self._own = divmod(comm.group.rank(), per_host)
-        # Inside the host and between hosts; none where memory is not shared, None before the first large message.
+        # Inside the host and between hosts; none where memory is not shared, None before the first
+        # large message.
         self._parts: tuple[Transport, ...] | None = None
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
@@ -170,11 +206,18 @@ class AcrossHosts(C10dTransport):
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         def steps(inside: Transport, between: Transport, _: int) -> None:
-            # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef, the second cd and gh.
+            # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef,
+            # the second cd and gh.
             whole = self._padded(tensor)
             own = whole.new_empty(whole.numel() // self._per_host)
             length, works = _WINDOW_BYTES // tensor.element_size(), []
-            windows = [*zip(torch.split(whole, length * self._per_host), torch.split(own, length), strict=True)]
+            windows = [
+                *zip(
+                    torch.split(whole, length * self._per_host),
+                    torch.split(own, length),
+                    strict=True,
+                )
+            ]
             for window, part in windows:
                 inside.reduce_scatter(window, part, op).wait()
                 works.append(between.all_reduce_(part, op, False))
@@ -187,7 +230,8 @@ class AcrossHosts(C10dTransport):
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            rows = tensor.new_empty(hosts, tensor.numel())  # of the ranks with this one's number on each host
+            # of the ranks with this one's number on each host
+            rows = tensor.new_empty(hosts, tensor.numel())
             between.all_gather(tensor.view(-1), rows.view(-1)).wait()
             for row, of_host in zip(rows, out.view(hosts, -1), strict=True):
                 inside.all_gather(row, of_host).wait()
@@ -196,11 +240,13 @@ class AcrossHosts(C10dTransport):
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            rows = out.new_empty(hosts, out.numel())  # for the ranks with this one's number: sums of this host's ranks
+            # for the ranks with this one's number: sums of this host's ranks
+            rows = out.new_empty(hosts, out.numel())
             for row, of_host in zip(rows, tensor.view(hosts, -1), strict=True):
                 inside.reduce_scatter(of_host, row, op).wait()
             terms = torch.empty_like(rows)
-            between.all_to_all(rows.view(-1), terms.view(-1)).wait()  # gloo's reduce-scatter cannot be watched
+            # gloo's reduce-scatter cannot be watched
+            between.all_to_all(rows.view(-1), terms.view(-1)).wait()
             reduce_rows(terms, op, out.view(-1))
 
         return self._run(steps, "reduce_scatter", tensor, op, 0)

@@ -1,9 +1,10 @@
 """A call of a collective: between whom it is, what cannot be right, what is called, and what it returns.
 
-Refusals raise before anything is sent. Seven calls are what collectives consist of: they go by the communicator's
-transport, and are functional collectives while compiling. Their blocks follow one another along dim 0 in index order of
-the communicator, which has several ranks; inputs of equal blocks may have any strides, others are contiguous.
-`background` says that the caller goes on before it waits.
+Refusals raise before anything is sent. Seven calls are what collectives consist of: they go by the
+communicator's transport, and are functional collectives while compiling. Their blocks follow one
+another along dim 0 in index order of the communicator, which has several ranks; inputs of equal
+blocks may have any strides, others are contiguous. `background` says that the caller goes on before
+it waits.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from .graph_dependences import in_graph
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 Sync = Literal[False]  # of `async_op`: the result is returned
 Async = Literal[True]  # a `Pending` is
-# Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
+# Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a
+# third of the time.
 ONE_SHOT_RANKS, ONE_SHOT_BYTES = 8, 1 << 16
-# Of this size malloc takes new memory from the system each time, page by page as it is first written: 20 ms for 32 MiB,
-# eight times what copying takes. In pages of 2 MiB it takes 3.
+# Of this size malloc takes new memory from the system each time, page by page as it is first
+# written: 20 ms for 32 MiB, eight times what copying takes. In pages of 2 MiB it takes 3.
 LARGE_BYTES = 32 << 20
 
 
-# --- what a call takes and returns ------------------------------------------------------------------------------------
+# --- what a call takes and returns ----------------------------------------------------------------
 
 
 def resolve(along: object) -> Comm:
@@ -51,7 +53,8 @@ def resolve(along: object) -> Comm:
         return along[0].comm(along[1])
     got = kind_of(along[0] if isinstance(along, tuple) and len(along) == 2 else along)
     raise CollectiveTypeError(
-        f"a collective runs along a Comm, such as comm_over(ranks), or a pair (mesh, axes), got {got}"
+        "a collective runs along a Comm, such as comm_over(ranks), or a pair (mesh, axes), got "
+        f"{got}"
     )
 
 
@@ -74,7 +77,9 @@ def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
 
 def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
     """CollectiveTypeError for what is no sequence of tensors; `taken` says what the call takes."""
-    if not isinstance(tensors, list | tuple) or any(type(tensor) is not Tensor for tensor in tensors):
+    if not isinstance(tensors, list | tuple) or any(
+        type(tensor) is not Tensor for tensor in tensors
+    ):
         require_each(tensors, Tensor, taken, CollectiveTypeError)
 
 
@@ -83,16 +88,21 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
-            "this collective has no gradient, and the tensor requires one: use shoal_mesh.differentiable, "
+            "this collective has no gradient, and the tensor requires one: use "
+            "shoal_mesh.differentiable, "
             "or pass tensor.detach() where no gradient is wanted"
         )
-    if tensor.is_sparse or tensor.is_sparse_csr:  # not `layout`, which dynamo refuses to read in a backward
-        raise CollectiveError(f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first")
+    # not `layout`, which dynamo refuses to read in a backward
+    if tensor.is_sparse or tensor.is_sparse_csr:
+        raise CollectiveError(
+            f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first"
+        )
 
 
 def materialized(tensor: Tensor) -> Tensor:
     """The tensor with its values in contiguous memory, as backends read them: `conj()` and `imag` may be lazy views."""
-    return tensor.contiguous() if is_compiling() else in_memory(tensor)  # a compiler resolves lazy views itself
+    # a compiler resolves lazy views itself
+    return tensor.contiguous() if is_compiling() else in_memory(tensor)
 
 
 def in_memory(tensor: Tensor) -> Tensor:
@@ -118,7 +128,8 @@ def normal_dim(tensor: Tensor, dim: int) -> int:
 def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
     """CollectiveError: the dim does not divide."""
     raise CollectiveError(
-        f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks along "
+        f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks "
+        "along "
         f"{'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
     )
 
@@ -128,12 +139,15 @@ def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
     taken = "the sizes of blocks are a sequence of int, one per rank"
     try:
         total, fits = sum(sizes), len(sizes) == comm.size
-    except (TypeError, RuntimeError):  # RuntimeError: of torch's own mesh, of sparse tensors
+    except (TypeError, RuntimeError):
+        # RuntimeError: of torch's own mesh, of sparse tensors
         raise CollectiveTypeError(f"{taken}, got {kind_of(sizes)} as {name}") from None
     if type(total) is not int:
         require(total, int | torch.SymInt, taken, CollectiveTypeError)
     if not fits or min(sizes) < 0:
-        raise CollectiveError(f"{name} are one non-negative count for each of {comm.size} ranks, got {tuple(sizes)}")
+        raise CollectiveError(
+            f"{name} are one non-negative count for each of {comm.size} ranks, got {tuple(sizes)}"
+        )
     return total
 
 
@@ -145,10 +159,16 @@ def are_equal(sizes: Sizes) -> bool:
 def check_root(index: int, comm: Comm, name: str) -> None:
     """CollectiveError for what is no index of a rank along the communicator."""
     if type(index) is not int:
-        require(index, int, f"{name} is the index of a rank along {'x'.join(comm.axes)}", CollectiveTypeError)
+        require(
+            index,
+            int,
+            f"{name} is the index of a rank along {'x'.join(comm.axes)}",
+            CollectiveTypeError,
+        )
     if not 0 <= index < comm.size:
         raise CollectiveError(
-            f"{name} {index} is no rank along {'x'.join(comm.axes)}: indices are 0 to {comm.size - 1}, "
+            f"{name} {index} is no rank along {'x'.join(comm.axes)}: indices are 0 to "
+            f"{comm.size - 1}, "
             "counted along the axes (not global ranks)"
         )
 
@@ -165,24 +185,36 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
 ) -> Tensor | Pending:
     """What a collective of one tensor returns, by `start` or as a copy of one rank's own; observers hear of it as one.
 
-    They get the fields of an `Event`; with `same`, unless ranks send different amounts, the shape of the tensor.
+    They get the fields of an `Event`; with `same`, unless ranks send different amounts, the shape
+    of the tensor.
     """
     if comm.size == 1:
         own = tensor.clone(memory_format=torch.contiguous_format)
         return Pending(own, None) if async_op else own
     if observers:
         facts = {"shape": tensor.shape, **same} if flow is None else same
-        return observed(lambda: start() if async_op else start().wait(), op, comm, (tensor,), reduce_op, facts, flow)
+        return observed(
+            lambda: start() if async_op else start().wait(),
+            op,
+            comm,
+            (tensor,),
+            reduce_op,
+            facts,
+            flow,
+        )
     pending = start()
     return pending if async_op else pending.wait()
 
 
-# --- the seven calls --------------------------------------------------------------------------------------------------
+# --- the seven calls ------------------------------------------------------------------------------
 
 
-def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False) -> Transport:
+def carrier_of(
+    comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False
+) -> Transport:
     """What carries a message by its communicator's transport."""
-    # The world first: another thread that renews the communicator drops the old transport before it notes the world.
+    # The world first: another thread that renews the communicator drops the old transport before it
+    # notes the world.
     transport = comm.transport if WORLDS._default_pg is comm._world else None
     if transport is None:
         transport = _connected(comm, tensor)
@@ -191,7 +223,8 @@ def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = Fals
 
 def _connected(comm: Comm, tensor: Tensor) -> Transport:
     """The transport of a communicator in the present world, which over gloo is chosen for the first CPU tensor."""
-    group, transport = comm.group, comm.transport  # in this order: the group of a new world has no transport yet
+    # in this order: the group of a new world has no transport yet
+    group, transport = comm.group, comm.transport
     if transport is not None:
         return transport
     channel = channel_of(group) if comm.on_gloo and tensor.is_cpu else None
@@ -200,7 +233,8 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
         transport = SharedMemoryTransport(channel, transport)
     elif per_host := ranks_per_host(group):
         transport = AcrossHosts(comm, per_host)
-    if tensor.is_cpu or not comm.on_gloo:  # else the ranks have not yet been asked whether they share memory
+    # else the ranks have not yet been asked whether they share memory
+    if tensor.is_cpu or not comm.on_gloo:
         comm.transport = transport
     return transport
 
@@ -209,19 +243,23 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
     """Reduce in place; while compiling the result is another tensor, so use what it brings."""
     if is_traced(tensor):
         return in_graph("all_reduce", tensor, comm, op)
-    return Pending(tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background))
+    return Pending(
+        tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background)
+    )
 
 
 def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     """Whether an all-reduce is fastest when every rank sends its tensor to each other rank and adds up on arrival.
 
-    gloo's ring takes 2 (size - 1) turns, each of which waits for another process; one all-to-all waits once. The answer
-    is the same on all ranks: it depends on nothing that differs between them.
+    gloo's ring takes 2 (size - 1) turns, each of which waits for another process; one all-to-all
+    waits once. The answer is the same on all ranks: it depends on nothing that differs between
+    them.
     """
     return (
         op == "sum"
         and 2 < comm.size <= ONE_SHOT_RANKS
-        and not is_traced(tensor)  # before the size, which a compiler may know as a symbol only
+        # before the size, which a compiler may know as a symbol only
+        and not is_traced(tensor)
         and 0 < tensor.nbytes <= ONE_SHOT_BYTES
         and tensor.device.type == "cpu"
         and tensor.is_floating_point()
@@ -229,7 +267,9 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     )
 
 
-def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor | None = None) -> Pending:
+def all_gather(
+    tensor: Tensor, comm: Comm, background: bool = False, out: Tensor | None = None
+) -> Pending:
     """(m, ...) -> (size * m, ...); writes into `out` when there is one, of which `tensor` is this rank's block."""
     if is_traced(tensor):
         pending = in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
@@ -246,7 +286,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
 def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
     """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
     largest, rest = max(sizes), rows.shape[1:]
-    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in one step.
+    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in
+    # one step.
     if largest * comm.size > 2 * sum(sizes):
         flat, arrivals = rows.reshape(-1), [size * prod(rest) for size in sizes]
         send = [flat.numel()] * comm.size
@@ -258,8 +299,11 @@ def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pe
     if are_equal(sizes):
         return pending
 
-    def joined(padded: Tensor) -> Tensor:  # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
-        return torch.cat([block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)])
+    # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
+    def joined(padded: Tensor) -> Tensor:
+        return torch.cat(
+            [block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)]
+        )
 
     return pending.then(joined)
 
@@ -291,30 +335,47 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
 
-def all_to_all_v(flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False) -> Pending:
+def all_to_all_v(
+    flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False
+) -> Pending:
     """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
     order, positions = group_to_index(comm), comm.order
     if positions is not None:
         flat = _reordered(flat, order, send)
     arrivals = [receive[index] for index in order]
-    pending = all_to_all_exact(flat, comm, [send[index] for index in order], arrivals, background=background)
-    return pending if positions is None else pending.then(lambda out: _reordered(out, positions, arrivals))
+    pending = all_to_all_exact(
+        flat, comm, [send[index] for index in order], arrivals, background=background
+    )
+    return (
+        pending
+        if positions is None
+        else pending.then(lambda out: _reordered(out, positions, arrivals))
+    )
 
 
 def all_to_all_exact(
-    flat: Tensor, comm: Comm, send: list[int], receive: list[int], out: Tensor | None = None, background: bool = False
+    flat: Tensor,
+    comm: Comm,
+    send: list[int],
+    receive: list[int],
+    out: Tensor | None = None,
+    background: bool = False,
 ) -> Pending:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_traced(flat):
         return in_graph("all_to_all_single", flat, comm, receive, send)
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
-    return Pending(out, carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive))
+    return Pending(
+        out,
+        carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive),
+    )
 
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
-    root = source if comm.order is None else comm.order[source]  # order (2, 0, 1): index 0 is rank 2
+    # order (2, 0, 1): index 0 is rank 2
+    root = source if comm.order is None else comm.order[source]
     if is_traced(tensor):
         return in_graph("broadcast", tensor, comm, root)
     return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
@@ -322,7 +383,8 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
 
 def group_to_index(comm: Comm) -> list[int]:
     """Rank in the group -> index along the communicator, the inverse of `comm.order`."""
-    indices = range(comm.size)  # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
+    # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
+    indices = range(comm.size)
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 
@@ -331,7 +393,8 @@ def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tenso
     if sizes:
         blocks: Sequence[Tensor] = torch.split(tensor, list(sizes))
     elif tensor.numel():
-        blocks = tensor.reshape(len(order), -1, *tensor.shape[1:]).unbind()  # (12, 5) on 4 ranks: 4 of (3, 5)
+        # (12, 5) on 4 ranks: 4 of (3, 5)
+        blocks = tensor.reshape(len(order), -1, *tensor.shape[1:]).unbind()
     else:
         return tensor
     return torch.cat([blocks[i] for i in order])
@@ -343,8 +406,11 @@ def in_huge_pages(new: Tensor) -> Tensor:
     Systems give them to programs that ask (`madvise`, the usual setting).
     """
     if new.nbytes >= LARGE_BYTES and new.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
-        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # address 5000, pages of 4096: 8192
+        # address 5000, pages of 4096: 8192
+        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (new.data_ptr() + new.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
         # A wish: whether it is granted changes nothing but the time.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+        )
     return new

@@ -1,9 +1,10 @@
 """Collectives whose blocks have equal sizes on all ranks.
 
-Every function takes a `Comm` or a pair (mesh, axis or axes) and returns a fresh tensor, unless its name ends with an
-underscore. Blocks are in index order of the communicator. `async_op=True` returns a `Pending`. While torch.compile
-traces they become functional collectives. A communicator of one rank sends nothing. None is differentiable: a tensor
-that requires grad is refused, `shoal_mesh.differentiable` has the versions with gradients.
+Every function takes a `Comm` or a pair (mesh, axis or axes) and returns a fresh tensor, unless its
+name ends with an underscore. Blocks are in index order of the communicator. `async_op=True` returns
+a `Pending`. While torch.compile traces they become functional collectives. A communicator of one
+rank sends nothing. None is differentiable: a tensor that requires grad is refused,
+`shoal_mesh.differentiable` has the versions with gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from . import calls
 from .calls import Along, Async, Sync, checked, collective, normal_dim
 from .reductions import WireReduction, in_tree, reduction, tree_sum
 
-# Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
+# Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange
+# instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
 
 
@@ -30,7 +32,9 @@ _ONE_EXCHANGE_BYTES = 1 << 14
 def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
 def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -> Pending: ...
-def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
+def all_reduce(
+    tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
+) -> Tensor | Pending:
     """`P -> R`: the reduction of the ranks' tensors, the same on all of them: contiguous, and shaped like these.
 
     Args:
@@ -41,18 +45,23 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: unknown op or one without a meaning for the dtype; the tensor requires grad.
+        CollectiveError: unknown op or one without a meaning for the dtype; the tensor requires
+            grad.
 
     Example:
-        >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2, torch.tensor([3, 4]))
-        [[3, 4], [3, 4]]
+        >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2,
+        torch.tensor([3, 4])) [[3, 4], [3, 4]]
     """
     comm = checked(tensor, comm)
     how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
-        own = tensor.contiguous() if is_compiling() else tensor.clone(memory_format=torch.contiguous_format)
+        own = (
+            tensor.contiguous()
+            if is_compiling()
+            else tensor.clone(memory_format=torch.contiguous_format)
+        )
         return reduced(own, comm, how, async_op)
 
     return collective("all_reduce", tensor, comm, start, async_op, op)
@@ -62,11 +71,14 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
 def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
 def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -> Pending: ...
-def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
+def all_reduce_(
+    tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
+) -> Tensor | Pending:
     """`P -> R`: `all_reduce` into the tensor itself, which is returned.
 
-    A contiguous tensor is reduced in its own memory, another one through a copy. With `async_op` do not use the tensor
-    until the `Pending` has been waited for. Arguments and errors are those of `all_reduce`.
+    A contiguous tensor is reduced in its own memory, another one through a copy. With `async_op` do
+    not use the tensor until the `Pending` has been waited for. Arguments and errors are those of
+    `all_reduce`.
 
     Example:
         >>> def example() -> list[float]:
@@ -83,10 +95,15 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
 
     def start() -> Pending:
         own = tensor
-        if not (tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())):  # a compiler cannot trace it
-            if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        # a compiler cannot trace it
+        if not (tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())):
+            if any(
+                size > 1 and stride == 0
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
                 raise CollectiveError(
-                    f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
+                    f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()}: "
                     "several elements are one memory location, call clone() first"
                 )
             own = calls.materialized(tensor)
@@ -100,11 +117,14 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
 def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Sync = ...) -> Tensor: ...
 @overload
 def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Async) -> Pending: ...
-def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
+def all_gather(
+    tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False
+) -> Tensor | Pending:
     """`S(dim) -> R`: the ranks' shards joined along `dim` in index order, so n times as long there.
 
     Args:
-        tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts as of shape (1,).
+        tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts
+            as of shape (1,).
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the sharded dim.
         async_op: return a `Pending` at once.
@@ -125,15 +145,23 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
     def start() -> Pending:
         pending = calls.all_gather(source, comm, async_op)
         # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
-        return pending if dim == 0 else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
+        return (
+            pending
+            if dim == 0
+            else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
+        )
 
     return collective("all_gather_into_tensor", source, comm, start, async_op, "", {"dim": dim})
 
 
 @overload
-def reduce_scatter(tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Sync = ...) -> Tensor: ...
+def reduce_scatter(
+    tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Sync = ...
+) -> Tensor: ...
 @overload
-def reduce_scatter(tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Async) -> Pending: ...
+def reduce_scatter(
+    tensor: Tensor, comm: Along, dim: int = ..., op: str = ..., *, async_op: Async
+) -> Pending: ...
 def reduce_scatter(
     tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
@@ -149,7 +177,8 @@ def reduce_scatter(
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
-        CollectiveError: the dim does not divide, the op has no meaning for the dtype, the tensor requires grad.
+        CollectiveError: the dim does not divide, the op has no meaning for the dtype, the tensor
+            requires grad.
 
     Example:
         >>> launch(lambda: reduce_scatter(torch.arange(4), comm_over((0, 1))).tolist(), 2)
@@ -168,9 +197,13 @@ def reduce_scatter(
 
 
 @overload
-def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Sync = ...) -> Tensor: ...
+def all_to_all(
+    tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Sync = ...
+) -> Tensor: ...
 @overload
-def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Async) -> Pending: ...
+def all_to_all(
+    tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: Async
+) -> Pending: ...
 def all_to_all(
     tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: bool = False
 ) -> Tensor | Pending:
@@ -199,7 +232,11 @@ def all_to_all(
 
     def start() -> Pending:
         pending = calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
-        return pending if concat_dim == 0 else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
+        return (
+            pending
+            if concat_dim == 0
+            else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
+        )
 
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
     return collective("all_to_all_single", tensor, comm, start, async_op, "", dims)
@@ -223,8 +260,8 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         CollectiveError: no rank has the index, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item(), 2)
-        [1, 1]
+        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)),
+        src=1).item(), 2) [1, 1]
     """
     comm = checked(tensor, comm)
     calls.check_root(src, comm, "src")
@@ -232,7 +269,9 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     if comm.size == 1:
         return own
     facts = {"shape": tensor.shape, "src": src}
-    return observed(lambda: calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts)
+    return observed(
+        lambda: calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts
+    )
 
 
 def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
@@ -242,20 +281,29 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
         pending = Pending(_all_reduce_in_tree(sent, comm), None)
     elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)  # (5,) -> (4, 5)
+        # (5,) -> (4, 5)
+        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
         pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
     else:
         pending = calls.all_reduce_(sent, comm, how.op, background)
     return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
 
 
-def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()) -> Pending:
+def reduced_blocks(
+    rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()
+) -> Pending:
     """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
     if sizes and not calls.are_equal(sizes):
         largest, own = max(sizes), sizes[comm.rank]
-        if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
-            first, whole = sum(sizes[: comm.rank]), rows.clone(memory_format=torch.contiguous_format)
-            return reduced(whole, comm, how, background).then(lambda total: total.narrow(0, first, own))
+        # padded blocks would send more than an all-reduce
+        if largest * comm.size > 2 * sum(sizes):
+            first, whole = (
+                sum(sizes[: comm.rank]),
+                rows.clone(memory_format=torch.contiguous_format),
+            )
+            return reduced(whole, comm, how, background).then(
+                lambda total: total.narrow(0, first, own)
+            )
         # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
         zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
         blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
@@ -263,7 +311,9 @@ def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: boo
         return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
     sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
     if in_tree(rows, how.op):
-        pending = calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
+        pending = calls.all_to_all(sent, comm, background).then(
+            lambda terms: _sum_in_tree(terms, comm)
+        )
     else:
         pending = calls.reduce_scatter(sent, comm, how.op, background)
     return _as_asked(pending, comm, how, rows.dtype) if how.divide or how.dtype else pending
@@ -271,7 +321,9 @@ def reduced_blocks(rows: Tensor, comm: Comm, how: WireReduction, background: boo
 
 def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of a dtype to reduce in place of another: same shape, (..., 2) for complex."""
-    return torch.view_as_real(calls.materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
+    return (
+        torch.view_as_real(calls.materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
+    )
 
 
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
@@ -280,12 +332,15 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
         pending = pending.then(lambda total: total.div_(comm.size))
     if how.dtype is None:
         return pending
-    return pending.then(lambda sent: torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype))
+    return pending.then(
+        lambda sent: torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype)
+    )
 
 
 def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
     """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
-    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))  # (8, 3) of 4: (4, 2, 3)
+    # (8, 3) of 4: (4, 2, 3)
+    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
@@ -294,7 +349,8 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
         flat.copy_(tree_sum(calls.all_gather(flat.unsqueeze(0), comm).wait()))
         return tensor
-    part = -(-flat.numel() // comm.size)  # 10 elements of 4 ranks: parts of 3, of which each rank sums one
+    # 10 elements of 4 ranks: parts of 3, of which each rank sums one
+    part = -(-flat.numel() // comm.size)
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
     own = _sum_in_tree(calls.all_to_all(padded, comm).wait(), comm)
     flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted

@@ -1,8 +1,9 @@
 """What keeps the collectives of all ranks' graphs the same, where ranks compute differently.
 
-A compiler sees one rank's program.  It drops a collective whose result that rank does not use, though the others need
-it there, makes one of two that are equal there, and moves between forward and backward what saves memory for the sizes
-that the rank has.  In eager code nothing of this does anything.
+A compiler sees one rank's program. It drops a collective whose result that rank does not use,
+though the others need it there, makes one of two that are equal there, and moves between forward
+and backward what saves memory for the sizes that the rank has. In eager code nothing of this does
+anything.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ _calls = count(1 << 40)
 def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
     """A functional collective in the graph, complete.
 
-    It is this package's operator on gloo, where that is faster, and on groups written in Python, which C++ cannot call;
-    torch's elsewhere and in exported programs, which run without this package.
+    It is this package's operator on gloo, where that is faster, and on groups written in Python,
+    which C++ cannot call; torch's elsewhere and in exported programs, which run without this
+    package.
     """
     if not is_compiling() and has_tangent(operand):
-        raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")
+        raise CollectiveError(
+            "collectives have no forward-mode derivative, and the tensor has a tangent"
+        )
     here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
     collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
     result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
@@ -41,10 +45,11 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
 def distinct(tensor: Tensor) -> Tensor:
     """The input of a functional collective, as an expression that no other collective of the graph has.
 
-    The compiler merges calls with equal inputs, on the assumption that all ranks have the same graph. They need not:
-    two shards that are empty on this rank are equal here, and differ elsewhere. A slice from a number that no other
-    call has keeps them apart (inductor drops slices from 0). What dynamo traces line by line is the user's program:
-    there, equal inputs are equal on all ranks.
+    The compiler merges calls with equal inputs, on the assumption that all ranks have the same
+    graph. They need not: two shards that are empty on this rank are equal here, and differ
+    elsewhere. A slice from a number that no other call has keeps them apart (inductor drops slices
+    from 0). What dynamo traces line by line is the user's program: there, equal inputs are equal on
+    all ranks.
     """
     if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
         return tensor
@@ -54,11 +59,14 @@ def distinct(tensor: Tensor) -> Tensor:
 def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor:
     """The result of a functional collective, which stays in the backward where a compiler traces it there.
 
-    A partitioner moves into the forward what depends on no gradient, where that saves memory by the sizes of this
-    rank's tensors. Those of other ranks may be uneven, and their graphs would have it in the backward. (Symbols among
-    the arguments may be of the forward: they would have to stay too.)
+    A partitioner moves into the forward what depends on no gradient, where that saves memory by the
+    sizes of this rank's tensors. Those of other ranks may be uneven, and their graphs would have it
+    in the backward. (Symbols among the arguments may be of the forward: they would have to stay
+    too.)
     """
-    if torch.compiler.is_dynamo_compiling() or any(type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)):
+    if torch.compiler.is_dynamo_compiling() or any(
+        type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)
+    ):
         return collective(*arguments)
     meta = torch.fx.traceback.current_meta
     if meta.get("partitioner_tag") != "is_backward":
@@ -74,18 +82,21 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
     """The tensor; in compiled code a copy, of which a compiler knows that it depends on others.
 
     Args:
-        tensor: a rank's result where it uses nothing of what a collective brought, or the operand of a collective to
-            which it has nothing to give.
+        tensor: a rank's result where it uses nothing of what a collective brought, or the operand
+            of a collective to which it has nothing to give.
         to: what the collective brought; what the operands of the other ranks are made of.
 
     Example:
-        >>> totals = torch.tensor([6.0, 15.0])  # of two ranks, of which the first has nothing before it to add
+        >>> totals = torch.tensor([6.0, 15.0]) # of two ranks, of which the first has nothing before
+        it to add
         >>> bound(torch.tensor([1.0, 3.0, 6.0]), totals)
         tensor([1., 3., 6.])
     """
     if not is_traced(tensor):
         return tensor
-    parts = [torch.view_as_real(other.resolve_conj()) if other.is_complex() else other for other in to]
+    parts = [
+        torch.view_as_real(other.resolve_conj()) if other.is_complex() else other for other in to
+    ]
     nothing = [part.reshape(-1)[:0].to(tensor.dtype) for part in parts]
     return torch.cat([tensor.reshape(-1), *nothing]).view(tensor.shape)
 
@@ -93,8 +104,8 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
 def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
     """`R -> P`: what a rank adds to a reduction of a tensor that all hold: its copy on one rank, a constant on others.
 
-    A compiler drops what a constant replaces: ranks' graphs would have different collectives. So compiled code has an
-    operator here that it cannot look into.
+    A compiler drops what a constant replaces: ranks' graphs would have different collectives. So
+    compiled code has an operator here that it cannot look into.
 
     Args:
         operand: what all ranks hold.

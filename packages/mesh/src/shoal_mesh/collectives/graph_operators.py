@@ -1,8 +1,9 @@
 """What compiled code calls on gloo and on groups written in Python: operators that run what eager code runs.
 
-The functional collectives of torch call gloo, whose latency is most of a small step: an all-reduce of 1 KiB takes
-500 us between two ranks of one host, and 60 here. Observers and the recorder hear of these as of eager ones. The code
-that inductor writes calls what an operator runs without torch's dispatcher, as its attribute `run`.
+The functional collectives of torch call gloo, whose latency is most of a small step: an all-reduce
+of 1 KiB takes 500 us between two ranks of one host, and 60 here. Observers and the recorder hear of
+these as of eager ones. The code that inductor writes calls what an operator runs without torch's
+dispatcher, as its attribute `run`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .even import all_gather, all_reduce, broadcast, reduce_scatter
 from .graph_dependences import NAMESPACE
 from .uneven import all_to_all_v
 
-# Declared mutable state: group name -> communicator of its present group, which is kept for as long as graphs may run.
+# Declared mutable state: group name -> communicator of its present group, which is kept for as long
+# as graphs may run.
 _COMMS: dict[str, Comm] = {}
 
 
@@ -40,7 +42,9 @@ def _rows(operand: Tensor, count: int) -> Tensor:
 
 def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     row = prod(operand.shape[1:])
-    flat = all_to_all_v(operand.reshape(-1), _comm(group), [n * row for n in send], [n * row for n in receive])
+    flat = all_to_all_v(
+        operand.reshape(-1), _comm(group), [n * row for n in send], [n * row for n in receive]
+    )
     return flat.view(sum(receive), *operand.shape[1:])
 
 
@@ -48,7 +52,8 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
     return operand.new_empty(operand.shape)
 
 
-# Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
+# Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the
+# group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
@@ -94,7 +99,8 @@ _LIBRARIES: list[Any] = []
 
 def define_operators() -> None:
     """Make the operators known to torch."""
-    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    # torch leaves it untyped
+    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema, (run, shape) in OPERATORS.items():
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,9 +1,10 @@
 """Many tensors in one collective: blocks in, blocks out, everything else is sizes.
 
-Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from it, so there is no
-second copy of what is sent and received. Elsewhere they are packed into a message for the backend. `start_packed`
-takes flat tensors of one dtype and returns at once. The functions for "coalesced" tensors of any shape and dtype wait:
-they send as many messages as there are dtypes.
+Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from
+it, so there is no second copy of what is sent and received. Elsewhere they are packed into a
+message for the backend. `start_packed` takes flat tensors of one dtype and returns at once. The
+functions for "coalesced" tensors of any shape and dtype wait: they send as many messages as there
+are dtypes.
 """
 
 from __future__ import annotations
@@ -32,22 +33,31 @@ _FUNCTIONAL = {
 
 
 def start_packed(
-    kind: str, tensors: list[Tensor], comm: Along, sizes: Sizes = (), op: str = "sum", *, background: bool = True
+    kind: str,
+    tensors: list[Tensor],
+    comm: Along,
+    sizes: Sizes = (),
+    op: str = "sum",
+    *,
+    background: bool = True,
 ) -> Pending[Flat]:
     """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
 
-    What a gather brings is memory that others write to afterwards: `then` is given the function that copies it.
+    What a gather brings is memory that others write to afterwards: `then` is given the function
+    that copies it.
 
     Args:
-        kind: what arrives. Of an "all_gather" one flat tensor for each rank, in index order (where all are of one size,
-            that may be a matrix of a row for each); of a "reduce_scatter" one flat tensor, this rank's block of the
-            reduction; of an "all_reduce" the reduction of every tensor, in memory of its own.
-        tensors: flat, of one dtype, in the same order on all ranks; not to be written to before the result has been
-            waited for. Of a reduce-scatter those for the first rank, then those for the second, and so on; or matrices
-            of n rows, row i of each for rank i. The list is emptied when they are in a message of their own, beside
-            which they need not live.
+        kind: what arrives. Of an "all_gather" one flat tensor for each rank, in index order (where
+            all are of one size, that may be a matrix of a row for each); of a "reduce_scatter" one
+            flat tensor, this rank's block of the reduction; of an "all_reduce" the reduction of
+            every tensor, in memory of its own.
+        tensors: flat, of one dtype, in the same order on all ranks; not to be written to before the
+            result has been waited for. Of a reduce-scatter those for the first rank, then those for
+            the second, and so on; or matrices of n rows, row i of each for rank i. The list is
+            emptied when they are in a message of their own, beside which they need not live.
         comm: a communicator of n ranks, or (mesh, axes).
-        sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an all-reduce.
+        sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an
+            all-reduce.
         op: as for `all_reduce`.
         background: whether the caller goes on before it waits.
 
@@ -64,7 +74,9 @@ def start_packed(
     """
     comm = checked_each(tensors, comm, "a packed collective takes a list of flat tensors")
     rows = (comm.size,) if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2 else ()
-    if not tensors or any(t.dtype != tensors[0].dtype or t.shape[:-1] != rows or not t.ndim for t in tensors):
+    if not tensors or any(
+        t.dtype != tensors[0].dtype or t.shape[:-1] != rows or not t.ndim for t in tensors
+    ):
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
     if kind == "all_gather":
@@ -78,13 +90,16 @@ def start_packed(
         total = check_sizes(sizes, comm)
         if sum(counts) != (total if kind == "reduce_scatter" else sizes[comm.rank]):
             raise CollectiveError(
-                f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say {tuple(sizes)}"
+                f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say "
+                f"{tuple(sizes)}"
             )
     start = partial(_start, kind, tensors, comm, sizes, op, background)
     return observed(start, _FUNCTIONAL[kind], comm, tensors, op, {"sizes": sizes})
 
 
-def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending[Flat]:
+def _start(
+    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
+) -> Pending[Flat]:
     pending: Pending[Flat] = Pending((), None)
     if not (comm.size == 1 or is_traced(tensors[0]) or (op and in_tree(tensors[0], op))):
         order = comm.order if kind == "all_gather" else None
@@ -95,7 +110,9 @@ def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, 
             else:
                 pending.value = arrived
 
-        of_group = sizes if order is None else [sizes[index] for index in calls.group_to_index(comm)]
+        of_group = (
+            sizes if order is None else [sizes[index] for index in calls.group_to_index(comm)]
+        )
         carrier = calls.carrier_of(comm, tensors[0], op)
         pending.work = carrier.packed(kind, tensors, receive, of_group, comm.rank, op)
         if pending.work is not None:
@@ -103,13 +120,25 @@ def _start(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, 
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
     is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
     message = _in_one_tensor(kind, tensors, comm, sizes, op, background)
-    return message.then(lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving))
+    return message.then(
+        lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving)
+    )
 
 
-def _in_one_tensor(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool) -> Pending:
-    if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
-        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
-        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))  # rank 2, blocks of 3: 6:9
+def _in_one_tensor(
+    kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
+) -> Pending:
+    if (
+        kind == "all_gather"
+        and comm.size > 1
+        and comm.order is None
+        and are_equal(sizes)
+        and not is_traced(tensors[0])
+    ):
+        # packed where it is to arrive
+        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))
+        # rank 2, blocks of 3: 6:9
+        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
         return calls.all_gather(own, comm, background, out)
     # Of one tensor the message is the caller's, so what is reduced in place is a copy.
     is_copy = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
@@ -125,7 +154,8 @@ def _in_one_tensor(kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, o
     return reduced_blocks(message, comm, how, background, sizes)
 
 
-def _coalesced(  # the fields of an event, and how it runs
+# the fields of an event, and how it runs
+def _coalesced(
     name: str,
     tensors: Sequence[Tensor],
     comm: Comm,
@@ -136,7 +166,8 @@ def _coalesced(  # the fields of an event, and how it runs
     """What `run` returns for the tensors of each dtype, in the order of all."""
     positions: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        positions.setdefault(tensor.dtype, []).append(i)  # float32, int64, float32: [0, 2] and [1]
+        # float32, int64, float32: [0, 2] and [1]
+        positions.setdefault(tensor.dtype, []).append(i)
 
     def run_each() -> list[Tensor]:
         out = list(tensors)
@@ -162,8 +193,8 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         CollectiveError: as for `all_reduce`.
 
     Example:
-        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))), 2)[0]
-        [tensor([2., 2.]), tensor(2.)]
+        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))),
+        2)[0] [tensor([2., 2.]), tensor(2.)]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -191,8 +222,8 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         CollectiveError: a tensor requires grad.
 
     Example:
-        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0, 1)))[1].shape, 2)
-        [torch.Size([2, 2]), torch.Size([2, 2])]
+        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0,
+        1)))[1].shape, 2) [torch.Size([2, 2]), torch.Size([2, 2])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -203,7 +234,8 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         lengths = [each.numel() for each in flat]
 
         def unpack(rows: Flat) -> list[Tensor]:
-            of_rank = [torch.split(row, lengths) for row in rows]  # of_rank[i][k]: tensor k of rank i
+            # of_rank[i][k]: tensor k of rank i
+            of_rank = [torch.split(row, lengths) for row in rows]
             return [
                 torch.cat([shard.view(tensor.shape or (1,)) for shard in shards], dim)
                 for tensor, *shards in zip(alike, *of_rank, strict=True)
@@ -215,11 +247,14 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
     return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim)
 
 
-def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum") -> list[Tensor]:
+def reduce_scatter_coalesced(
+    tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum"
+) -> list[Tensor]:
     """`P -> S(dim)`: `reduce_scatter` of every tensor of a list along `dim`, in one collective per dtype.
 
     Args:
-        tensors: any shapes and dtypes, in the same order on all ranks; each is a multiple of n long along `dim`.
+        tensors: any shapes and dtypes, in the same order on all ranks; each is a multiple of n long
+            along `dim`.
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the dim of every tensor to shard.
         op: as for `all_reduce`.
@@ -230,8 +265,8 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
         CollectiveError: as for `reduce_scatter`.
 
     Example:
-        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0, 1))), 2)[1]
-        [tensor([2]), tensor([2., 2.])]
+        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0,
+        1))), 2)[1] [tensor([2]), tensor([2., 2.])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -240,11 +275,17 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
             refuse_uneven(tensor, dim, comm)
 
     def run(alike: list[Tensor]) -> list[Tensor]:
-        # 2 ranks, tensors of 4 and 2 elements: rows a b and e go to rank 0, c d and f to rank 1, so 3 elements to each.
+        # 2 ranks, tensors of 4 and 2 elements: rows a b and e go to rank 0, c d and f to rank 1, so
+        # 3 elements to each.
         blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
         rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
         widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
-        own = start_packed("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait()[0]
-        return [part.view(each.shape[1:]) for part, each in zip(torch.split(own, widths), blocks, strict=True)]
+        own = start_packed(
+            "reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False
+        ).wait()[0]
+        return [
+            part.view(each.shape[1:])
+            for part, each in zip(torch.split(own, widths), blocks, strict=True)
+        ]
 
     return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim, op)

@@ -1,13 +1,14 @@
 """How tensors are reduced over ranks: which reductions a dtype has, as which dtype it is sent, in which order summed.
 
-Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that only moves is sent as
-bytes, complex sums as pairs of reals, small integers are reduced in a wider dtype. An average on a backend without one
-is a sum and a division.
+Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that
+only moves is sent as bytes, complex sums as pairs of reals, small integers are reduced in a wider
+dtype. An average on a backend without one is a sum and a division.
 
-A backend adds in an order of its own: gloo's ring begins at another rank for each part, NCCL chooses. Inside
-`sums_in_tree` ranks exchange their terms instead and every rank adds those of its part in the tree of `tree_sum`, in
-index order, so that their bits do not depend on how many ranks share the terms. What is sent is what a reduction sends:
-one all-to-all, and an all-gather where every rank wants the whole.
+A backend adds in an order of its own: gloo's ring begins at another rank for each part, NCCL
+chooses. Inside `sums_in_tree` ranks exchange their terms instead and every rank adds those of its
+part in the tree of `tree_sum`, in index order, so that their bits do not depend on how many ranks
+share the terms. What is sent is what a reduction sends: one all-to-all, and an all-gather where
+every rank wants the whole.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class WireReduction(NamedTuple):
     """How to reduce one dtype with one op."""
 
     op: str  # what the backend is asked for
-    dtype: torch.dtype | None = None  # dtype on the wire, None for that of the tensor
-    divide: bool = False  # whether the sum is divided by the number of ranks afterwards
+    # dtype on the wire, None for that of the tensor
+    dtype: torch.dtype | None = None
+    # whether the sum is divided by the number of ranks afterwards
+    divide: bool = False
 
 
 def reduction(dtype: torch.dtype, op: str) -> WireReduction:
@@ -52,18 +55,27 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
         raise CollectiveError(f"no reduction {op!r}: there are {', '.join(REDUCE)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
     if op in _BITWISE and not exact:
-        raise CollectiveError(f"reduction {op!r} works on bits, so it has no meaning for {dtype}: use an integer dtype")
+        raise CollectiveError(
+            f"reduction {op!r} works on bits, so it has no meaning for {dtype}: use an integer "
+            "dtype"
+        )
     if op == "avg" and exact:
         raise CollectiveError(
-            f"the average of {dtype} is no {dtype}: reduce with 'sum' and divide, or convert to float"
+            f"the average of {dtype} is no {dtype}: reduce with 'sum' and divide, or convert to "
+            "float"
         )
     if dtype.is_complex and op not in {"sum", "avg"}:
-        raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
+        raise CollectiveError(
+            f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here"
+        )
     sent_as = None
-    if dtype not in PLAIN:  # of float8 and others that are not listed more bits are summed
+    # of float8 and others that are not listed more bits are summed
+    if dtype not in PLAIN:
         sent_as = _SENT_AS.get(dtype, torch.float32 if dtype.is_floating_point else None)
         if sent_as is None:
-            raise CollectiveError(f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved")
+            raise CollectiveError(
+                f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
+            )
     return WireReduction("sum" if op == "avg" else op, sent_as, op == "avg")
 
 
@@ -74,8 +86,8 @@ _entered = 0
 def sums_in_tree() -> Iterator[None]:
     """A block in which floating-point sums over ranks are taken in one binary tree, in every thread of the process.
 
-    All ranks must be inside. With it, 8 terms on one rank, 4 each on two ranks and 1 each on eight have the same sum,
-    bit for bit, if each rank adds up its own by `tree_sum`.
+    All ranks must be inside. With it, 8 terms on one rank, 4 each on two ranks and 1 each on eight
+    have the same sum, bit for bit, if each rank adds up its own by `tree_sum`.
 
     Example:
         >>> def example() -> list[float]:
@@ -105,8 +117,9 @@ def in_tree(tensor: Tensor, op: str) -> bool:
 def tree_sum(terms: Tensor) -> Tensor:
     """(n, ...) -> (...): the sum over dim 0 in a tree that halves n while it is even.
 
-    Every half is the tree of its own terms, so a rank with an aligned half or quarter of them has a node of the tree.
-    What is left, an odd number, is filled up with zeros, which change no sum, and halved on.
+    Every half is the tree of its own terms, so a rank with an aligned half or quarter of them has a
+    node of the tree. What is left, an odd number, is filled up with zeros, which change no sum, and
+    halved on.
 
     Example:
         >>> tree_sum(torch.tensor([1.0, 2.0, 3.0]))

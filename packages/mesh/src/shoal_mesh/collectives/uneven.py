@@ -17,22 +17,38 @@ from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
-from .calls import Along, Async, Sync, are_equal, check_root, check_sizes, checked, collective, materialized, normal_dim
+from .calls import (
+    Along,
+    Async,
+    Sync,
+    are_equal,
+    check_root,
+    check_sizes,
+    checked,
+    collective,
+    materialized,
+    normal_dim,
+)
 from .even import all_gather, reduce_scatter, reduced_blocks
 from .reductions import reduction
 
 
 @overload
-def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Sync = ...) -> Tensor: ...
+def all_gather_v(
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Sync = ...
+) -> Tensor: ...
 @overload
-def all_gather_v(tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Async) -> Pending: ...
+def all_gather_v(
+    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., *, async_op: Async
+) -> Pending: ...
 def all_gather_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
     """`S(dim) -> R`: the ranks' shards of different sizes, joined along `dim` in index order to `sum(sizes)`.
 
     Args:
-        tensor: this rank's shard, `sizes[comm.rank]` long along `dim`; its other lengths are equal on all ranks.
+        tensor: this rank's shard, `sizes[comm.rank]` long along `dim`; its other lengths are equal
+            on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) length along `dim` of every rank's shard, 0 allowed; equal on all ranks.
         dim: the sharded dim.
@@ -41,40 +57,59 @@ def all_gather_v(
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
-        CollectiveError: `sizes` does not fit the ranks or this rank's shard, or the tensor requires grad.
+        CollectiveError: `sizes` does not fit the ranks or this rank's shard, or the tensor requires
+            grad.
 
     Example:
-        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1, 2)).tolist(), 2)
-        [[0, 0, 1], [0, 0, 1]]
+        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1,
+        2)).tolist(), 2) [[0, 0, 1], [0, 0, 1]]
     """
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     if tensor.shape[dim] != sizes[comm.rank]:
         raise CollectiveError(
-            f"rank {comm.rank} gives {tensor.shape[dim]} along dim {dim}, but sizes say {tuple(sizes)}"
+            f"rank {comm.rank} gives {tensor.shape[dim]} along dim {dim}, but sizes say "
+            f"{tuple(sizes)}"
         )
     if are_equal(sizes):
-        return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
+        # bool for a literal
+        return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]
 
     def start() -> Pending:
         pending = calls.all_gather_v(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
-    facts = {"shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]), "dim": dim, "sizes": sizes}
+    facts = {
+        "shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]),
+        "dim": dim,
+        "sizes": sizes,
+    }
     return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
 
 
 @overload
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Sync = ...
+    tensor: Tensor,
+    comm: Along,
+    sizes: Sizes,
+    dim: int = ...,
+    op: str = ...,
+    *,
+    async_op: Sync = ...,
 ) -> Tensor: ...
 @overload
 def reduce_scatter_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = ..., op: str = ..., *, async_op: Async
 ) -> Pending: ...
 def reduce_scatter_v(
-    tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, op: str = "sum", *, async_op: bool = False
+    tensor: Tensor,
+    comm: Along,
+    sizes: Sizes,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    async_op: bool = False,
 ) -> Tensor | Pending:
     """`P -> S(dim)`: this rank's block of the reduction of the ranks' tensors, block i `sizes[i]` long along `dim`.
 
@@ -99,9 +134,12 @@ def reduce_scatter_v(
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     if tensor.shape[dim] != total:
-        raise CollectiveError(f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}")
+        raise CollectiveError(
+            f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}"
+        )
     if are_equal(sizes):
-        return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
+        # bool for a literal
+        return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]
     how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
@@ -117,7 +155,9 @@ def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Sync = ...
 ) -> Tensor: ...
 @overload
-def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Async) -> Pending: ...
+def all_to_all_v(
+    flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: Async
+) -> Pending: ...
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
@@ -150,29 +190,36 @@ def all_to_all_v(
     check_sizes(recv_sizes, comm, "recv_sizes")
     if send_sizes[comm.rank] != recv_sizes[comm.rank]:
         raise CollectiveError(
-            f"rank {comm.rank} sends itself {send_sizes[comm.rank]} elements, but receives {recv_sizes[comm.rank]}"
+            f"rank {comm.rank} sends itself {send_sizes[comm.rank]} elements, but receives "
+            f"{recv_sizes[comm.rank]}"
         )
     if flat.shape != (total,):
-        raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
+        raise CollectiveError(
+            f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements"
+        )
 
     def start() -> Pending:
         return calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
 
-    return collective("all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes))
+    return collective(
+        "all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes)
+    )
 
 
 def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
     """`one rank -> S`: `out`, filled with this rank's tensor of the list that the rank with index `src` holds.
 
     Args:
-        tensors: on `src` (n,) tensors in index order, of any shapes and the dtype of `out`; None elsewhere.
+        tensors: on `src` (n,) tensors in index order, of any shapes and the dtype of `out`; None
+            elsewhere.
         comm: a communicator of n ranks, or (mesh, axes).
         src: index along the communicator, 0 to n - 1.
         out: where this rank's tensor is written; its shape and dtype are that tensor's.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: on `src` there is not one tensor of the right dtype per rank, or `out` requires grad.
+        CollectiveError: on `src` there is not one tensor of the right dtype per rank, or `out`
+            requires grad.
 
     Example:
         >>> def example() -> list[int]:
@@ -185,19 +232,27 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     comm = checked(out, comm, "out")
     check_root(src, comm, "src")
     require(
-        tensors, Sequence | None, "scatter takes a list of tensors on the source, None elsewhere", CollectiveTypeError
+        tensors,
+        Sequence | None,
+        "scatter takes a list of tensors on the source, None elsewhere",
+        CollectiveTypeError,
     )
     mine = tuple(tensors or ()) if comm.rank == src else ()
     if comm.rank == src:
         require_each(mine, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
         if len(mine) != comm.size:
             given = "None" if tensors is None else len(mine)
-            raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {given}")
+            raise CollectiveError(
+                f"scatter from rank {src} needs {comm.size} tensors there, got {given}"
+            )
         if any(t.dtype != out.dtype for t in mine):
-            raise CollectiveError(f"scatter into {out.dtype} of tensors of {sorted({str(t.dtype) for t in mine})}")
+            raise CollectiveError(
+                f"scatter into {out.dtype} of tensors of {sorted({str(t.dtype) for t in mine})}"
+            )
         if mine[src].shape != out.shape:
             raise CollectiveError(
-                f"scatter keeps a tensor of shape {tuple(mine[src].shape)} on rank {src}, out has {tuple(out.shape)}"
+                f"scatter keeps a tensor of shape {tuple(mine[src].shape)} on rank {src}, out has "
+                f"{tuple(out.shape)}"
             )
     if comm.size == 1:
         return out.copy_(mine[0])
@@ -208,7 +263,9 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
         return out.copy_(calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
 
-    return observed(run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive))
+    return observed(
+        run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive)
+    )
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
@@ -236,7 +293,11 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
 
     def run() -> list[Tensor] | None:
         out = calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
-        return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
+        return (
+            [block.view(tensor.shape) for block in torch.split(out, receive)]
+            if comm.rank == dst
+            else None
+        )
 
     return observed(run, "gather", comm, (tensor,), same={"shape": tensor.shape, "dst": dst})
 
@@ -247,15 +308,16 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     Args:
         tensor: this rank's; shape and dtype are equal on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
-        targets: (n,) for every index the index it sends to; each occurs once, [1, 2, 3, 0] shifts by one.
+        targets: (n,) for every index the index it sends to; each occurs once, [1, 2, 3, 0] shifts
+            by one.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         CollectiveError: `targets` is no permutation of the indices, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
-        [1, 0]
+        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(),
+        2) [1, 0]
     """
     comm = checked(tensor, comm)
     check_targets(targets, comm)
@@ -265,13 +327,21 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def run() -> Tensor:
-        return calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait().view(tensor.shape)
+        return (
+            calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive)
+            .wait()
+            .view(tensor.shape)
+        )
 
-    return observed(run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets})
+    return observed(
+        run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets}
+    )
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:
     """Refuse what is no permutation of the indices along a communicator."""
     check_sizes(targets, comm, "targets")
     if sorted(targets) != list(range(comm.size)):
-        raise CollectiveError(f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}")
+        raise CollectiveError(
+            f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}"
+        )

@@ -1,9 +1,11 @@
 """Which process groups exist: the only file that creates them or looks them up.
 
-A group is identified by its ranks and its backend options. Whoever asks for ranks and options that some live group has
-- the default group, one that the user created, one of another mesh - gets that group. A new one is created by its
-members alone. Its name depends on nothing but its ranks, its options and how often it was created before, so members
-agree on it whatever other groups they belong to.
+A group is identified by its ranks and its backend options. Whoever asks for ranks and options that
+some live group has
+- the default group, one that the user created, one of another mesh - gets that group. A new one is
+  created by its
+members alone. Its name depends on nothing but its ranks, its options and how often it was created
+before, so members agree on it whatever other groups they belong to.
 """
 
 from __future__ import annotations
@@ -33,15 +35,21 @@ class BackendChoice:
         MeshTypeError: a backend that is no text, or options of no backend.
     """
 
-    backend: str | None = None  # `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's
+    # `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's
+    backend: str | None = None
     # the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes
     options: object | None = None
-    # not empty for a group that serves one end alone, so that no other group over the same ranks is taken
+    # not empty for a group that serves one end alone, so that no other group over the same ranks is
+    # taken
     tag: str = ""
 
     def __post_init__(self) -> None:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
-        require(self.options, _torch.BackendOptions | None, "options of a backend are an object of its Options class")
+        require(
+            self.options,
+            _torch.BackendOptions | None,
+            "options of a backend are an object of its Options class",
+        )
 
     @property
     def key(self) -> str:
@@ -57,13 +65,16 @@ def fingerprint(options: object | None) -> str:
     for name in sorted(n for n in dir(options) if not n.startswith("__")):
         try:
             value = getattr(options, name)
-        except (AttributeError, RuntimeError, TypeError):  # pybind attributes without a Python type
+        except (AttributeError, RuntimeError, TypeError):
+            # pybind attributes without a Python type
             continue
         if name in {"group_name", "global_ranks_in_group"} or callable(value):
             continue
         if isinstance(value, bool | int | float | str | dt.timedelta | None):
             parts.append(f"{name}={value}")
-        elif type(value).__module__.startswith("torch") and not type(value).__name__.startswith("_"):
+        elif type(value).__module__.startswith("torch") and not type(value).__name__.startswith(
+            "_"
+        ):
             parts.append(f"{name}={fingerprint(value)}")
     return f"{type(options).__name__}({', '.join(parts)})"
 
@@ -73,24 +84,29 @@ def fingerprint(options: object | None) -> str:
 class Comm:
     """The communicator of this rank along some mesh axes. Compared by identity; a mesh hands out one per axes.
 
-    It outlives the default group: after `restart_world`, or `destroy_process_group` and another `init_process_group`
-    with the same world size, ranks and backend, its first collective looks up or creates its group again.
+    It outlives the default group: after `restart_world`, or `destroy_process_group` and another
+    `init_process_group` with the same world size, ranks and backend, its first collective looks up
+    or creates its group again.
 
     Attributes:
         name: its name, as functional collectives want it.
         axes: names of the mesh axes, outermost first.
         size: number of ranks.
         rank: index of this rank, row-major over the axes in the order asked for.
-        line: global ranks in index order; of the default group a range, which is as cheap for 16,384 ranks as for four.
-        order: index -> rank in the group, None when they are the same. c10d orders ranks by number; along a transposed
-            or irregular mesh they count in another order, which the collectives translate.
+        line: global ranks in index order; of the default group a range, which is as cheap for
+            16,384 ranks as for four.
+        order: index -> rank in the group, None when they are the same. c10d orders ranks by number;
+            along a transposed or irregular mesh they count in another order, which the collectives
+            translate.
         backend: device to backend map of the group, such as `cpu:gloo`.
-        on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be used.
+        on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be
+            used.
         in_python: whether the group is written in Python, over none of torch's backends.
         transport: what carries the tensors of the present group; None when that is not decided yet.
     """
 
-    at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is one: what an import must not do
+    # called before there is one: what an import must not do
+    at_first: ClassVar[list[Callable[[], None]]] = []
 
     _group: ProcessGroup | None
     name: str
@@ -103,7 +119,8 @@ class Comm:
     on_gloo: bool = False
     in_python: bool = False
     transport: Transport | None = None
-    # Where the group can be made again: the default group and place that it was made under, and its options.
+    # Where the group can be made again: the default group and place that it was made under, and its
+    # options.
     _world: ProcessGroup | None = None
     _place: tuple[int, int, str] | None = None
     _choice: BackendChoice | None = None
@@ -114,12 +131,13 @@ class Comm:
         """The c10d group to call, of the present default group.
 
         Raises:
-            NoGroupError: the default group was destroyed, and there is none, or one in which this rank, their number
-                or the backend is another.
+            NoGroupError: the default group was destroyed, and there is none, or one in which this
+                rank, their number or the backend is another.
         """
         if WORLDS._default_pg is not self._world and self._place is not None:
             _renew(self)
-        return self._group  # type: ignore[return-value]  # one under every default group that is not refused
+        # one under every default group that is not refused
+        return self._group  # type: ignore[return-value]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -139,7 +157,11 @@ class Comm:
 
     @classmethod
     def over(
-        cls, group: ProcessGroup, axes: tuple[str, ...], ranks: Sequence[int], choice: BackendChoice | None = None
+        cls,
+        group: ProcessGroup,
+        axes: tuple[str, ...],
+        ranks: Sequence[int],
+        choice: BackendChoice | None = None,
     ) -> Comm:
         """The communicator that counts the group's ranks in the order of `ranks`.
 
@@ -157,12 +179,21 @@ class Comm:
         if group is not world or ranks != range(world.size()):
             require_each(ranks, int, "the ranks of a communicator are int")
             position = _torch.group_ranks(group)
-            if set(ranks) != set(position) or len(ranks) != len(position) or world.rank() not in position:
-                raise MeshError(f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}")
-            if group.size() != len(position):  # torchft registers its groups as of one rank
+            if (
+                set(ranks) != set(position)
+                or len(ranks) != len(position)
+                or world.rank() not in position
+            ):
                 raise MeshError(
-                    f"the group {type(group).__name__} counts {group.size()} members and torch knows the ranks "
-                    f"{tuple(position)} of it: a group whose members come and go is no axis of a mesh; call it itself, "
+                    f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}"
+                )
+            # torchft registers its groups as of one rank
+            if group.size() != len(position):
+                raise MeshError(
+                    f"the group {type(group).__name__} counts {group.size()} members and torch "
+                    "knows the ranks "
+                    f"{tuple(position)} of it: a group whose members come and go is no axis of a "
+                    "mesh; call it itself, "
                     "as in torch.distributed.all_reduce(gradient.to_local(), group=group)"
                 )
             ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
@@ -196,7 +227,8 @@ GROUPS_IN_GRAPHS = SimpleNamespace()
 def note_group(comm: Comm) -> str:
     """Keep a communicator's group for compiled code; returns its name. Those of an earlier world are forgotten.
 
-    An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had at first.
+    An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had
+    at first.
     """
     world, groups = require_world(), vars(GROUPS_IN_GRAPHS)
     if groups.get("") is not world:
@@ -212,21 +244,26 @@ class _GroupRecord:
 
     group: ProcessGroup | None = None
     times: int = 0
-    # The first of several threads creates it. Threads that create groups of other ranks, in another order on each of
-    # these, do not wait for each other.
+    # The first of several threads creates it. Threads that create groups of other ranks, in another
+    # order on each of these, do not wait for each other.
     lock: Lock = field(default_factory=Lock)
 
 
-# The mutable state of this file: groups by ranks and options, which go with their default group, and communicators.
-_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = WeakKeyDictionary()
+# The mutable state of this file: groups by ranks and options, which go with their default group,
+# and communicators.
+_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = (
+    WeakKeyDictionary()
+)
 _COMMS: WeakSet[Comm] = WeakSet()
-_LOCK = Lock()  # of both; never held while ranks wait for each other
+# of both; never held while ranks wait for each other
+_LOCK = Lock()
 
 
 def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
     """The communicator over any global ranks, whether or not they follow axes of one mesh.
 
-    Its index follows the order of `ranks`. The group is created at first use, by its members alone, and kept.
+    Its index follows the order of `ranks`. The group is created at first use, by its members alone,
+    and kept.
 
     Args:
         ranks: distinct global ranks, this one among them.
@@ -245,18 +282,25 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
     require_each(ranks, int, "comm_over takes a sequence of global ranks")
     require(name, str, "the name of a communicator is a string")
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
-        raise MeshError(f"comm_over takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}")
+        raise MeshError(
+            f"comm_over takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}"
+        )
     if world.rank() not in ranks:
-        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}: only members ask for their communicator")
-    return Comm.over(find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks), BackendChoice())
+        raise NoGroupError(
+            f"rank {world.rank()} is not among {tuple(ranks)}: only members ask for their "
+            "communicator"
+        )
+    return Comm.over(
+        find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks), BackendChoice()
+    )
 
 
 def comm_of_threads(comm: Comm) -> Comm | None:
     """The communicator in which the threads that call collectives unasked compare what they have.
 
-    Threads come in any order, and beside the main thread. What they exchange without the program asking for it goes
-    through a group of its own, whose messages say what they are about. It counts ranks by number, in any order that
-    `comm` has; None for simulated ranks, which are threads.
+    Threads come in any order, and beside the main thread. What they exchange without the program
+    asking for it goes through a group of its own, whose messages say what they are about. It counts
+    ranks by number, in any order that `comm` has; None for simulated ranks, which are threads.
     """
     if comm._place is None:
         return None
@@ -279,18 +323,24 @@ def _renew(comm: Comm) -> None:
             return  # another thread was faster
         if world is None or place is None or place != comm._place:
             raise NoGroupError(
-                f"the default process group that {comm!r} was created under was destroyed, and there is "
-                f"{'none' if place is None else 'one of (size, own rank, backend) ' + str(place)} now, not one of "
+                f"the default process group that {comm!r} was created under was destroyed, and "
+                "there is "
+                f"{'none' if place is None else 'one of (size, own rank, backend) ' + str(place)} "
+                "now, not one of "
                 f"{comm._place}: begin one alike, or make new meshes and move what is sharded"
             )
         for other in list(_COMMS):
             if other._world is not world:
                 _forget_group(other, world)
     if comm._choice is None:
-        raise NoGroupError(f"{comm!r} was made from a group with options of its own: make it and its mesh again")
+        raise NoGroupError(
+            f"{comm!r} was made from a group with options of its own: make it and its mesh again"
+        )
     group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
     if _torch.backend_config(group) != comm.backend:
-        raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
+        raise NoGroupError(
+            f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again"
+        )
     comm._group, comm.name, comm.transport, comm._world = group, group.group_name, None, world
 
 
@@ -305,8 +355,11 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     """Let go of the group of a destroyed world, and with it of its threads, files and memory."""
     if comm._group is None:
         return
-    if comm._choice is None:  # the user's own: made again if it had no options of its own
-        own, others = (list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world))
+    # the user's own: made again if it had no options of its own
+    if comm._choice is None:
+        own, others = (
+            list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world)
+        )
         comm._choice = BackendChoice() if own == others else None
     comm._group, comm.transport, comm._world = None, None, None
     vars(GROUPS_IN_GRAPHS).clear()
@@ -324,39 +377,58 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
         group = known.group
         if group is None or not _torch.is_live(group):
             group = _find(world, members, choice) or _create(known, members, choice, description)
-        if group is not world:  # holding the world here would keep its entry alive
+        # holding the world here would keep its entry alive
+        if group is not world:
             known.group = group
     return group
 
 
-def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) -> ProcessGroup | None:
+def _find(
+    world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice
+) -> ProcessGroup | None:
     """The default group or a group that the user created, if it has exactly these ranks and options."""
     if choice.options is not None or choice.tag:
         return None
-    config = _torch.full_backend_config(choice.backend) if choice.backend else _torch.backend_config(world)
+    config = (
+        _torch.full_backend_config(choice.backend)
+        if choice.backend
+        else _torch.backend_config(world)
+    )
     for group in list[object](WORLDS.pg_group_ranks):  # the oldest first
         if not isinstance(group, ProcessGroup):
-            continue  # the number that new_group leaves on ranks outside of the new group
+            # the number that new_group leaves on ranks outside of the new group
+            continue
         if group.size() != len(members) or _torch.backend_config(group) != config:
             continue
         if len(members) != world.size() and tuple(sorted(_torch.group_ranks(group))) != members:
             continue
-        own, default = (list(map(fingerprint, _torch.backend_options(each))) for each in (group, world))
+        own, default = (
+            list(map(fingerprint, _torch.backend_options(each))) for each in (group, world)
+        )
         if group is world or own == default:
             return group
     return None
 
 
-def _create(known: _GroupRecord, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
+def _create(
+    known: _GroupRecord, members: tuple[int, ...], choice: BackendChoice, description: str
+) -> ProcessGroup:
     text = f"{','.join(map(str, members))}|{choice.key}"
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
     name = f"shoal_{digest}_{known.times}"
-    known.times += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
+    # a destroyed group leaves its keys in the store, so its successor needs another name
+    known.times += 1
     try:
         return _torch.new_group(
-            members, name=name, description=description, backend=choice.backend, options=choice.options
+            members,
+            name=name,
+            description=description,
+            backend=choice.backend,
+            options=choice.options,
         )
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if choice == BackendChoice():
             raise
-        raise BackendError(f"cannot create a {choice.backend} group over ranks {members}: {error}") from error
+        raise BackendError(
+            f"cannot create a {choice.backend} group over ranks {members}: {error}"
+        ) from error

@@ -22,7 +22,8 @@ from ..argument_types import by_ranks, name_ranks, require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
-_FIRST = 256  # bytes of a gathered object that come with its length: most need no second message
+# bytes of a gathered object that come with its length: most need no second message
+_FIRST = 256
 
 
 def world_place() -> tuple[int, int, str] | None:
@@ -34,17 +35,19 @@ def world_place() -> tuple[int, int, str] | None:
     return None if world is None else (world.size(), world.rank(), _torch.backend_config(world))
 
 
-def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None = None) -> ProcessGroup:
+def restart_world(
+    ranks: Sequence[int] | None = None, *, timeout: float | None = None
+) -> ProcessGroup:
     """The new default group, begun in the same processes after all groups are destroyed; called by all ranks of it.
 
-    Meshes that were made before go on with the new groups, and with them DTensors and modules, as long as the world has
-    as many ranks as before and every rank keeps its number. Otherwise make new meshes: what a rank holds is still there
-    (`local_shard`). The ranks meet in the store of the old group, so the process that holds it has to live: the
-    agent of torchrun, else rank 0.
+    Meshes that were made before go on with the new groups, and with them DTensors and modules, as
+    long as the world has as many ranks as before and every rank keeps its number. Otherwise make
+    new meshes: what a rank holds is still there (`local_shard`). The ranks meet in the store of the
+    old group, so the process that holds it has to live: the agent of torchrun, else rank 0.
 
     Args:
-        ranks: the ranks that go on, by their present numbers, in the order of their new ones; all by default. Every one
-            of them calls this with the same list, the others do not.
+        ranks: the ranks that go on, by their present numbers, in the order of their new ones; all
+            by default. Every one of them calls this with the same list, the others do not.
         timeout: seconds after which collectives of the new groups give up; by default as before.
 
     Raises:
@@ -66,7 +69,9 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     require_each(ranks, int, "restart_world takes a sequence of global ranks")
     require(timeout, int | float | None, "the timeout of a process group is a number of seconds")
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
-        raise MeshError(f"restart_world takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}")
+        raise MeshError(
+            f"restart_world takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}"
+        )
     if world.rank() not in ranks:
         raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
     size, own, backend = len(ranks), ranks.index(world.rank()), _torch.backend_config(world)
@@ -75,22 +80,33 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     if "fake" not in backend:
         # Counted in the store: processes may have been in other worlds, and have restarted those.
         number = store.add(f"shoal_restarts/{world.rank()}", 1)
-        meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span, "restart_world")
+        meet(
+            _torch.PrefixStore(f"shoal_meet_{number}", store),
+            ranks,
+            world.rank(),
+            span,
+            "restart_world",
+        )
     del world
-    from ..shared_memory.backend_work import settle  # below most modules of this layer: read when it is needed
+    # below most modules of this layer: read when it is needed
+    from ..shared_memory.backend_work import settle
 
     settle(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
     store = _torch.PrefixStore(f"shoal_restart_{number}", store)
-    dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=span, device_id=bound)
+    dist.init_process_group(
+        backend, store=store, rank=own, world_size=size, timeout=span, device_id=bound
+    )
     return require_world()
 
 
-def meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str) -> None:
+def meet(
+    store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str
+) -> None:
     """Until all ranks are here: a group that one rank ends while another still connects to it fails there.
 
-    They meet in a store of their own, in which nobody has met; PeerError if one does not come, in half an hour by
-    default, to `where`.
+    They meet in a store of their own, in which nobody has met; PeerError if one does not come, in
+    half an hour by default, to `where`.
     """
     store.set(str(own), "here")
     try:
@@ -105,7 +121,8 @@ def require_world() -> ProcessGroup:
     world = _torch.default_group()
     if world is None:
         raise NoGroupError(
-            "this needs a default process group: call init_device_mesh or torch.distributed.init_process_group first "
+            "this needs a default process group: call init_device_mesh or "
+            "torch.distributed.init_process_group first "
             "(or shoal_mesh.testing.fake_world for one process); abstract_mesh needs none"
         )
     return world
@@ -118,32 +135,43 @@ def ensure_world(device_type: str) -> ProcessGroup:
     """
     world = _torch.default_group()
     if world is None:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if name not in os.environ
+        ]
         if missing:
             raise MeshError(
-                f"no process group and none described by the environment ({', '.join(missing)} not set): start the "
-                "script with torchrun or shoal_mesh.launch, call torch.distributed.init_process_group, or use "
+                f"no process group and none described by the environment ({', '.join(missing)} not "
+                "set): start the "
+                "script with torchrun or shoal_mesh.launch, call "
+                "torch.distributed.init_process_group, or use "
                 "abstract_mesh where no communication is needed"
             )
         dist.init_process_group()
         atexit.register(_end_world)
         world = require_world()
     if device_type not in {"cpu", "meta"}:
-        module = module_of(device_type)  # each rank of a host has its own device, unless the program has chosen one
+        # each rank of a host has its own device, unless the program has chosen one
+        module = module_of(device_type)
         if module is not None and module.is_available() and not module.is_initialized():
-            module.set_device(int(os.environ.get("LOCAL_RANK", world.rank())) % module.device_count())
+            module.set_device(
+                int(os.environ.get("LOCAL_RANK", world.rank())) % module.device_count()
+            )
     return world
 
 
 def _end_world() -> None:
     """At exit, end the default group that this file began, of which threads of gloo may still need the interpreter.
 
-    They take its lock to drop the tensors of the last collective; where it is ending, that aborts the process (seen in
-    one of eight). A group that is destroyed waits for its threads; of one that a mesh still holds, they run meanwhile.
+    They take its lock to drop the tensors of the last collective; where it is ending, that aborts
+    the process (seen in one of eight). A group that is destroyed waits for its threads; of one that
+    a mesh still holds, they run meanwhile.
     """
     if _torch.default_group() is not None:
         dist.destroy_process_group()
-        time.sleep(0.01)  # seconds; from the end of a collective to the drop are microseconds
+        # seconds; from the end of a collective to the drop are microseconds
+        time.sleep(0.01)
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -153,13 +181,18 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def agree(
-    step: Callable[[], R], group: ProcessGroup | None = None, error_type: type[Exception] | None = None, what: str = ""
+    step: Callable[[], R],
+    group: ProcessGroup | None = None,
+    error_type: type[Exception] | None = None,
+    what: str = "",
 ) -> list[R]:
     """What a step returns on every rank, by rank in the group; if it raises on some ranks, all of them raise.
 
     Args:
-        step: what this rank checks or does. What it returns is pickled, so only for ranks that trust each other.
-        group: the ranks that make the call; by default the world, or this process alone where there is none.
+        step: what this rank checks or does. What it returns is pickled, so only for ranks that
+            trust each other.
+        group: the ranks that make the call; by default the world, or this process alone where there
+            is none.
         error_type: the class of what is raised; by default that of the error of the lowest rank.
         what: how the text of the error begins.
 
@@ -176,17 +209,24 @@ def agree(
     own: Exception | None = None
     try:
         report = _sendable((step(), None))
-    except Exception as error:  # whatever it is, the other ranks wait for a report
+    except Exception as error:
+        # whatever it is, the other ranks wait for a report
         own = error
         if error_type is not None and not isinstance(error, error_type):
             own = error_type(f"{type(error).__name__}: {error}")
         try:
             report = _sendable((None, own))
-        except Exception:  # its class cannot be pickled, or takes other arguments than its text
+        except Exception:
+            # its class cannot be pickled, or takes other arguments than its text
             report = pickle.dumps((None, RuntimeError(f"{type(own).__name__}: {own}")))
-    reports = [pickle.loads(each) for each in ([report] if group is None else all_gather_objects(group, report))]
+    reports = [
+        pickle.loads(each)
+        for each in ([report] if group is None else all_gather_objects(group, report))
+    ]
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    errors = {rank: error for rank, (_, error) in zip(ranks, reports, strict=True) if error is not None}
+    errors = {
+        rank: error for rank, (_, error) in zip(ranks, reports, strict=True) if error is not None
+    }
     if errors:
         raise _error_of_all(errors, len(ranks), what) from own
     return [value for value, _ in reports]
@@ -194,7 +234,8 @@ def agree(
 
 def _sendable(report: Any) -> bytes:
     data = pickle.dumps(report)
-    pickle.loads(data)  # what can be sent may still not come back
+    # what can be sent may still not come back
+    pickle.loads(data)
     return data
 
 
@@ -202,7 +243,10 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
     """One error for all ranks, of the class of the lowest one's: `rank 1: OSError: disk full`."""
     first = errors[min(errors)]
     kind = type(first)
-    texts = [str(error) if type(error) is kind else f"{type(error).__name__}: {error}" for error in errors.values()]
+    texts = [
+        str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+        for error in errors.values()
+    ]
     alike = len(texts) == size and len(set(texts)) == 1
     if alike and not what:
         return first
@@ -210,7 +254,8 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
     text = ": ".join([*([what] if what else []), texts[0] if alike else "; ".join(by_rank)])
     try:
         return kind(text)
-    except TypeError:  # its class takes other arguments than one text
+    except TypeError:
+        # its class takes other arguments than one text
         return RuntimeError(f"{kind.__name__}: {text}")
 
 
@@ -227,7 +272,13 @@ def check_agreement(description: str) -> None:
         texts = by_ranks(dict(enumerate(all_gather_objects(world, description))))
         lines = [f"  {ranks}: {text}" for ranks, text in texts.items()]
         raise MeshMismatchError(
-            "\n".join(["ranks passed different arguments to one mesh:", *lines, "pass the same on every rank"])
+            "\n".join(
+                [
+                    "ranks passed different arguments to one mesh:",
+                    *lines,
+                    "pass the same on every rank",
+                ]
+            )
         )
 
 

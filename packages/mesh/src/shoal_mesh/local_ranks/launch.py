@@ -18,7 +18,8 @@ from .pool import RankPool, kept_pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_KEPT = [False]  # declared mutable state: whether ranks stay up between calls of `launch`
+# declared mutable state: whether ranks stay up between calls of `launch`
+_KEPT = [False]
 
 
 @overload
@@ -34,12 +35,18 @@ def launch(
 
 @overload
 def launch(
-    fn: Callable[..., R], nprocs: int | None = None, *args: Any, timeout: float | None, **kwargs: Any
+    fn: Callable[..., R],
+    nprocs: int | None = None,
+    *args: Any,
+    timeout: float | None,
+    **kwargs: Any,
 ) -> list[R]: ...
 
 
 @overload
-def launch(fn: Callable[P, R], nprocs: int | None = None, *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+def launch(
+    fn: Callable[P, R], nprocs: int | None = None, *args: P.args, **kwargs: P.kwargs
+) -> list[R]: ...
 
 
 def launch(  # type: ignore[misc]  # a function with an argument named backend cannot be given it
@@ -53,21 +60,23 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     """What a function returns on every rank, by rank.
 
     Args:
-        fn: runs on each rank with the default process group up. Imported there by module (or script) and name;
-            functions of a notebook are sent as code, with the classes that they use.
-        nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks exist already: then it
-            is their number or None.
+        fn: runs on each rank with the default process group up. Imported there by module (or
+            script) and name; functions of a notebook are sent as code, with the classes that they
+            use.
+        nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks
+            exist already: then it is their number or None.
         *args: for `fn`, pickled.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of another accelerator
-            likewise, else `gloo`.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of
+            another accelerator likewise, else `gloo`.
         timeout: seconds until ranks that have not returned count as hung; None waits.
         **kwargs: for `fn`, pickled.
 
     Raises:
         MeshTypeError: an argument of a wrong type, or one that cannot be sent.
         MeshError: `nprocs` is missing, or not the number of ranks that exist.
-        RankError: ranks failed differently or did not return. If all failed with one error, that error is raised.
-            Also where a script calls this as soon as it is imported, which the ranks do.
+        RankError: ranks failed differently or did not return. If all failed with one error, that
+            error is raised. Also where a script calls this as soon as it is imported, which the
+            ranks do.
 
     Example:
         >>> launch(lambda offset: dist.get_rank() + offset, 2, 10)
@@ -76,10 +85,16 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     require(fn, Callable, "launch runs a function")  # type: ignore[arg-type]  # an abstract class
     require(nprocs, int | None, "launch takes a number of ranks")
     refuse_while_loading()
-    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if (
+        dist.is_initialized()
+        or "TORCHELASTIC_RUN_ID" in os.environ
+        or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    ):
         world = ensure_world(accelerator() or "cpu")
         if nprocs is not None and nprocs != world.size():
-            raise MeshError(f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already")
+            raise MeshError(
+                f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already"
+            )
         return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
@@ -89,7 +104,12 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
             return pool._run(fn, args, kwargs, None, timeout)
         except RankError as error:
             cause = error.__cause__
-            if cause is None or error.hung or len(error.failures) < nprocs or len(set(error.failures.values())) > 1:
+            if (
+                cause is None
+                or error.hung
+                or len(error.failures) < nprocs
+                or len(set(error.failures.values())) > 1
+            ):
                 raise
             cause.add_note(str(error))
             raise cause from None

@@ -1,8 +1,8 @@
 """Values and functions as bytes, for another process of this machine.
 
-What is defined in a file is sent as module, file and qualified name: a script or test file that is not importable is
-loaded from its path. cloudpickle sends what has no such name - lambdas, inner functions, functions and classes of a
-notebook or doctest - as code.
+What is defined in a file is sent as module, file and qualified name: a script or test file that is
+not importable is loaded from its path. cloudpickle sends what has no such name - lambdas, inner
+functions, functions and classes of a notebook or doctest - as code.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ from ..errors import MeshTypeError, RankError
 def dump_function(function: Any) -> bytes:
     """A function as `pickle.loads` of another process takes it; MeshTypeError for anything else."""
     if not isinstance(function, FunctionType | type) and hasattr(function, "__func__"):
-        raise MeshTypeError(f"{function!r} is a bound method: pass a function and send the object as an argument")
-    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+        raise MeshTypeError(
+            f"{function!r} is a bound method: pass a function and send the object as an argument"
+        )
+    module, qualname = (
+        getattr(function, "__module__", None),
+        getattr(function, "__qualname__", None),
+    )
     if not module or not qualname or not callable(function):
-        raise MeshTypeError(f"ranks run a function that they can import, or a plain function, got {kind_of(function)}")
-    if _attribute(module, qualname) is None:  # of what on_ranks decorates the ranks run the body
+        raise MeshTypeError(
+            "ranks run a function that they can import, or a plain function, got "
+            f"{kind_of(function)}"
+        )
+    # of what on_ranks decorates the ranks run the body
+    if _attribute(module, qualname) is None:
         function = getattr(function, "__shoal_body__", function)
     return dump(function)
 
@@ -42,34 +51,49 @@ def dump(value: Any) -> bytes:
     try:
         _Pickler(stream).dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has none
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise MeshTypeError(f"cannot send {type(value).__name__} {value!r:.80} to another process: {error}") from error
+        raise MeshTypeError(
+            f"cannot send {type(value).__name__} {value!r:.80} to another process: {error}"
+        ) from error
     return stream.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle's, except that the other process runs the files in which functions and classes are defined.
 
-    cloudpickle sends what a script defines by value, and with an inner function copies of the globals that it reads.
+    cloudpickle sends what a script defines by value, and with an inner function copies of the
+    globals that it reads.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is made again; called for all but a few builtin types."""
         module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-        if type(module) is str and type(qualname) is str and module != __name__ and (file := _source(module)):
+        if (
+            type(module) is str
+            and type(qualname) is str
+            and module != __name__
+            and (file := _source(module))
+        ):
             named = _attribute(module, qualname)
-            if named is obj or (named is not None and hasattr(obj, "__shoal_body__")):  # or made of what on_ranks made
+            # or made of what on_ranks made
+            if named is obj or (named is not None and hasattr(obj, "__shoal_body__")):
                 return find_attribute, (module, file, qualname)
             if isinstance(obj, FunctionType) and obj.__globals__ is vars(sys.modules[module]):
                 cells = obj.__closure__ or ()
                 start = (module, file, obj.__code__, obj.__name__, len(cells))
-                state = ([cell.cell_contents for cell in cells], obj.__defaults__, obj.__kwdefaults__)
+                state = (
+                    [cell.cell_contents for cell in cells],
+                    obj.__defaults__,
+                    obj.__kwdefaults__,
+                )
                 return _function_of, start, state, None, None, _fill
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]  # as above
 
 
 def _function_of(module: str, file: str, code: CodeType, name: str, cells: int) -> FunctionType:
     """An inner function of a module, whose closure is still empty."""
-    return FunctionType(code, vars(find_module(module, file)), name, closure=tuple(CellType() for _ in range(cells)))
+    return FunctionType(
+        code, vars(find_module(module, file)), name, closure=tuple(CellType() for _ in range(cells))
+    )
 
 
 def _fill(function: FunctionType, state: tuple[list[Any], Any, Any]) -> None:
@@ -104,7 +128,11 @@ def find_module(module: str, file: str) -> ModuleType:
     found: ModuleType | None = None
     with suppress(ImportError):
         found = sys.modules.get(name) if module == "__main__" else importlib.import_module(name)
-    return found if found is not None and getattr(found, "__file__", None) == file else _load_file(name, file)
+    return (
+        found
+        if found is not None and getattr(found, "__file__", None) == file
+        else _load_file(name, file)
+    )
 
 
 def _load_file(name: str, file: str) -> ModuleType:
@@ -112,12 +140,14 @@ def _load_file(name: str, file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look themselves up
+    # before it runs: dataclasses and pickle look themselves up
+    sys.modules[name] = module
     parent = name
     while parent := parent.rpartition(".")[0]:  # `a.b.c`: `a.b`, `a`
         try:
             importlib.import_module(parent)
-        except ImportError:  # a test runner may have made it up: pickle imports what is before the first dot
+        except ImportError:
+            # a test runner may have made it up: pickle imports what is before the first dot
             sys.modules.setdefault(parent, ModuleType(parent))
     if name == "__mp_main__":
         sys.modules["__main__"] = module
@@ -140,6 +170,7 @@ def refuse_while_loading() -> None:
     """Raise a RankError if this rank is running a file to find a function in it."""
     if _LOADING:
         raise RankError(
-            f"{_LOADING[-1]} starts ranks as soon as it is imported, and the ranks import it to find the function that "
+            f"{_LOADING[-1]} starts ranks as soon as it is imported, and the ranks import it to "
+            "find the function that "
             "they are to run; put what starts them under `if __name__ == '__main__':`"
         )

@@ -1,8 +1,9 @@
 """RankPool: local ranks that stay up and run one function after the other, and the process that they are forked from.
 
-The parent sends a function to all ranks and collects what they return. A failure comes back as one error with every
-rank's traceback. A rank that does not return in time dumps its stack (faulthandler), the error has it, and the next
-call starts new ranks. Nothing uses a fixed port, and ranks end when the parent does.
+The parent sends a function to all ranks and collects what they return. A failure comes back as one
+error with every rank's traceback. A rank that does not return in time dumps its stack
+(faulthandler), the error has it, and the next call starts new ranks. Nothing uses a fixed port, and
+ranks end when the parent does.
 """
 
 from __future__ import annotations
@@ -37,14 +38,29 @@ from .worker import Failure, Job
 
 R = TypeVar("R")
 _JOBS = count()  # of this process
-_LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
-_GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
+# seconds for the ranks to import what the function needs, before its time starts
+_LOADING = 120.0
+# seconds that the other ranks get once one has failed: they may wait for it for ever
+_GRACE = 5.0
 
-# What takes long to import: what the parent has of it is imported once, before ranks are forked (vendored too).
+# What takes long to import: what the parent has of it is imported once, before ranks are forked
+# (vendored too).
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
-_LAYERS = ("mesh", "dtensor", "data_parallel", "context_parallel", "tp_styles", "models", "same_bits", "shard_api")
-_SLOW_FAMILIES = ("transformers.models.", *(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS))
+_LAYERS = (
+    "mesh",
+    "dtensor",
+    "data_parallel",
+    "context_parallel",
+    "tp_styles",
+    "models",
+    "same_bits",
+    "shard_api",
+)
+_SLOW_FAMILIES = (
+    "transformers.models.",
+    *(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS),
+)
 
 
 class ForkServer:
@@ -55,14 +71,26 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.parent: int = os.getpid()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         if sys.platform == "linux":
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
-        preload = [name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)]
+            # local ranks need no host name that resolves
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        preload = [
+            name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)
+        ]
         if "pytest" in sys.modules:
-            preload.append("torch._inductor.pattern_matcher")  # whose imports optimizers and compiled steps need
+            # whose imports optimizers and compiled steps need
+            preload.append("torch._inductor.pattern_matcher")
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-c", f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"],
+            [
+                sys.executable,
+                "-c",
+                f"from {__package__}.worker import serve_forks; serve_forks({preload!r})",
+            ],
             stdin=subprocess.PIPE,
             env=env,
             text=True,
@@ -76,7 +104,11 @@ class ForkServer:
     def get(cls) -> ForkServer:
         """The fork server of this process, alive."""
         with cls._lock:
-            if cls._own is None or cls._own.parent != os.getpid() or cls._own.process.poll() is not None:
+            if (
+                cls._own is None
+                or cls._own.parent != os.getpid()
+                or cls._own.process.poll() is not None
+            ):
                 cls._own = cls()
             return cls._own
 
@@ -104,10 +136,12 @@ class RankPool:
 
     Args:
         size: number of ranks.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of another accelerator
-            likewise, else `gloo`.
-        show_output: let the ranks print where the parent does; otherwise what they print is shown with a failure.
-        once: a rank ends when it has returned, as under torchrun, so that others which wait for it raise.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of
+            another accelerator likewise, else `gloo`.
+        show_output: let the ranks print where the parent does; otherwise what they print is shown
+            with a failure.
+        once: a rank ends when it has returned, as under torchrun, so that others which wait for it
+            raise.
 
     Raises:
         MeshTypeError: the size is no integer.
@@ -119,18 +153,27 @@ class RankPool:
         [2, 2]
     """
 
-    def __init__(self, size: int, *, backend: str | None = None, show_output: bool = False, once: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str | None = None,
+        show_output: bool = False,
+        once: bool = False,
+    ) -> None:
         require(size, int, "a pool has a number of ranks")
         require(backend, str | None, "a backend is named by a string, such as 'gloo'")
         if size < 1:
             raise MeshError(f"a pool needs at least one rank, got {size}")
-        self.size = int(size)  # True is 1, which the ranks' environment has to say
+        # True is 1, which the ranks' environment has to say
+        self.size = int(size)
         self.backend: str = backend or default_backend(size)
         self._show_output, self._once = show_output, once
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._folder: Path | None = None
-        self._printed: dict[int, int] = {}  # bytes that each rank had printed before this job
+        # bytes that each rank had printed before this job
+        self._printed: dict[int, int] = {}
         self._lock = threading.RLock()
         self._parent = os.getpid()
 
@@ -144,7 +187,8 @@ class RankPool:
         """Start the ranks that are not up; `run` does it too.
 
         Raises:
-            RankError: they did not come up in time, or a rank would start ranks because it imports the main script.
+            RankError: they did not come up in time, or a rank would start ranks because it imports
+                the main script.
         """
         if self._connections and self._parent == os.getpid():
             return
@@ -153,28 +197,40 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
         server = ForkServer.get()
         atexit.unregister(self.close)
-        atexit.register(self.close)  # after that of the server, so that it runs before: idle ranks leave by themselves
+        # after that of the server, so that it runs before: idle ranks leave by themselves
+        atexit.register(self.close)
         with Listener(str(self._folder / "s"), family="AF_UNIX", backlog=self.size) as listener:
             for rank in range(self.size):
-                server.fork(rank=rank, size=self.size, folder=str(self._folder), show_output=self._show_output)
+                server.fork(
+                    rank=rank,
+                    size=self.size,
+                    folder=str(self._folder),
+                    show_output=self._show_output,
+                )
             up: dict[int, tuple[Connection, int]] = {}
-            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]  # accept has no timeout
+            # accept has no timeout
+            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]
             while len(up) < self.size:
                 try:
                     connection = listener.accept()
                 except TimeoutError as error:
                     late = [rank for rank in range(self.size) if rank not in up]
-                    raise RankError(f"ranks {late} of {self.size} did not start in {timeout:.0f} s") from error
+                    raise RankError(
+                        f"ranks {late} of {self.size} did not start in {timeout:.0f} s"
+                    ) from error
                 rank, pid = connection.recv()
                 up[rank] = (connection, pid)
         self._connections = [up[rank][0] for rank in range(self.size)]
         self._pids = [up[rank][1] for rank in range(self.size)]
 
-    def run(self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any) -> list[R]:
+    def run(
+        self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any
+    ) -> list[R]:
         """What the function returns on every rank, by rank.
 
         Args:
-            function: imported on the ranks by module (or file) and name; lambdas and inner functions are sent as code.
+            function: imported on the ranks by module (or file) and name; lambdas and inner
+                functions are sent as code.
             *args: its arguments, pickled.
             timeout: seconds until ranks that have not returned count as hung; None waits.
             **kwargs: its keyword arguments, pickled.
@@ -198,7 +254,9 @@ class RankPool:
         try:
             payload = dump((args, kwargs))
         except MeshTypeError as error:
-            raise MeshTypeError(f"arguments of {function.__qualname__} cannot be sent to ranks: {error}") from error
+            raise MeshTypeError(
+                f"arguments of {function.__qualname__} cannot be sent to ranks: {error}"
+            ) from error
         with self._lock:
             self.start()
             store = (ForkServer.get().store.port, f"job{os.getpid()}_{next(_JOBS)}")
@@ -208,7 +266,8 @@ class RankPool:
             job = pickle.dumps(Job(code, payload, state, *process, store, self.backend, self._once))
             try:
                 answers, hung = self._collect(job, timeout)
-            except BaseException:  # Ctrl-C: the ranks are in the middle of something
+            except BaseException:
+                # Ctrl-C: the ranks are in the middle of something
                 self._kill()
                 raise
             failures = {rank: value for rank, (good, value) in answers.items() if not good}
@@ -218,7 +277,9 @@ class RankPool:
             self._raise(function.__qualname__, failures, hung, timeout)
         return [answers[rank][1] for rank in range(self.size)]
 
-    def _collect(self, job: bytes, timeout: float | None) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
+    def _collect(
+        self, job: bytes, timeout: float | None
+    ) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
         """The answers by rank, and the ranks that did not give one in time."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
@@ -232,7 +293,9 @@ class RankPool:
         while waiting:
             if any(not good for good, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE)
-            ready = wait(list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for connection in [each for each in waiting if each in ready]:
@@ -242,7 +305,11 @@ class RankPool:
                     answers[waiting.pop(connection)] = answer
                 if rank in starting:
                     starting.remove(rank)
-                    deadline = deadline if starting else time.monotonic() + (inf if timeout is None else timeout)
+                    deadline = (
+                        deadline
+                        if starting
+                        else time.monotonic() + (inf if timeout is None else timeout)
+                    )
         return answers, tuple(sorted(waiting.values()))
 
     def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
@@ -252,13 +319,22 @@ class RankPool:
             return cast("tuple[bool, Any]", pickle.loads(data)) if data else None
         except (EOFError, OSError):
             return False, self._death(rank)
-        except Exception as error:  # a result whose class this process cannot load
-            return False, Failure(type(error).__name__, f"cannot read the result: {error}", f"{error!r}\n")
+        except Exception as error:
+            # a result whose class this process cannot load
+            return False, Failure(
+                type(error).__name__, f"cannot read the result: {error}", f"{error!r}\n"
+            )
 
     def _death(self, rank: int) -> Failure:
-        return Failure("RankDied", "the process ended", f"the process of rank {rank} (pid {self._pids[rank]}) ended\n")
+        return Failure(
+            "RankDied",
+            "the process ended",
+            f"the process of rank {rank} (pid {self._pids[rank]}) ended\n",
+        )
 
-    def _raise(self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float | None) -> NoReturn:
+    def _raise(
+        self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float | None
+    ) -> NoReturn:
         """Raise the failures of the ranks as one error; the next run starts new ranks."""
         if len(failures) == self.size and all(f.skip for f in failures.values()):
             raise unittest.SkipTest(failures[0].message)
@@ -271,15 +347,27 @@ class RankPool:
         if hung:
             why = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
             what.append(f"{name_ranks(hung)} had not returned {why}")
-        if returned := [rank for rank in range(self.size) if rank not in failures and rank not in hung]:
+        if returned := [
+            rank for rank in range(self.size) if rank not in failures and rank not in hung
+        ]:
             what.append(f"{name_ranks(returned)} had returned")
         paragraphs = ["; ".join(what)]
         traces = by_ranks({rank: failure.trace for rank, failure in failures.items()})
         paragraphs += [f"--- {ranks} ---\n{trace.rstrip()}" for ranks, trace in traces.items()]
-        paragraphs += [f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung]
-        paragraphs += [f"--- rank {rank} printed ---\n{text.rstrip()}" for rank, text in logs.items() if text.strip()]
-        cause = next((pickle.loads(f.error) for f in failures.values() if f.error is not None), None)
-        raise RankError("\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung) from cause
+        paragraphs += [
+            f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung
+        ]
+        paragraphs += [
+            f"--- rank {rank} printed ---\n{text.rstrip()}"
+            for rank, text in logs.items()
+            if text.strip()
+        ]
+        cause = next(
+            (pickle.loads(f.error) for f in failures.values() if f.error is not None), None
+        )
+        raise RankError(
+            "\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung
+        ) from cause
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """The stack of each hung rank, as faulthandler dumps it."""
@@ -296,7 +384,9 @@ class RankPool:
     def _read(self, kind: str, rank: int) -> str:
         try:
             data = ((self._folder or Path()) / f"{kind}{rank}").read_bytes()
-            return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(errors="replace")
+            return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(
+                errors="replace"
+            )
         except OSError:
             return ""
 
@@ -306,7 +396,8 @@ class RankPool:
             with contextlib.suppress(OSError):
                 for connection in self._connections:
                     connection.send_bytes(b"")  # idle ranks leave by themselves
-                deadline = time.monotonic() + 10.0  # it takes milliseconds, except under a coverage tool
+                # it takes milliseconds, except under a coverage tool
+                deadline = time.monotonic() + 10.0
                 for connection in self._connections:
                     connection.poll(max(0.0, deadline - time.monotonic()))
             self._kill()

@@ -1,7 +1,8 @@
 """What runs in the processes of a rank pool: the fork server, which has torch imported, and the ranks forked from it.
 
-A fork of a process that has torch imported starts in milliseconds where a new interpreter takes seconds, so a pool that
-has lost a rank has new ones at once. The fork server starts no threads and uses no device, so that forking it is safe.
+A fork of a process that has torch imported starts in milliseconds where a new interpreter takes
+seconds, so a pool that has lost a rank has new ones at once. The fork server starts no threads and
+uses no device, so that forking it is safe.
 """
 
 from __future__ import annotations
@@ -41,15 +42,20 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 class Job(NamedTuple):
     """One call, sent to all ranks."""
 
-    function: bytes  # pickled, by name or as code (`dump_function`)
-    payload: bytes  # pickled (args, kwargs), read when there is a default group
-    state: dict[str, Any] | None  # attributes of the test instance when the function is a method, None otherwise
+    # pickled, by name or as code (`dump_function`)
+    function: bytes
+    # pickled (args, kwargs), read when there is a default group
+    payload: bytes
+    # attributes of the test instance when the function is a method, None otherwise
+    state: dict[str, Any] | None
     path: list[str]  # `sys.path` of the parent
     argv: list[str]  # `sys.argv` of the parent
     cwd: str  # working directory of the parent
-    store: tuple[int, str]  # port of the parent's store, and a prefix that no other job has
+    # port of the parent's store, and a prefix that no other job has
+    store: tuple[int, str]
     backend: str  # of the default group
-    last: bool  # whether a rank ends when it has answered
+    # whether a rank ends when it has answered
+    last: bool
 
 
 class Failure(NamedTuple):
@@ -57,36 +63,45 @@ class Failure(NamedTuple):
 
     kind: str  # name of the exception's type
     message: str  # its text
-    trace: str  # the formatted traceback, with the locals of the failing function
+    # the formatted traceback, with the locals of the failing function
+    trace: str
     skip: bool = False  # whether it asked to skip the test
-    error: bytes | None = None  # the pickled exception, None when it cannot be pickled
+    # the pickled exception, None when it cannot be pickled
+    error: bytes | None = None
 
 
 def serve_forks(preload: list[str]) -> None:
     """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself.
 
-    It closes with the parent. The kernel's own signal would come with the end of the thread that has started this one.
+    It closes with the parent. The kernel's own signal would come with the end of the thread that
+    has started this one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
-        with contextlib.suppress(ImportError):  # the program may have made a module of that name itself
+        # the program may have made a module of that name itself
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a rank has ended, so that it leaves nothing behind
+    # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
+    gc.freeze()
+    # nobody asks how a rank has ended, so that it leaves nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _run_rank(**json.loads(line))
-    if sys.platform != "linux":  # which ends them with the process that has forked them
+    # which ends them with the process that has forked them
+    if sys.platform != "linux":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)  # of the session that this one was started in
+        # of the session that this one was started in
+        os.killpg(0, signal.SIGTERM)
 
 
 def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
     """Run one rank until the parent closes the connection in the folder; never returns."""
     code = 1
     try:
-        if sys.platform == "linux":  # elsewhere the closed pipe ends it with its parent
+        # elsewhere the closed pipe ends it with its parent
+        if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not show_output:
@@ -96,7 +111,12 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
         with open(f"{folder}/trace{rank}", "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             os.environ.setdefault("SHOAL_POSTMORTEM", "0")  # the pool reports what every rank did
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+            os.environ.update(
+                RANK=str(rank),
+                WORLD_SIZE=str(size),
+                LOCAL_RANK=str(rank),
+                LOCAL_WORLD_SIZE=str(size),
+            )
             # Closed by the kernel: the parent sees the end of the process.
             connection = Client(f"{folder}/s", family="AF_UNIX")
             connection.send((rank, os.getpid()))
@@ -109,7 +129,8 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # no destructors: they would wait for peers that are gone
+        # no destructors: they would wait for peers that are gone
+        os._exit(code)
 
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
@@ -140,17 +161,22 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
     sys.argv[:] = job.argv
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
-    function = pickle.loads(job.function)  # as in any program: its imports run first, then communication starts
-    if not dist.is_initialized():  # the last job has destroyed it, or there was none
+    # as in any program: its imports run first, then communication starts
+    function = pickle.loads(job.function)
+    # the last job has destroyed it, or there was none
+    if not dist.is_initialized():
         port, prefix = job.store
         store = TCPStore("127.0.0.1", port, is_master=False)
         set_own_device(rank, job.backend)
-        dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+        dist.init_process_group(
+            job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size
+        )
         # A job may end the group at once.
         meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")
     torch.manual_seed(0)
     random.seed(0)
-    function = getattr(getattr(function, "hypothesis", None), "inner_test", function)  # @given around @on_ranks
+    # @given around @on_ranks
+    function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     body = getattr(function, "__shoal_body__", function)
     args, kwargs = pickle.loads(job.payload)
     connection.send_bytes(b"")  # loaded: the parent's clock starts
@@ -188,7 +214,8 @@ def _locals(trace: TracebackType | None) -> str:
     frames = [
         frame
         for frame, _ in traceback.walk_tb(trace)
-        if "site-packages" not in frame.f_code.co_filename and __package__ not in frame.f_globals.get("__name__", "")
+        if "site-packages" not in frame.f_code.co_filename
+        and __package__ not in frame.f_globals.get("__name__", "")
     ]
     if not frames:
         return ""
@@ -198,6 +225,7 @@ def _locals(trace: TracebackType | None) -> str:
     for name, value in list(frames[-1].f_locals.items())[:20]:
         try:
             lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
-        except Exception:  # a broken __repr__ must not hide the failure
+        except Exception:
+            # a broken __repr__ must not hide the failure
             lines.append(f"    {name} = <{type(value).__name__}>\n")
     return f"  variables of {frames[-1].f_code.co_name}:\n{''.join(lines)}" if lines else ""

@@ -29,7 +29,8 @@ from .rank_layout import (
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
-def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that exclude one another in no way
+# torch's arguments, and three that exclude one another in no way
+def init_device_mesh(  # noqa: PLR0913
     device_type: str,
     mesh_shape: Sequence[int],
     *,
@@ -48,11 +49,12 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
         mesh_shape: number of ranks along each axis.
         mesh_dim_names: one distinct name per axis.
         backend_override: per axis (name or index) a backend, its options, or both as a pair.
-        validate: compare the arguments of all ranks in one all-gather of 16 bytes, before any group is created.
+        validate: compare the arguments of all ranks in one all-gather of 16 bytes, before any group
+            is created.
         lazy: create the group of an axis at its first use instead of now.
-        order: "rank", or "topology": links between all ranks are measured, and the last axis joins ranks with the
-            fastest, as of one host, then the axis before it (`measured_order` says what that gains). Ranks stay in
-            order where no other is clearly better.
+        order: "rank", or "topology": links between all ranks are measured, and the last axis joins
+            ranks with the fastest, as of one host, then the axis before it (`measured_order` says
+            what that gains). Ranks stay in order where no other is clearly better.
 
     Returns:
         The mesh, with a process group along every axis.
@@ -63,8 +65,8 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
         MeshMismatchError: ranks passed different arguments; raised on all of them.
 
     Example:
-        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")).get_coordinate(), 2)
-        [(0, 0), (0, 1)]
+        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp",
+        "tp")).get_coordinate(), 2) [(0, 0), (0, 1)]
     """
     require_each((validate, lazy), bool, "validate and lazy are bool")
     require(order, str, "the order of ranks is 'rank' or 'topology'")
@@ -77,10 +79,15 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
     if validate:
         kinds = [choice.key for choice in choices]
         check_agreement(
-            f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}, order {order}"
+            f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}, "
+            f"order {order}"
         )
     check_fits(shape, world.size())
-    layout = Layout.dense(shape) if order == "rank" else Layout.of(shape, measured_order(shape, device_type).ranks)
+    layout = (
+        Layout.dense(shape)
+        if order == "rank"
+        else Layout.of(shape, measured_order(shape, device_type).ranks)
+    )
     mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices))
     if not lazy:
         mesh._create_groups()
@@ -119,8 +126,8 @@ def abstract_mesh(
         names: one distinct name per axis.
         rank: the rank whose view it is; one that is not in the mesh has no coordinate.
         device_type: `cpu`, `cuda`, ...: without an index.
-        connect: for simulated ranks that do communicate: the communicator of this rank among given global ranks, called
-            once per group. Meshes with different functions are not equal.
+        connect: for simulated ranks that do communicate: the communicator of this rank among given
+            global ranks, called once per group. Meshes with different functions are not equal.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
@@ -132,12 +139,15 @@ def abstract_mesh(
     """
     sizes = read_shape(shape)
     require(rank, int, "the rank of an abstract mesh is an int")
-    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
+    # an abstract class
+    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
     axis_names, device_type = read_names(names, len(sizes)), read_device(device_type)
     choices = (BackendChoice(),) * len(sizes)
-    return DeviceMesh._of(MeshFields(device_type, Layout.dense(sizes), axis_names, choices, rank, connect))
+    return DeviceMesh._of(
+        MeshFields(device_type, Layout.dense(sizes), axis_names, choices, rank, connect)
+    )
 
 
 def safe_globals() -> list[Any]:
@@ -154,7 +164,8 @@ def safe_globals() -> list[Any]:
     return [rebuild_mesh, MeshFields, Layout, range, BackendChoice]
 
 
-class _mesh_resources:  # a name of torch, where it is an instance
+# a name of torch, where it is an instance
+class _mesh_resources:
     """A name that programs import from torch: the enclosing mesh, the root of a mesh, devices and hosts there are."""
 
     @staticmethod

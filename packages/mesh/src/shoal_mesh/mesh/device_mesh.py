@@ -47,19 +47,23 @@ def current_mesh() -> DeviceMesh | None:
 class DeviceMesh(RankGrid):
     """Ranks in a grid with named axes and a process group along each of them.
 
-    Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or `abstract_mesh`.
-    Two meshes are equal when they have the same ranks at the same coordinates, the same names and backend choices, in
-    the same lifetime of the default process group.
+    Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or
+    `abstract_mesh`. Two meshes are equal when they have the same ranks at the same coordinates, the
+    same names and backend choices, in the same lifetime of the default process group.
 
     Args:
         device_type: `cpu`, `cuda`, ...: without an index.
-        mesh: global ranks as a tensor or nested list; all ranks of the world by default. Every rank of the world must
-            construct the mesh with equal arguments, also those that are not in it.
+        mesh: global ranks as a tensor or nested list; all ranks of the world by default. Every rank
+            of the world must construct the mesh with equal arguments, also those that are not in
+            it.
         mesh_dim_names: one name per axis.
         backend_override: per axis (name or index) a backend, its options, or both as a pair.
-        _init_backend: False creates the groups at first use instead of now (then nothing is validated either).
-        _rank: with `_init_backend=False`: a mesh as this rank sees it, without process groups (`abstract_mesh`).
-        validate: compare the arguments of all ranks in one all-gather of 16 bytes before groups are created.
+        _init_backend: False creates the groups at first use instead of now (then nothing is
+            validated either).
+        _rank: with `_init_backend=False`: a mesh as this rank sees it, without process groups
+            (`abstract_mesh`).
+        validate: compare the arguments of all ranks in one all-gather of 16 bytes before groups are
+            created.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
@@ -98,7 +102,8 @@ class DeviceMesh(RankGrid):
         if _init_backend and validate:
             kinds = [choice.key for choice in choices]
             check_agreement(
-                f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, backends {kinds}"
+                f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, "
+                f"backends {kinds}"
             )
         self._set(MeshFields(device_type, layout, names, choices, abstract), None)
         if _init_backend:
@@ -118,7 +123,8 @@ class DeviceMesh(RankGrid):
         Args:
             group: the group of the only axis, or a list with this rank's group along every axis.
             device_type: `cpu`, `cuda`, ...: without an index.
-            mesh: global ranks as a tensor or nested list with one dim per axis; of one group it may be None.
+            mesh: global ranks as a tensor or nested list with one dim per axis; of one group it may
+                be None.
             mesh_dim_names: one name per axis.
 
         Raises:
@@ -131,34 +137,58 @@ class DeviceMesh(RankGrid):
             >>> launch(example, 2)[0]
             DeviceMesh((dp=2), 'cpu', ranks 0-1)
         """
-        groups, device_type = [group] if isinstance(group, ProcessGroup) else group, read_device(device_type)
-        require_each(groups, ProcessGroup, "from_group takes one process group, or a list with one per axis")
+        groups, device_type = (
+            [group] if isinstance(group, ProcessGroup) else group,
+            read_device(device_type),
+        )
+        require_each(
+            groups, ProcessGroup, "from_group takes one process group, or a list with one per axis"
+        )
         if not groups:
             raise MeshError("from_group needs at least one process group")
         if mesh is None:
             if len(groups) != 1 or isinstance(group, Sequence):
-                raise MeshError(f"from_group of {len(groups)} groups needs mesh=, the ranks at each coordinate")
+                raise MeshError(
+                    f"from_group of {len(groups)} groups needs mesh=, the ranks at each coordinate"
+                )
             mesh = list(_torch.group_ranks(groups[0]))
         layout = read_ranks(mesh, ensure_world(device_type).size())
         if layout.ndim != len(groups):
-            raise MeshError(f"from_group got {len(groups)} groups for a mesh of shape {layout.shape}: one per axis")
+            raise MeshError(
+                f"from_group got {len(groups)} groups for a mesh of shape {layout.shape}: one per "
+                "axis"
+            )
         names = read_names(mesh_dim_names, layout.ndim)
         self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
         for axis, (name, own) in enumerate(zip(self.axis_names, groups, strict=True)):
             members = tuple(_torch.group_ranks(own))
-            if self._coordinate is None and all(self.coordinate_of(rank) is None for rank in members):
+            if self._coordinate is None and all(
+                self.coordinate_of(rank) is None for rank in members
+            ):
                 continue
-            ranks = () if self._coordinate is None else self._layout.select((axis,), self._coordinate).ranks
+            ranks = (
+                ()
+                if self._coordinate is None
+                else self._layout.select((axis,), self._coordinate).ranks
+            )
             if set(ranks) != set(members):
-                raise MeshError(f"axis {name} of {self!r} has the ranks {(*ranks,)}, but its group has {members}")
+                raise MeshError(
+                    f"axis {name} of {self!r} has the ranks {(*ranks,)}, but its group has "
+                    f"{members}"
+                )
             self._shared[(name,), ranks, BackendChoice()] = Comm.over(own, (name,), ranks)
         return self
 
-    # --- derived meshes ---------------------------------------------------------------------------------------------
+    # --- derived meshes ---------------------------------------------------------------------------
 
-    def _derive(self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...]) -> DeviceMesh:
+    def _derive(
+        self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...]
+    ) -> DeviceMesh:
         """A mesh over ranks of this one."""
-        return self._of(replace(self._fields, layout=layout, names=names, choices=choices), self._get_root_mesh())
+        return self._of(
+            replace(self._fields, layout=layout, names=names, choices=choices),
+            self._get_root_mesh(),
+        )
 
     def _get_root_mesh(self) -> DeviceMesh:
         """The mesh that this one was derived from, itself for one that was constructed."""
@@ -182,9 +212,16 @@ class DeviceMesh(RankGrid):
 
     def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
         root = self._get_root_mesh()
-        flattened = [a for a in asked if isinstance(a, str) and a not in self.axis_names and a in root._flattened]
+        flattened = [
+            a
+            for a in asked
+            if isinstance(a, str) and a not in self.axis_names and a in root._flattened
+        ]
         if flattened:
-            lines = [root._flattened[a] if isinstance(a, str) and a in flattened else self._slice((a,)) for a in asked]
+            lines = [
+                root._flattened[a] if isinstance(a, str) and a in flattened else self._slice((a,))
+                for a in asked
+            ]
             return lines[0] if len(lines) == 1 else self.concatenate(lines)
         axes = self._axes(asked)
         if axes == tuple(range(self.ndim)):
@@ -193,11 +230,13 @@ class DeviceMesh(RankGrid):
         names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[a] for a in axes)
         return self._derive(layout, names, tuple(self._choices[a] for a in axes))
 
-    def flatten(self, name: str | None = None, backend_override: object | None = None) -> DeviceMesh:
+    def flatten(
+        self, name: str | None = None, backend_override: object | None = None
+    ) -> DeviceMesh:
         """The 1-D mesh over all ranks of this one in row-major order.
 
-        Its group is created at first use, or is the default group if the mesh has all ranks. The name also works as an
-        axis of the mesh this one was sliced from: `mesh["a_b"]`.
+        Its group is created at first use, or is the default group if the mesh has all ranks. The
+        name also works as an axis of the mesh this one was sliced from: `mesh["a_b"]`.
 
         Args:
             name: by default `a_b` for axes a and b.
@@ -216,17 +255,28 @@ class DeviceMesh(RankGrid):
         name = name or "_".join(self.axis_names)
         if self.ndim == 1 and name == self.axis_names[0] and backend_override is None:
             return self
-        if self.mesh_dim_names is not None and name in root.axis_names and (root.ndim > 1 or root is not self):
-            raise AxisError(f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name")
-        choices = read_backends(None if backend_override is None else {0: backend_override}, None, 1)
+        if (
+            self.mesh_dim_names is not None
+            and name in root.axis_names
+            and (root.ndim > 1 or root is not self)
+        ):
+            raise AxisError(
+                f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name"
+            )
+        choices = read_backends(
+            None if backend_override is None else {0: backend_override}, None, 1
+        )
         if backend_override is None and len(set(self._choices)) == 1:
             choices = self._choices[:1]
         mesh = self._derive(self._layout.flatten(), (name,), choices)
         if self._coordinate is None and root._coordinate is not None:
-            return mesh  # a slice elsewhere in the mesh: the name stays for the one through this rank
+            # a slice elsewhere in the mesh: the name stays for the one through this rank
+            return mesh
         before = root._flattened.setdefault(name, mesh)
         if before != mesh:
-            raise AxisError(f"{name!r} is already the name of {before!r}, flattened from the same mesh")
+            raise AxisError(
+                f"{name!r} is already the name of {before!r}, flattened from the same mesh"
+            )
         return before
 
     def unflatten(
@@ -242,7 +292,8 @@ class DeviceMesh(RankGrid):
             dim: the axis to split.
             sizes: number of ranks along each of the new axes.
             names: one per size; None on an unnamed mesh.
-            backend_override: per new axis (name or index) a backend, its options, or both as a pair.
+            backend_override: per new axis (name or index) a backend, its options, or both as a
+                pair.
 
         Raises:
             MeshTypeError: an argument of a wrong type.
@@ -256,7 +307,10 @@ class DeviceMesh(RankGrid):
         axis, sizes = self.axis_index(dim), read_sizes(sizes, "sizes")
         names = read_names(names, len(sizes))
         if (names is None) != (self.mesh_dim_names is None):
-            raise MeshError(f"unflatten of axis {dim!r} of {self!r} into {sizes} needs one name per size, got {names}")
+            raise MeshError(
+                f"unflatten of axis {dim!r} of {self!r} into {sizes} needs one name per size, got "
+                f"{names}"
+            )
         layout, root = self._layout.unflatten(axis, sizes), self._get_root_mesh()
         before = self.mesh_dim_names or ()
         every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
@@ -265,7 +319,8 @@ class DeviceMesh(RankGrid):
         if backend_override is None:
             new = (self._choices[axis],) * len(sizes)
         choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
-        if not root._layout.is_crossed_by_axes(layout):  # so its slices are to be looked for in this mesh itself
+        # so its slices are to be looked for in this mesh itself
+        if not root._layout.is_crossed_by_axes(layout):
             return self._of(replace(self._fields, layout=layout, names=every, choices=choices))
         return self._derive(layout, every, choices)
 
@@ -282,16 +337,24 @@ class DeviceMesh(RankGrid):
             raise AxisError("concatenate needs at least one mesh")
         root = meshes[0]._get_root_mesh()
         for mesh in meshes:
-            # What is kept for a mesh is kept for its equals, so one may come back as an equal slice of another root.
+            # What is kept for a mesh is kept for its equals, so one may come back as an equal slice
+            # of another root.
             if mesh._get_root_mesh() != root and not (
                 {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
             ):
-                raise MeshError(f"concatenate takes meshes sliced from one mesh, got {', '.join(map(repr, meshes))}")
+                raise MeshError(
+                    "concatenate takes meshes sliced from one mesh, got "
+                    f"{', '.join(map(repr, meshes))}"
+                )
         layout = root._layout.crossed([mesh._layout for mesh in meshes])
         if layout is None:
-            raise MeshError(f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common")
+            raise MeshError(
+                f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common"
+            )
         named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
-        names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
+        names = (
+            tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
+        )
         choices = tuple(choice for mesh in meshes for choice in mesh._choices)
         return root._derive(layout, read_names(names, layout.ndim), choices)
 
@@ -309,7 +372,9 @@ class DeviceMesh(RankGrid):
         own_slice = self[axes]
         along = self._axes(axes)
         submeshes = []
-        for coordinate in product(*(range(1 if a in along else size) for a, size in enumerate(self.shape))):
+        for coordinate in product(
+            *(range(1 if a in along else size) for a, size in enumerate(self.shape))
+        ):
             layout = self._layout.select(along, coordinate)
             mesh = self._derive(layout, own_slice.mesh_dim_names, own_slice._choices)
             submeshes.append(own_slice if mesh == own_slice else mesh)
@@ -317,7 +382,9 @@ class DeviceMesh(RankGrid):
 
     # torch's spellings of the same.
 
-    def _flatten(self, mesh_dim_name: str | None = None, backend_override: object = None) -> DeviceMesh:
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: object = None
+    ) -> DeviceMesh:
         return self.flatten(mesh_dim_name, backend_override)
 
     def _unflatten(
@@ -350,10 +417,11 @@ class DeviceMesh(RankGrid):
     def _flatten_mapping(self) -> Mapping[str, DeviceMesh]:
         return self._get_root_mesh()._flattened
 
-    # --- as a value -------------------------------------------------------------------------------------------------
+    # --- as a value -------------------------------------------------------------------------------
 
     def __format__(self, spec: str) -> str:
-        refuse_its_own_mesh(self)  # torch's functional collectives format a group that they do not know
+        # torch's functional collectives format a group that they do not know
+        refuse_its_own_mesh(self)
         return super().__format__(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:

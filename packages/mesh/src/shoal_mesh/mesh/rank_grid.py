@@ -1,6 +1,7 @@
 """A grid of ranks as an immutable value: shape, axis names, coordinates, equality; and a communicator along any axes.
 
-DeviceMesh adds to it how meshes are made and derived. `axis` is a mesh dimension, given by name or index.
+DeviceMesh adds to it how meshes are made and derived. `axis` is a mesh dimension, given by name or
+index.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from .. import _torch
 from .._torch import ProcessGroup, is_compiling, refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, NoGroupError
-from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_or_create, note_group
+from ..groups.process_groups import (
+    GROUPS_IN_GRAPHS,
+    BackendChoice,
+    Comm,
+    find_or_create,
+    note_group,
+)
 from ..groups.world import world_place
 from .rank_layout import MeshFields, read_sizes
 
@@ -33,16 +40,21 @@ class RankGrid:
         "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
     _comms: dict[Any, Comm]  # by axes
-    _shared: dict[Any, Comm]  # by names, ranks and choice, of all meshes that were derived from one
+    # by names, ranks and choice, of all meshes that were derived from one
+    _shared: dict[Any, Comm]
     _derived: dict[Any, Any]
     _flattened: dict[str, Any]
     _tensor: torch.Tensor | None
-    device_type: str  # `cpu`, `cuda`, ...: never with an index
+    # `cpu`, `cuda`, ...: never with an index
+    device_type: str
     ndim: int  # number of axes
     shape: tuple[int, ...]  # number of ranks along each axis
-    mesh_dim_names: tuple[str, ...] | None  # names of the axes, None for an unnamed mesh
-    axis_names: tuple[str, ...]  # names of the axes; "0", "1", ... for an unnamed mesh
-    is_abstract: bool  # whether the mesh is for planning only and has no process groups
+    # names of the axes, None for an unnamed mesh
+    mesh_dim_names: tuple[str, ...] | None
+    # names of the axes; "0", "1", ... for an unnamed mesh
+    axis_names: tuple[str, ...]
+    # whether the mesh is for planning only and has no process groups
+    is_abstract: bool
     _TRACED = ("get_group",)
 
     @classmethod
@@ -66,7 +78,12 @@ class RankGrid:
         put(self, "mesh_dim_names", fields.names)
         put(self, "axis_names", fields.names or tuple(map(str, range(fields.layout.ndim))))
         put(self, "is_abstract", fields.abstract_rank is not None)
-        facts = fields.device_type, fields.names, fields.layout, tuple(choice.key for choice in fields.choices)
+        facts = (
+            fields.device_type,
+            fields.names,
+            fields.layout,
+            tuple(choice.key for choice in fields.choices),
+        )
         self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
         rank = self._own_rank()
@@ -78,7 +95,7 @@ class RankGrid:
         world = _torch.default_group()
         return None if world is None else world.rank()
 
-    # --- what a mesh is ---------------------------------------------------------------------------------------------
+    # --- what a mesh is ---------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -89,7 +106,9 @@ class RankGrid:
     def mesh(self) -> torch.Tensor:
         """The ranks as an int32 CPU tensor of the mesh's shape, created at first use."""
         if self._tensor is None:
-            self._tensor = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").view(self.shape)
+            self._tensor = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").view(
+                self.shape
+            )
         return self._tensor
 
     def axis_index(self, axis: AxisLike) -> int:
@@ -110,21 +129,27 @@ class RankGrid:
             require(axis, int, f"a mesh axis is a name or an index of {', '.join(self.axis_names)}")
             if -self.ndim <= axis < self.ndim:
                 return axis % self.ndim  # -1 of 2 axes: 1
-        raise AxisError(f"no mesh axis {axis!r} in {self!r}: its axes are {', '.join(self.axis_names)}")
+        raise AxisError(
+            f"no mesh axis {axis!r} in {self!r}: its axes are {', '.join(self.axis_names)}"
+        )
 
     def _axes(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[int, ...]:
         """Indices of one or several axes; AxisError for a repeated one."""
         asked = self._asked(axes)
         indices = tuple(self.axis_index(axis) for axis in asked)
         if len(set(indices)) != len(indices) or not indices:
-            raise AxisError(f"asked for axes {asked} of {self!r}: name each axis once, and at least one")
+            raise AxisError(
+                f"asked for axes {asked} of {self!r}: name each axis once, and at least one"
+            )
         return indices
 
     def _asked(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[AxisLike, ...]:
         """One or several axes as a tuple, as the user wrote them."""
         if isinstance(axes, int | str):
             return (axes,)
-        require_each(axes, int | str, f"mesh axes are names or indices of {', '.join(self.axis_names)}")
+        require_each(
+            axes, int | str, f"mesh axes are names or indices of {', '.join(self.axis_names)}"
+        )
         return tuple(axes)
 
     def size(self, mesh_dim: AxisLike | None = None) -> int:
@@ -155,7 +180,9 @@ class RankGrid:
             6
         """
         coordinate = read_sizes(coordinate, "coordinate")
-        if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
+        if len(coordinate) != self.ndim or not all(
+            0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)
+        ):
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
         return self._layout.rank_at(coordinate)
 
@@ -179,7 +206,8 @@ class RankGrid:
 
         Args:
             axes: one axis, or several.
-            coordinate: one index per axis of the mesh; those of `axes` do not matter. This rank's by default.
+            coordinate: one index per axis of the mesh; those of `axes` do not matter. This rank's
+                by default.
 
         Raises:
             AxisError: the mesh has no such axis or coordinate.
@@ -194,10 +222,12 @@ class RankGrid:
             at = read_sizes(coordinate, "coordinate")
             self.rank_at(at)
         if at is None:
-            raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so nothing runs through it")
+            raise NoGroupError(
+                f"rank {self._own_rank()} is not in {self!r}, so nothing runs through it"
+            )
         return tuple(self._layout.select(self._axes(axes), at).ranks)
 
-    # --- where this rank is -----------------------------------------------------------------------------------------
+    # --- where this rank is -----------------------------------------------------------------------
 
     def get_rank(self) -> int:
         """The global rank of this process; of an abstract mesh the rank whose view it is.
@@ -207,7 +237,9 @@ class RankGrid:
         """
         rank = self._own_rank()
         if rank is None:
-            raise NoGroupError(f"{self!r} does not know its rank: there is no default process group")
+            raise NoGroupError(
+                f"{self!r} does not know its rank: there is no default process group"
+            )
         return rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
@@ -233,14 +265,16 @@ class RankGrid:
 
     def _only_axis(self) -> int:
         if self.ndim != 1:
-            raise AxisError(f"{self!r} has {self.ndim} axes: say which ({', '.join(self.axis_names)})")
+            raise AxisError(
+                f"{self!r} has {self.ndim} axes: say which ({', '.join(self.axis_names)})"
+            )
         return 0
 
     def _is_current_rank_part_of_mesh(self) -> bool:
         refuse_its_own_mesh(self)
         return self._coordinate is not None
 
-    # --- communicators ----------------------------------------------------------------------------------------------
+    # --- communicators ----------------------------------------------------------------------------
 
     def _create_groups(self) -> None:
         """Have the group of every axis ready; runs on the ranks of the mesh."""
@@ -257,7 +291,8 @@ class RankGrid:
         Raises:
             MeshTypeError: neither names nor indices.
             AxisError: unknown or repeated axis.
-            NoGroupError: the mesh is abstract, this rank is not in it, or its default group was destroyed.
+            NoGroupError: the mesh is abstract, this rank is not in it, or its default group was
+                destroyed.
         """
         try:
             comm = self._comms.get(axes)
@@ -265,16 +300,23 @@ class RankGrid:
             comm = None
         if comm is None:
             indices = self._axes(axes)
-            comm = self._comms.get(indices) or self._comms.setdefault(indices, self._create_comm(indices))
+            comm = self._comms.get(indices) or self._comms.setdefault(
+                indices, self._create_comm(indices)
+            )
             if isinstance(axes, Hashable):  # a list may have come
                 self._comms[axes] = comm
         return comm
 
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:
         if self.is_abstract and self._fields.connect is None:
-            raise NoGroupError(f"{self!r} is abstract: it has no process groups, so nothing can be sent along {axes}")
+            raise NoGroupError(
+                f"{self!r} is abstract: it has no process groups, so nothing can be sent along "
+                f"{axes}"
+            )
         if self._coordinate is None:
-            raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes")
+            raise NoGroupError(
+                f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes"
+            )
         if self._fields.connect is not None:
             return self._fields.connect(self.ranks_along(axes))
         names = tuple(self.axis_names[a] for a in axes)
@@ -284,9 +326,12 @@ class RankGrid:
         key = names, ranks, choice
         if key not in self._shared:
             if self._world != world_place():
-                raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
+                raise NoGroupError(
+                    f"the default process group that {self!r} was created under has been destroyed"
+                )
             group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
-            self._shared.setdefault(key, Comm.over(group, names, ranks, choice))  # one for all threads
+            # one for all threads
+            self._shared.setdefault(key, Comm.over(group, names, ranks, choice))
         return self._shared[key]
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
@@ -309,10 +354,11 @@ class RankGrid:
     def _dim_group_names(self) -> list[str]:
         return [self.comm(axis).name for axis in range(self.ndim)]
 
-    # --- as a value -------------------------------------------------------------------------------------------------
+    # --- as a value -------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Public facts are slots, not properties: torch.compile cannot read a property of a constant.
+        # Public facts are slots, not properties: torch.compile cannot read a property of a
+        # constant.
         if not name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
         object.__setattr__(self, name, value)
@@ -321,7 +367,9 @@ class RankGrid:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key)
+        return self is other or (
+            isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -338,16 +386,27 @@ class RankGrid:
             return f"<pre>{escape(repr(self))}</pre>"
         names = self.axis_names
         down = " x ".join(map(escape, names[:-1]))
-        across = self.shape[-1]  # (2, 4): 4, so row 1 has the ranks at 4:8
-        lines = [f"<tr><th>{down}</th>" + "".join(f"<th>{names[-1]} {i}</th>" for i in range(across)) + "</tr>"]
+        # (2, 4): 4, so row 1 has the ranks at 4:8
+        across = self.shape[-1]
+        lines = [
+            f"<tr><th>{down}</th>"
+            + "".join(f"<th>{names[-1]} {i}</th>" for i in range(across))
+            + "</tr>"
+        ]
         for row, index in enumerate(product(*map(range, self.shape[:-1]))):
-            cells = "".join(f"<td>{rank}</td>" for rank in self.ranks[row * across : (row + 1) * across])
+            cells = "".join(
+                f"<td>{rank}</td>" for rank in self.ranks[row * across : (row + 1) * across]
+            )
             lines.append(f"<tr><th>{', '.join(map(str, index))}</th>{cells}</tr>")
         return f"<table><caption>{escape(repr(self))}</caption>{''.join(lines)}</table>"
 
     def __repr__(self) -> str:
         names, sizes = self.mesh_dim_names, self.shape
-        axes = ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) if names else str(sizes)[1:-1]
+        axes = (
+            ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
+            if names
+            else str(sizes)[1:-1]
+        )
         ranks = self._layout.ranks
         if ranks == range(ranks[0], ranks[0] + len(ranks)):  # 4 5 6 7 are "ranks 4-7"
             where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"

@@ -1,7 +1,7 @@
 """The fields of a mesh, as checked values: which rank is at which coordinate, and what users pass for the others.
 
-Ranks with one step between them, as those of most meshes and of their lines, are a range: a mesh over 16,384 ranks
-takes as much memory as one over four.
+Ranks with one step between them, as those of most meshes and of their lines, are a range: a mesh
+over 16,384 ranks takes as much memory as one over four.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ..groups.process_groups import BackendChoice, Comm
 
 BackendOverride = (
     Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
-)  # axis -> "gloo" | Options | ("nccl", Options)
+    # axis -> "gloo" | Options | ("nccl", Options)
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Layout:
     """A grid of distinct ranks; made by `of` and `dense`, so that equal grids are equal."""
 
     shape: tuple[int, ...]
-    ranks: Sequence[int]  # row-major: a range if they have one step, else a tuple
+    # row-major: a range if they have one step, else a tuple
+    ranks: Sequence[int]
 
     @classmethod
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
@@ -47,10 +49,16 @@ class Layout:
         """Files written before hold (size, step) pairs of each axis, an offset, and perhaps a list of all ranks."""
         if "axes" in state:
             axes, offset, listed = state["axes"], state["offset"], state["listed"]
-            pairs = [pair for axis in axes for pair in axis]  # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
-            places = [offset + sum(each) for each in product(*(range(0, n * step, step) for n, step in pairs))]
+            # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
+            pairs = [pair for axis in axes for pair in axis]
+            places = [
+                offset + sum(each)
+                for each in product(*(range(0, n * step, step) for n, step in pairs))
+            ]
             shape = [prod(n for n, _ in axis) for axis in axes]
-            state = vars(Layout.of(shape, places if listed is None else [listed[place] for place in places]))
+            state = vars(
+                Layout.of(shape, places if listed is None else [listed[place] for place in places])
+            )
         vars(self).update(state)
 
     @classmethod
@@ -66,26 +74,35 @@ class Layout:
     @cached_property
     def _steps(self) -> tuple[int, ...]:
         """Along each axis from one position to the next."""
-        return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))  # (2, 3, 4): 12, 4, 1
+        # (2, 3, 4): 12, 4, 1
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """The rank at a coordinate."""
-        return self.ranks[sum(map(int.__mul__, coordinate, self._steps))]  # (1, 2, 3) of (2, 3, 4): 12 + 8 + 3
+        # (1, 2, 3) of (2, 3, 4): 12 + 8 + 3
+        return self.ranks[sum(map(int.__mul__, coordinate, self._steps))]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a rank; None when there is none."""
         if rank not in self.ranks:
             return None
         position = self.ranks.index(rank)
-        return tuple(position // step % size for step, size in zip(self._steps, self.shape, strict=True))
+        return tuple(
+            position // step % size for step, size in zip(self._steps, self.shape, strict=True)
+        )
 
     def select(self, axes: Sequence[int], at: Sequence[int]) -> Layout:
         """The grid over some axes in the order asked for, through a coordinate."""
-        positions = [sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)]
-        for axis in axes:  # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
+        positions = [
+            sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)
+        ]
+        # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
+        for axis in axes:
             steps = range(0, self.shape[axis] * self._steps[axis], self._steps[axis])
             positions = [position + step for position in positions for step in steps]
-        return Layout.of([self.shape[axis] for axis in axes], [self.ranks[position] for position in positions])
+        return Layout.of(
+            [self.shape[axis] for axis in axes], [self.ranks[position] for position in positions]
+        )
 
     def flatten(self) -> Layout:
         """The grid with all axes merged into one, row-major."""
@@ -94,41 +111,55 @@ class Layout:
     def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout:
         """The grid with one axis split row-major into several; MeshError if their product is not its size."""
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
-            raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")
+            raise MeshError(
+                f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not "
+                f"{tuple(sizes)}"
+            )
         return Layout((*self.shape[:axis], *sizes, *self.shape[axis + 1 :]), self.ranks)
 
-    # --- parts of a larger grid: positions are those of their ranks in it --------------------------------------------
+    # --- parts of a larger grid: positions are those of their ranks in it -------------------------
 
     def crossed(self, parts: Sequence[Layout]) -> Layout | None:
         """The grid over the axes of several parts of this one through one rank; None if they share more, or none.
 
-        Parts with ranks 4 5 6 7 and 1 5 of a 2 x 4 grid cross at 5: from there 4 is one step back, and 1 four steps.
+        Parts with ranks 4 5 6 7 and 1 5 of a 2 x 4 grid cross at 5: from there 4 is one step back,
+        and 1 four steps.
         """
         lines = [[self.ranks.index(rank) for rank in part.ranks] for part in parts]
         own = next(iter(set(lines[0]).intersection(*lines[1:])), None)
         if own is None:
             return None
-        positions = [sum(each) - own * (len(lines) - 1) for each in product(*lines)]  # 4 + 1 - 5 = 0, 4 + 5 - 5 = 4
+        # 4 + 1 - 5 = 0, 4 + 5 - 5 = 4
+        positions = [sum(each) - own * (len(lines) - 1) for each in product(*lines)]
         if len(set(positions)) < len(positions) or max(positions) >= len(self.ranks):
             return None
-        return Layout.of([size for part in parts for size in part.shape], [self.ranks[p] for p in positions])
+        return Layout.of(
+            [size for part in parts for size in part.shape], [self.ranks[p] for p in positions]
+        )
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
         """Whether a part of this grid is what its axes through one rank span."""
-        return self.crossed([part.select((axis,), (0,) * part.ndim) for axis in range(part.ndim)]) == part
+        return (
+            self.crossed([part.select((axis,), (0,) * part.ndim) for axis in range(part.ndim)])
+            == part
+        )
 
     def parallel(self, part: Layout, rank: int) -> Layout:
         """The part with the same steps through another rank: of ranks 4-7 of a 2 x 4 grid, through 1, ranks 0-3."""
         positions = [self.ranks.index(each) for each in part.ranks]
         first, start = min(positions), self.ranks.index(rank)
         offsets = [position - first for position in sorted(positions)]
-        # 4-7 and 16-19 of a 2 x 3 x 4 grid: 0 1 2 3 12 13 14 15, a run of 4 by 1, which leaves 0 12, a run of 2 by 12.
+        # 4-7 and 16-19 of a 2 x 3 x 4 grid: 0 1 2 3 12 13 14 15, a run of 4 by 1, which leaves 0
+        # 12, a run of 2 by 12.
         while len(offsets) > 1:
             step = offsets[1]
             size = next((i for i, offset in enumerate(offsets) if offset != i * step), len(offsets))
-            start -= start // step % size * step  # through 21: 21 - 1 = 20, then 20 - 12 = 8
+            # through 21: 21 - 1 = 20, then 20 - 12 = 8
+            start -= start // step % size * step
             offsets = offsets[::size]
-        return Layout.of(part.shape, [self.ranks[position - first + start] for position in positions])
+        return Layout.of(
+            part.shape, [self.ranks[position - first + start] for position in positions]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +170,13 @@ class MeshFields:
     layout: Layout  # coordinate -> rank
     names: tuple[str, ...] | None  # of the axes, or None
     choices: tuple[BackendChoice, ...]  # backend of every axis
-    abstract_rank: int | None = None  # the rank whose view an abstract mesh is, None for a mesh with process groups
+    # the rank whose view an abstract mesh is, None for a mesh with process groups
+    abstract_rank: int | None = None
     # what gives an abstract mesh its communicators, None if it has none
     connect: Callable[[tuple[int, ...]], Comm] | None = None
 
 
-# --- what users pass --------------------------------------------------------------------------------------------------
+# --- what users pass ------------------------------------------------------------------------------
 
 
 def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
@@ -164,7 +196,8 @@ def read_device(device_type: str) -> str:
         raise MeshError(f"{device_type!r} is no device type: use 'cpu', 'cuda', ...") from error
     if ":" in str(device_type):
         raise MeshError(
-            f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so pass {device.type!r} "
+            f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so "
+            f"pass {device.type!r} "
             "and choose this rank's device with torch.accelerator.set_device_index"
         )
     return device.type
@@ -181,16 +214,21 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> Layout:
     """The layout of the ranks that a user has listed, as tensor or nested list: all of the world in a row if None.
 
-    MeshError if they are repeated, not in the world (None if its size is unknown), no integers, or none.
+    MeshError if they are repeated, not in the world (None if its size is unknown), no integers, or
+    none.
     """
     if mesh is None:
         return Layout.dense((world or 1,))
     try:
         ranks = torch.as_tensor(mesh).cpu()
     except (TypeError, RuntimeError) as error:
-        raise MeshTypeError(f"the ranks of a mesh are a tensor or nested list of int, got {kind_of(mesh)}") from error
+        raise MeshTypeError(
+            f"the ranks of a mesh are a tensor or nested list of int, got {kind_of(mesh)}"
+        ) from error
     except ValueError as error:
-        raise MeshError(f"the ranks of a mesh are a tensor or nested list of int of equal lengths: {error}") from error
+        raise MeshError(
+            f"the ranks of a mesh are a tensor or nested list of int of equal lengths: {error}"
+        ) from error
     if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool:
         raise MeshTypeError(f"the ranks of a mesh are integers, got {ranks.dtype}")
     if ranks.numel() == 0:
@@ -198,9 +236,13 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
     shape = tuple(ranks.shape) or (1,)
     flat = ranks.reshape(-1).tolist()
     if twice := sorted(rank for rank, times in Counter(flat).items() if times > 1):
-        raise MeshError(f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}")
+        raise MeshError(
+            f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}"
+        )
     if wrong := [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]:
-        raise MeshError(f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})")
+        raise MeshError(
+            f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})"
+        )
     return Layout.of(shape, flat)
 
 
@@ -226,9 +268,15 @@ def read_backends(
     choices: dict[int, BackendChoice] = {}
     require(override, Mapping | None, "backend_override maps axes to backends")
     for axis, value in (override or {}).items():
-        index = list(names or ()).index(axis) if isinstance(axis, str) and axis in (names or ()) else axis
+        index = (
+            list(names or ()).index(axis)
+            if isinstance(axis, str) and axis in (names or ())
+            else axis
+        )
         if not isinstance(index, int) or not 0 <= index < ndim:
-            raise AxisError(f"backend_override names axis {axis!r}; the axes are {tuple(names or range(ndim))}")
+            raise AxisError(
+                f"backend_override names axis {axis!r}; the axes are {tuple(names or range(ndim))}"
+            )
         if index in choices:
             raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
         choices[index] = _read_choice(axis, value)
@@ -238,18 +286,26 @@ def read_backends(
 def _read_choice(axis: int | str, value: object) -> BackendChoice:
     if isinstance(value, BackendOptions):
         return BackendChoice(options=value)
-    backend, options = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+    backend, options = (
+        value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+    )
     if not isinstance(backend, str):
         raise BackendError(
-            f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got {kind_of(value)}"
+            f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got "
+            f"{kind_of(value)}"
         )
     known = dist.Backend.backend_list
     if not all(part.rpartition(":")[2] in known for part in backend.lower().split(",")):
-        raise BackendError(f"backend {backend!r} of axis {axis!r} is none of {', '.join(known)}, cpu:gloo,cuda:nccl")
+        raise BackendError(
+            f"backend {backend!r} of axis {axis!r} is none of {', '.join(known)}, "
+            "cpu:gloo,cuda:nccl"
+        )
     return BackendChoice(backend, options)
 
 
 def check_fits(shape: Sequence[int], world: int) -> None:
     """MeshError unless a mesh of this shape fits the world."""
     if prod(shape) > world:
-        raise MeshError(f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}")
+        raise MeshError(
+            f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}"
+        )

@@ -20,26 +20,35 @@ from ..groups.world import all_gather_objects
 from ..shared_memory.backend_work import BackendWork
 
 _BYTES = 1 << 20
-_REPEATS = 4  # there and back, the first of them connects; the fastest counts
-_NOISE = 2.0  # links between two hosts, or inside of one, that differ by less are alike
-_GAIN = 0.9  # of the cost in rank order: an order that gains less is not worth the surprise
-_ROUNDS = 10  # of exchanges between groups, after which the order is taken as it is
+# there and back, the first of them connects; the fastest counts
+_REPEATS = 4
+# links between two hosts, or inside of one, that differ by less are alike
+_NOISE = 2.0
+# of the cost in rank order: an order that gains less is not worth the surprise
+_GAIN = 0.9
+# of exchanges between groups, after which the order is taken as it is
+_ROUNDS = 10
 
 Costs = Sequence[Sequence[float]]
-Unit = tuple[int, ...]  # ranks that stay together, row-major over the inner axes
+# ranks that stay together, row-major over the inner axes
+Unit = tuple[int, ...]
 
 
 class RankOrder(NamedTuple):
     """Ranks in the order in which a mesh lists them, and what that gains."""
 
     ranks: tuple[int, ...]  # row-major
-    # for every axis the seconds of an all-gather of 1 MiB a rank along its slowest line, in rank order
+    # for every axis the seconds of an all-gather of 1 MiB a rank along its slowest line, in rank
+    # order
     before: tuple[float, ...]
     after: tuple[float, ...]  # the same in this order
 
     def __str__(self) -> str:
         """A line per axis."""
-        lines = [f"ranks {', '.join(map(str, self.ranks))}; all-gather of 1 MiB a rank, in rank order and in this one"]
+        lines = [
+            f"ranks {', '.join(map(str, self.ranks))}; all-gather of 1 MiB a rank, in rank order "
+            "and in this one"
+        ]
         for axis, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
             lines.append(f"  axis {axis}: {before * 1e3:.3f} ms -> {after * 1e3:.3f} ms")
         return "\n".join(lines)
@@ -53,8 +62,9 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     Example:
         Ranks 0 and 2 share a host, and ranks 1 and 3:
 
-        >>> print(order_by_costs((2, 2), [[0.001 if (a - b) % 2 == 0 else 0.009 for b in range(4)] for a in range(4)]))
-        ranks 0, 2, 1, 3; all-gather of 1 MiB a rank, in rank order and in this one
+        >>> print(order_by_costs((2, 2), [[0.001 if (a - b) % 2 == 0 else 0.009 for b in range(4)]
+        for a in range(4)])) ranks 0, 2, 1, 3; all-gather of 1 MiB a rank, in rank order and in this
+        one
           axis 0: 1.000 ms -> 9.000 ms
           axis 1: 9.000 ms -> 1.000 ms
     """
@@ -66,7 +76,9 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     # The last axis comes first: what is sent most, for every layer, is sent along it.
     for b, a in zip(reversed(before), reversed(after), strict=True):
         if min(a, b) < _GAIN * max(a, b):
-            return RankOrder(units[0], before, after) if b > a else RankOrder(in_order, before, before)
+            return (
+                RankOrder(units[0], before, after) if b > a else RankOrder(in_order, before, before)
+            )
     return RankOrder(in_order, before, before)
 
 
@@ -74,10 +86,13 @@ def _by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[float, ..
     """For every axis the seconds of its slowest line: all of its ranks send to the next one, size - 1 times."""
     seconds = []
     for axis, size in enumerate(shape):
-        step = prod(shape[axis + 1 :])  # shape (2, 3), axis 0: steps of 3, lines 0 3, 1 4, 2 5 from starts 0, 1, 2
-        starts = [i for i in range(len(ranks)) if i // step % size == 0]  # (2, 3), axis 1: step 1, 0 and 3
+        # shape (2, 3), axis 0: steps of 3, lines 0 3, 1 4, 2 5 from starts 0, 1, 2
+        step = prod(shape[axis + 1 :])
+        # (2, 3), axis 1: step 1, 0 and 3
+        starts = [i for i in range(len(ranks)) if i // step % size == 0]
         lines = [[(ranks[i + k * step],) for k in range(size)] for i in starts]
-        seconds.append((size - 1) * max(_slowest(line, costs) for line in lines))  # 3 ranks, at most 9 ms: 18 ms
+        # 3 ranks, at most 9 ms: 18 ms
+        seconds.append((size - 1) * max(_slowest(line, costs) for line in lines))
     return tuple(seconds)
 
 
@@ -96,7 +111,9 @@ def _grouped(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
     while left:
         group = [left.pop(0)]
         while len(group) < size:
-            nearest = min(left, key=lambda unit: (max(_distance(unit, other, costs) for other in group), unit))
+            nearest = min(
+                left, key=lambda unit: (max(_distance(unit, other, costs) for other in group), unit)
+            )
             left.remove(nearest)
             group.append(nearest)
         groups.append(group)
@@ -120,16 +137,19 @@ def _exchanged(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
 def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float]]:
     """Seconds that a message of 1 MiB takes between any two ranks; the same on all of them, which all call this.
 
-    Every rank meets every other one once, and nearly all are busy at any time: n rounds of a few milliseconds.
+    Every rank meets every other one once, and nearly all are busy at any time: n rounds of a few
+    milliseconds.
     """
     size, rank = world.size(), world.rank()
     own, message = [0.0] * size, torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     for turn in range(size):
-        other = (turn - rank) % size  # 5 ranks, turn 1: 0 meets 1, 2 meets 4, and 3 nobody
+        # 5 ranks, turn 1: 0 meets 1, 2 meets 4, and 3 nobody
+        other = (turn - rank) % size
         if other != rank:
             own[other] = _seconds(world, message, other)
     rows = all_gather_objects(world, (socket.gethostname(), own))
-    costs = [[max(rows[a][1][b], rows[b][1][a]) for b in range(size)] for a in range(size)]  # 1.0 and 1.2 ms: 1.2
+    # 1.0 and 1.2 ms: 1.2
+    costs = [[max(rows[a][1][b], rows[b][1][a]) for b in range(size)] for a in range(size)]
     return smoothed(costs, [host for host, _ in rows])
 
 
@@ -161,7 +181,8 @@ def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
         >>> smoothed([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
         [[0, 1.1, 9.5], [1.1, 0, 9.5], [9.5, 9.5, 0]]
     """
-    import statistics  # with fractions and decimals a tenth of the import of shoal_mesh
+    # with fractions and decimals a tenth of the import of shoal_mesh
+    import statistics
 
     kinds: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
     for a, b in permutations(range(len(hosts)), 2):

@@ -1,8 +1,8 @@
 """CommDebugMode: which collectives a program runs, how often, where and over which axes.
 
-It counts collectives as the caller asked for them, not the backend calls: a reduce-scatter that a backend emulates is
-one reduce-scatter. Collectives of shoal report themselves (events.py); those of others (`torch.distributed`, functional
-collectives) are seen on their way through the dispatcher.
+It counts collectives as the caller asked for them, not the backend calls: a reduce-scatter that a
+backend emulates is one reduce-scatter. Collectives of shoal report themselves (events.py); those of
+others (`torch.distributed`, functional collectives) are seen on their way through the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ _FUNCTIONAL = {
     for name in names.split()
 }
 _FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
-_OUTPUTS_FIRST = {"gather_", "scatter_", *(n for n in _FUNCTIONAL if not n.startswith(("allreduce", "broadcast")))}
-_POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}  # c10d only
+_OUTPUTS_FIRST = {
+    "gather_",
+    "scatter_",
+    *(n for n in _FUNCTIONAL if not n.startswith(("allreduce", "broadcast"))),
+}
+# c10d only
+_POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}
 
 
 def packet_of(op: str) -> Any:
@@ -55,9 +60,9 @@ def packet_of(op: str) -> Any:
 class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
     """How often each collective ran, by op packet of `_c10d_functional`; found by all its packets.
 
-    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (where torch has registered that
-    namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never", and counts under other names of the
-    same collectives are equal.
+    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (where torch has
+    registered that namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never", and
+    counts under other names of the same collectives are equal.
 
     Example:
         >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
@@ -77,7 +82,9 @@ class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it h
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        ours, theirs = ([_canonical(packet) for packet in Counter(each).elements()] for each in (self, other))
+        ours, theirs = (
+            [_canonical(packet) for packet in Counter(each).elements()] for each in (self, other)
+        )
         return Counter(ours) == Counter(theirs)
 
 
@@ -94,13 +101,15 @@ class Record:
     """One collective of a trace."""
 
     op: str  # name of the functional collective
-    axes: tuple[str, ...]  # mesh axes it ran along; the name of the group when it was not asked for by axis
+    # mesh axes it ran along; the name of the group when it was not asked for by axis
+    axes: tuple[str, ...]
     size: int  # number of ranks
     shapes: tuple[tuple[int, ...], ...]  # shapes that this rank put in
     dtype: str  # of the first of them
     nbytes: int  # bytes that this rank put in
     reduce_op: str  # `sum`, ... or ''.
-    module: str  # path of the innermost module, `Global` outside of modules
+    # path of the innermost module, `Global` outside of modules
+    module: str
     backward: bool  # whether it ran in the backward pass
     started: float  # seconds since the mode was entered
     seconds: float = 0.0  # duration on the host
@@ -135,11 +144,13 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        import_module("torch.distributed._functional_collectives")  # it makes the keys `torch.ops.c10d_functional.*`
+        # it makes the keys `torch.ops.c10d_functional.*`
+        import_module("torch.distributed._functional_collectives")
         self.trace: list[Record] = []
         self.modules: dict[str, ModuleRecord] = {}
         self._open: dict[int, Record] = {}
-        self._names: dict[nn.Module, str] = {}  # of the modules that ran; empty outside of the block
+        # of the modules that ran; empty outside of the block
+        self._names: dict[nn.Module, str] = {}
         self._tracker = ModuleTracker()
         self._began = 0.0
         self._ends = ExitStack()
@@ -149,7 +160,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
         self._began = time.perf_counter()
         self._ends.callback(self._names.clear)  # keep no module alive
         self._ends.enter_context(self._tracker)
-        self._ends.callback(nn.modules.module.register_module_forward_pre_hook(self._record_module).remove)
+        self._ends.callback(
+            nn.modules.module.register_module_forward_pre_hook(self._record_module).remove
+        )
         self._ends.enter_context(observing(self.before, self.after))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
@@ -158,7 +171,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
         self._ends.close()
 
-    # --- torch's interface ------------------------------------------------------------------------------------------
+    # --- torch's interface ------------------------------------------------------------------------
 
     def get_comm_counts(self) -> dict[Any, int]:
         """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...): `CommCounts`."""
@@ -170,18 +183,24 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:
         """Module path -> parameter name -> parameter, of every module that ran."""
-        return {path: record.parameters for path, record in self.modules.items() if record.parameters}
+        return {
+            path: record.parameters for path, record in self.modules.items() if record.parameters
+        }
 
     def get_sharding_info(self) -> dict[str, Any]:
         """`module.parameter` -> placements, of every distributed parameter of the modules that ran."""
-        return {f"{path}.{name}": p for path, record in self.modules.items() for name, p in record.placements.items()}
+        return {
+            f"{path}.{name}": p
+            for path, record in self.modules.items()
+            for name, p in record.placements.items()
+        }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """A table by module.
 
         Args:
-            noise_level: 0 counts of collectives; 1 also parameters and placements; 2 also every single collective with
-                shape, axes and bytes; 3 also all other ops.
+            noise_level: 0 counts of collectives; 1 also parameters and placements; 2 also every
+                single collective with shape, axes and bytes; 3 also all other ops.
 
         Raises:
             MeshTypeError, MeshError: another noise level.
@@ -189,19 +208,32 @@ class CommDebugMode(_torch.TorchDispatchMode):
         lines = []
         for path, own in self._tree(noise_level).items():
             body = _lines(own)
-            if body or noise_level > 0:  # at level 0 only modules that ran a collective
+            # at level 0 only modules that ran a collective
+            if body or noise_level > 0:
                 indent = "  " * path.count(".")
                 lines += [indent + path, *(f"{indent}  {line}" for line in body)]
         total = Counter(r.op for r in self.trace)
-        lines.append("total: " + (", ".join(f"{n} {op}" for op, n in sorted(total.items())) or "no collectives"))
+        lines.append(
+            "total: "
+            + (", ".join(f"{n} {op}" for op, n in sorted(total.items())) or "no collectives")
+        )
         return "\n".join(lines) + "\n"
 
-    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+    def generate_json_dump(
+        self, file_name: str = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
         """The same as JSON in a file; the argument is that of `generate_comm_debug_tracing_table`."""
-        calls = [{**_call(r), "module": r.module, "backward": r.backward, "started": r.started} for r in self.trace]
-        _write(file_name, json.dumps({"modules": self._tree(noise_level), "trace": calls}, indent=1))
+        calls = [
+            {**_call(r), "module": r.module, "backward": r.backward, "started": r.started}
+            for r in self.trace
+        ]
+        _write(
+            file_name, json.dumps({"modules": self._tree(noise_level), "trace": calls}, indent=1)
+        )
 
-    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
+    ) -> None:
         """The table of `generate_comm_debug_tracing_table` in a file."""
         _write(file_name, self.generate_comm_debug_tracing_table(noise_level))
 
@@ -211,7 +243,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
         if not 0 <= noise_level <= 3:
             raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
         paths: dict[str, Any] = {}
-        for path, record in sorted(self.modules.items(), key=lambda item: (item[0] != "Global", item[0])):
+        for path, record in sorted(
+            self.modules.items(), key=lambda item: (item[0] != "Global", item[0])
+        ):
             own: dict[str, Any] = {}
             for phase, backward in (("forward", False), ("backward", True)):
                 records = [r for r in self.trace if r.module == path and r.backward is backward]
@@ -220,17 +254,23 @@ class CommDebugMode(_torch.TorchDispatchMode):
                 if noise_level >= 2:
                     run["calls"] = [_call(r) for r in records]
                 if noise_level >= 3:
-                    run["ops"] = {op: n for (op, when), n in sorted(record.ops.items()) if when is backward}
+                    run["ops"] = {
+                        op: n for (op, when), n in sorted(record.ops.items()) if when is backward
+                    }
                 own[phase] = run
             if noise_level >= 1:
                 own["parameters"] = {}
                 for name, p in record.parameters.items():
                     placements = str(record.placements.get(name, ""))
-                    own["parameters"][name] = {"shape": [*p.shape], "dtype": str(p.dtype), "placements": placements}
+                    own["parameters"][name] = {
+                        "shape": [*p.shape],
+                        "dtype": str(p.dtype),
+                        "placements": placements,
+                    }
             paths[path] = own
         return paths
 
-    # --- beyond it ----------------------------------------------------------------------------------------------------
+    # --- beyond it --------------------------------------------------------------------------------
 
     comm_counts = property(get_comm_counts)
 
@@ -242,7 +282,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
             parts = record.module.split(".")
             inside = {"Global", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
             for path in inside:
-                passes = counts.setdefault(path, {"forward": CommCounts(), "backward": CommCounts()})
+                passes = counts.setdefault(
+                    path, {"forward": CommCounts(), "backward": CommCounts()}
+                )
                 passes["backward" if record.backward else "forward"][packet_of(record.op)] += 1
         return counts
 
@@ -256,7 +298,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             total[record.axes] += record.nbytes
         return dict(total)
 
-    # --- how it records -----------------------------------------------------------------------------------------------
+    # --- how it records ---------------------------------------------------------------------------
 
     def before(self, event: Event) -> None:
         """Record a collective of shoal (called by events.py)."""
@@ -270,7 +312,10 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything pass; record collectives of others."""
-        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not _torch.FakeTensor for t in types):
+        if any(
+            t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not _torch.FakeTensor
+            for t in types
+        ):
             return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():
@@ -278,7 +323,10 @@ class CommDebugMode(_torch.TorchDispatchMode):
         if func.namespace == "c10d":
             sends = name in _FUNCTIONAL or name in _POINT_TO_POINT  # a barrier or a wait does not
         else:
-            sends = func.namespace.lstrip("_") == "c10d_functional" and name.removesuffix("_") in _FUNCTIONAL_NAMES
+            sends = (
+                func.namespace.lstrip("_") == "c10d_functional"
+                and name.removesuffix("_") in _FUNCTIONAL_NAMES
+            )
         if sends:
             return self._run_foreign(func, name, args, kwargs or {})
         self._record_of(self._module()).ops[str(func), _torch.in_backward()] += 1
@@ -288,7 +336,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
         """An op on tensors that handle it themselves: they do, and this mode sees what they call."""
         return NotImplemented
 
-    def _run_foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_foreign(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func.namespace == "c10d":
             group = _torch.group_of_op(args)
             label, size = (group.group_name, group.size()) if group is not None else ("?", 0)
@@ -323,7 +373,11 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def _module(self) -> str:
         """The path of the innermost module that runs, forward or backward."""
-        return max(self._tracker.parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
+        return max(
+            self._tracker.parents,
+            key=lambda path: (path != "Global", path.count("."), path),
+            default="Global",
+        )
 
     def _record_of(self, module: str) -> ModuleRecord:
         return self.modules.setdefault(module, ModuleRecord())
@@ -356,16 +410,23 @@ def _call(record: Record) -> dict[str, Any]:
 def _lines(own: dict[str, Any]) -> list[str]:
     lines = []
     for name, what in own.get("parameters", {}).items():
-        lines.append(f"*{name}: {tuple(what['shape'])} {what['dtype']} {what['placements']}".rstrip())
+        lines.append(
+            f"*{name}: {tuple(what['shape'])} {what['dtype']} {what['placements']}".rstrip()
+        )
     for phase in ("forward", "backward"):
         run = own[phase]
         if run["collectives"] or run.get("ops"):
-            lines.append(f"{phase.upper()}: {run['bytes']} bytes in {sum(run['collectives'].values())} collectives")
+            lines.append(
+                f"{phase.upper()}: {run['bytes']} bytes in {sum(run['collectives'].values())} "
+                "collectives"
+            )
         lines += [f"  {op}: {n}" for op, n in sorted(run["collectives"].items())]
         for call in run.get("calls", ()):
             reduce = f" {call['reduce']}" if call["reduce"] else ""
             shapes = " ".join(map(str, map(tuple, call["shapes"])))
-            lines.append(f"    {call['op']}{reduce} {shapes} {call['dtype']} along {'x'.join(call['axes'])}")
+            lines.append(
+                f"    {call['op']}{reduce} {shapes} {call['dtype']} along {'x'.join(call['axes'])}"
+            )
         lines += [f"  ** {op}: {n}" for op, n in run.get("ops", {}).items()]
     return lines
 

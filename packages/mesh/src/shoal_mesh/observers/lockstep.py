@@ -1,9 +1,10 @@
 """Ranks compare: `lockstep` what they are about to do, so that a mismatch raises and not hangs; `check_replicas` bits.
 
-In a `lockstep` block every rank sends before each collective what it is about to do, as numbers, in an all-gather. The
-error is the same everywhere and names the ranks, what each was about to do, for what purpose (`events.purpose`) and at
-which lines. The store is asked only by a rank that has waited for a while: who has left the block, and who waits where.
-Collectives of shoal are compared, not those of others.
+In a `lockstep` block every rank sends before each collective what it is about to do, as numbers, in
+an all-gather. The error is the same everywhere and names the ranks, what each was about to do, for
+what purpose (`events.purpose`) and at which lines. The store is asked only by a rank that has
+waited for a while: who has left the block, and who waits where. Collectives of shoal are compared,
+not those of others.
 """
 
 from __future__ import annotations
@@ -43,32 +44,41 @@ from ..transport import Pending
 
 Numbers = tuple[int, int, int]
 
-_MODULUS = (1 << 61) - 1  # numbers are below it, so that they are signed 64-bit integers to any backend
-_FACTOR = 0x9E3779B97F4A7C15  # odd and irregular: the pairs of ranks get unlike weights
-_STACK = 16  # file and line of eight frames: enough to tell two calls of one function apart
+# numbers are below it, so that they are signed 64-bit integers to any backend
+_MODULUS = (1 << 61) - 1
+# odd and irregular: the pairs of ranks get unlike weights
+_FACTOR = 0x9E3779B97F4A7C15
+# file and line of eight frames: enough to tell two calls of one function apart
+_STACK = 16
 _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
-# How many blocks each world has had, so that no two blocks use the same keys; an entry goes with its group.
+# How many blocks each world has had, so that no two blocks use the same keys; an entry goes with
+# its group.
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-_PATIENCE = 0.5  # seconds between two looks at where the others are, the first of them too
+# seconds between two looks at where the others are, the first of them too
+_PATIENCE = 0.5
 
 
 @contextmanager
 def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) -> Iterator[None]:
     """Compare what the ranks are about to do, before every collective inside the block; entered by all ranks.
 
-    Compared are the collective, its reduction, dtype, shapes, dims, sizes and root, how many elements each rank sends
-    to each other rank, the lines of the program that it comes from, and the `purpose`, which must therefore be the same
-    text on all ranks. DTensors say there which operator moves what from which placements to which.
+    Compared are the collective, its reduction, dtype, shapes, dims, sizes and root, how many
+    elements each rank sends to each other rank, the lines of the program that it comes from, and
+    the `purpose`, which must therefore be the same text on all ranks. DTensors say there which
+    operator moves what from which placements to which.
 
-    After an error a communicator is broken, as after any `PeerError`: `restart_world` begins another.
+    After an error a communicator is broken, as after any `PeerError`: `restart_world` begins
+    another.
 
     Args:
         timeout: seconds to wait for the slowest rank. One that has left the block is named at once.
         every: compare at each n-th collective of a communicator only, which is cheaper.
-        call_sites: False where ranks reach one collective by different lines of the program on purpose.
+        call_sites: False where ranks reach one collective by different lines of the program on
+            purpose.
 
     Raises:
-        LockstepError: ranks were about to run different collectives, or one did not come in time; on all ranks.
+        LockstepError: ranks were about to run different collectives, or one did not come in time;
+            on all ranks.
         NoGroupError: there is no default process group.
         MeshTypeError: an argument of a wrong type.
         MeshError: the timeout, or the number of collectives, is not positive.
@@ -84,7 +94,9 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
     require(every, int, "lockstep compares at every n-th collective, n being an int")
     require(call_sites, bool, "lockstep(call_sites=...) is True or False")
     if not (timeout > 0 and every > 0):
-        raise MeshError(f"lockstep takes a positive timeout and every >= 1, got {timeout} and {every}")
+        raise MeshError(
+            f"lockstep takes a positive timeout and every >= 1, got {timeout} and {every}"
+        )
     world = require_world()
     if "fake" in _torch.backend_config(world):
         yield  # one process: nobody to compare with
@@ -119,11 +131,14 @@ def in_lockstep() -> bool:
 class _Comparison:
     """The observer of one block on one rank. What ranks that wait, or have left, say to each other is in the store."""
 
-    def __init__(self, store: Store, rank: int, timeout: float, every: int, call_sites: bool) -> None:
+    def __init__(
+        self, store: Store, rank: int, timeout: float, every: int, call_sites: bool
+    ) -> None:
         self._store, self._rank = store, rank
         self._timeout, self._every, self._call_sites = timeout, every, call_sites
         self._steps: defaultdict[str, Iterator[int]] = defaultdict(count)
-        self._last: dict[str, str] = {}  # what all ranks of a communicator have been in together
+        # what all ranks of a communicator have been in together
+        self._last: dict[str, str] = {}
 
     def say(self, text: str, key: str = "") -> None:
         """Say where this rank is, or something else under a key; where the store is gone nobody hears it."""
@@ -155,13 +170,19 @@ class _Comparison:
                 rows: list[Any] = work.wait().view(comm.size, -1).tolist()
         except PeerError as error:
             stopped = (
-                error if isinstance(error, LockstepError) else LockstepError(f"{error}\n  before {text}", error.ranks)
+                error
+                if isinstance(error, LockstepError)
+                else LockstepError(f"{error}\n  before {text}", error.ranks)
             )
             raise self._broken(comm, stopped) from error
         if agree(rows):
             self._last[comm.name] = text
             return
-        texts = dict(zip(_torch.ranks_in_order(comm.group), all_gather_objects(comm.group, text), strict=True))
+        texts = dict(
+            zip(
+                _torch.ranks_in_order(comm.group), all_gather_objects(comm.group, text), strict=True
+            )
+        )
         along = f"at step {step} along {'x'.join(comm.axes)}"
         lines = [f"  {ranks}: {what}" for ranks, what in by_ranks(texts).items()]
         different = "\n".join([f"ranks are about to run different collectives {along}:", *lines])
@@ -175,7 +196,11 @@ class _Comparison:
         """The error, of which all ranks hear that wait for this one, or come later."""
         self.alarm(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
-        return error if channel is None else channel.peers.fail(str(error), error.ranks, kind=LockstepError)
+        return (
+            error
+            if channel is None
+            else channel.peers.fail(str(error), error.ranks, kind=LockstepError)
+        )
 
     def _wait(self, work: Pending, comm: Comm, text: str) -> None:
         """Until all ranks have come; an error of the others holds unless they come a moment later."""
@@ -198,7 +223,11 @@ class _Comparison:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
         left = {rank for rank in missing if said[rank].startswith("left")}
-        gone = [rank for rank in missing if rank in left or lost.get(rank, "").endswith(("ended", "returned"))]
+        gone = [
+            rank
+            for rank in missing
+            if rank in left or lost.get(rank, "").endswith(("ended", "returned"))
+        ]
         raised, ranks = json.loads(self._read("alarm") or '["", []]')
         if raised:
             return LockstepError(raised, tuple(ranks))
@@ -208,14 +237,18 @@ class _Comparison:
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
         lines += [f"  {name_ranks(here)} waits: {text}"]
         for rank in missing:
-            last = (rank not in left and lost.get(rank)) or said[rank] or "in no collective that ranks wait in"
+            last = (
+                (rank not in left and lost.get(rank))
+                or said[rank]
+                or "in no collective that ranks wait in"
+            )
             lines.append(f"  rank {rank} has not come; last seen: {last}")
             if before := self._last.get(comm.name):
                 lines.append(f"    before that along this axis: {before}")
         return LockstepError("\n".join(lines), tuple(gone or missing))
 
 
-# --- what a rank is about to do ---------------------------------------------------------------------------------------
+# --- what a rank is about to do -------------------------------------------------------------------
 
 
 def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
@@ -228,7 +261,8 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     said, kinds, line = _stated(event.op, event.reduce_op, facts, dtypes, event.purpose, where)
     if event.sends is None or event.receives is None:
         return (said, kinds, 0), line
-    # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so all flows sum to 0.
+    # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so
+    # all flows sum to 0.
     rank, size, flow = event.comm.rank, event.comm.size, 0
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
         flow += _weight(rank * size + other) * sent - _weight(other * size + rank) * expected
@@ -247,7 +281,10 @@ def _stated(
 ) -> tuple[int, int, str]:
     """The number of what all ranks do alike, that of the dtypes, and the line: a loop states the same ones again."""
     stack, call_sites = where
-    lines = [f"{os.path.basename(str(path))}:{line}" for path, line in zip(stack[::2], stack[1::2], strict=True)]
+    lines = [
+        f"{os.path.basename(str(path))}:{line}"
+        for path, line in zip(stack[::2], stack[1::2], strict=True)
+    ]
     at, names = " < ".join(lines), [str(dtype).removeprefix("torch.") for dtype in dtypes]
     sizes = ", ".join([f"{name} {value}" for name, value in same])
     words = " ".join([word for word in (op, reduce_op, *sorted(set(names)), sizes) if word])
@@ -296,21 +333,25 @@ def _is_library(module: str) -> bool:
     return _LIBRARY.search(module) is not None
 
 
-# --- what a rank holds ------------------------------------------------------------------------------------------------
+# --- what a rank holds ----------------------------------------------------------------------------
 
 
-def check_replicas(tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor") -> None:
+def check_replicas(
+    tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor"
+) -> None:
     """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.
 
     One all-gather of 8 bytes per tensor and rank; names, shapes and dtypes count too.
 
     Args:
-        tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict` after a step.
+        tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict`
+            after a step.
         comm: a communicator, or (mesh, axes).
         what: the name of the tensor, or of those that hold them, in the error.
 
     Raises:
-        LockstepError: tensors differ; the error names the first of them and the ranks that differ from most others.
+        LockstepError: tensors differ; the error names the first of them and the ranks that differ
+            from most others.
         CollectiveTypeError: an argument of a wrong type.
 
     Example:
@@ -318,25 +359,45 @@ def check_replicas(tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str
         [None, None]
     """
     comm = calls.resolve(comm)
-    require(tensor, Tensor | Mapping, "check_replicas compares a torch.Tensor or a dict of them", CollectiveTypeError)
+    require(
+        tensor,
+        Tensor | Mapping,
+        "check_replicas compares a torch.Tensor or a dict of them",
+        CollectiveTypeError,
+    )
     require(what, str, "the name of a tensor is a string", CollectiveTypeError)
-    named = {what: tensor} if isinstance(tensor, Tensor) else {f"{what}.{n}": t for n, t in tensor.items()}
+    named = (
+        {what: tensor}
+        if isinstance(tensor, Tensor)
+        else {f"{what}.{n}": t for n, t in tensor.items()}
+    )
     for each in named.values():
         require(each, Tensor, "check_replicas compares tensors", CollectiveTypeError)
         calls.check_operand(each.detach())
     digests = [_digest(name, each.detach()) for name, each in named.items()]
-    counts = even.all_gather(torch.tensor([len(digests)], device=device_of(comm.group)), comm).tolist()
+    counts = even.all_gather(
+        torch.tensor([len(digests)], device=device_of(comm.group)), comm
+    ).tolist()
     if len(set(counts)) > 1:
-        raise LockstepError(f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along {'x'.join(comm.axes)}")
+        raise LockstepError(
+            f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along "
+            f"{'x'.join(comm.axes)}"
+        )
     if not digests:
         return
-    rows = even.all_gather(torch.tensor(digests, device=device_of(comm.group)), comm).view(comm.size, -1).t().tolist()
+    rows = (
+        even.all_gather(torch.tensor(digests, device=device_of(comm.group)), comm)
+        .view(comm.size, -1)
+        .t()
+        .tolist()
+    )
     for (name, tensor), every in zip(named.items(), rows, strict=True):
         if len(set(every)) > 1:
             usual = Counter(every).most_common(1)[0][0]
             wrong = tuple(rank for rank, row in zip(comm.ranks, every, strict=True) if row != usual)
             raise LockstepError(
-                f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: ranks {list(wrong)} "
+                f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: "
+                f"ranks {list(wrong)} "
                 f"have other bits than {[rank for rank in comm.ranks if rank not in wrong]}",
                 wrong,
             )

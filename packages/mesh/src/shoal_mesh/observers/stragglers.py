@@ -15,25 +15,33 @@ from ..groups.world import all_gather_objects, require_world
 from ..shared_memory.channel import machine
 from .lockstep import line_of_program
 
-_MEETINGS = 5  # at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
+# at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
+_MEETINGS = 5
 
 
 @dataclass(slots=True)
 class Call:
     """One collective, as one rank ran it. Times are in seconds from the beginning of the block."""
 
-    what: str  # which one: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`
-    group: str  # name of the communicator; the n-th call of a group is one collective on all its ranks
+    # which one: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`
+    what: str
+    # name of the communicator; the n-th call of a group is one collective on all its ranks
+    group: str
     nbytes: int  # bytes that this rank put in
     started: float  # when this rank came
-    # when this rank could do nothing else: from and to; several times if it was started with `async_op`
+    # when this rank could do nothing else: from and to; several times if it was started with
+    # `async_op`
     blocked: list[tuple[float, float]]
     rank: int  # whose call it is
-    computed: float = 0.0  # seconds since the rank was last blocked
-    waited: float = 0.0  # seconds of `blocked` in which not all ranks had come
+    # seconds since the rank was last blocked
+    computed: float = 0.0
+    # seconds of `blocked` in which not all ranks had come
+    waited: float = 0.0
     moved: float = 0.0  # the other seconds of `blocked`
-    others: float = 0.0  # seconds that the other ranks computed before it, on average; of the call that came last
-    held_up: float = 0.0  # seconds that they waited for this call, on average, because its rank computed for longer
+    # seconds that the other ranks computed before it, on average; of the call that came last
+    others: float = 0.0
+    # seconds that they waited for this call, on average, because its rank computed for longer
+    held_up: float = 0.0
 
 
 @dataclass(slots=True)
@@ -41,22 +49,28 @@ class RankTimes:
     """The seconds of one rank."""
 
     computed: float = 0.0  # outside of collectives
-    waited: float = 0.0  # in collectives to which not all ranks had come
-    moved: float = 0.0  # in collectives to which all ranks had come
-    nbytes: int = 0  # bytes that the rank put into collectives
-    held_up: float = 0.0  # seconds that the other ranks waited for this one, on average over them
+    # in collectives to which not all ranks had come
+    waited: float = 0.0
+    # in collectives to which all ranks had come
+    moved: float = 0.0
+    # bytes that the rank put into collectives
+    nbytes: int = 0
+    # seconds that the other ranks waited for this one, on average over them
+    held_up: float = 0.0
 
 
 @dataclass(slots=True)
 class StragglerTable:
     """Who computed, who waited, and for whom: filled when the block of `stragglers` ends, the same on all ranks.
 
-    A rank holds the others up in a collective to which it comes last, by as much as it has computed for longer than
-    they did since their last collectives: a rank that is late because it waited for another one is not at fault.
+    A rank holds the others up in a collective to which it comes last, by as much as it has computed
+    for longer than they did since their last collectives: a rank that is late because it waited for
+    another one is not at fault.
     """
 
     calls: list[Call] = field(default_factory=list)  # of all ranks, by rank and time
-    seconds: float = 0.0  # from the beginning to the end of the slowest rank
+    # from the beginning to the end of the slowest rank
+    seconds: float = 0.0
     ranks: list[RankTimes] = field(default_factory=list)  # the times of every rank
     # calls for which the others waited because the rank had computed for longer, the longest first
     held_up: list[Call] = field(default_factory=list)
@@ -76,7 +90,9 @@ class StragglerTable:
         for together in collectives.values():
             _settle(together)
         self.calls, self.seconds = [call for own in calls for call in own], max(seconds)
-        self.held_up = sorted((call for call in self.calls if call.held_up > 0), key=lambda call: -call.held_up)
+        self.held_up = sorted(
+            (call for call in self.calls if call.held_up > 0), key=lambda call: -call.held_up
+        )
         for own, end in zip(calls, seconds, strict=True):
             waited, moved = sum(call.waited for call in own), sum(call.moved for call in own)
             nbytes, held_up = sum(call.nbytes for call in own), sum(call.held_up for call in own)
@@ -90,15 +106,25 @@ class StragglerTable:
 
     def __str__(self) -> str:
         """A line per rank, and who held the others up where."""
-        lines = [f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, {self.seconds * 1e3:.2f} ms"]
-        lines.append("rank   computed ms   waited ms    moved ms          bytes   held others up ms")
+        lines = [
+            f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, "
+            f"{self.seconds * 1e3:.2f} ms"
+        ]
+        lines.append(
+            "rank   computed ms   waited ms    moved ms          bytes   held others up ms"
+        )
         for rank, times in enumerate(self.ranks):
-            seconds = f"{times.computed * 1e3:14.2f}{times.waited * 1e3:12.2f}{times.moved * 1e3:12.2f}"
+            seconds = (
+                f"{times.computed * 1e3:14.2f}{times.waited * 1e3:12.2f}{times.moved * 1e3:12.2f}"
+            )
             lines.append(f"{rank:4d}{seconds}{times.nbytes:15,d}{times.held_up * 1e3:20.2f}")
         if self.straggler is None:
             return "\n".join([*lines, "no rank held the others up"])
         waited = self.ranks[self.straggler].held_up * 1e3
-        lines.append(f"straggler: rank {self.straggler}; the others waited {waited:.2f} ms for it, most before")
+        lines.append(
+            f"straggler: rank {self.straggler}; the others waited {waited:.2f} ms for it, most "
+            "before"
+        )
         for call in [call for call in self.held_up if call.rank == self.straggler][:3]:
             times_of = f"it computed {call.computed * 1e3:.2f} ms, they {call.others * 1e3:.2f}"
             lines.append(f"  {call.held_up * 1e3:.2f} ms  {call.what}: {times_of}")
@@ -109,11 +135,12 @@ class StragglerTable:
 def stragglers() -> Iterator[StragglerTable]:
     """Find the rank for which the others wait inside the block; entered and left by all ranks of the world.
 
-    It costs a few microseconds a collective, and gathers what all ranks have recorded when the block ends. Collectives
-    of shoal are recorded, those of others count as computation. On accelerators the host waits for the device before
-    and after each collective, so nothing overlaps inside the block and times are those of the device. Ranks of several
-    hosts relate their clocks by barriers: to about the latency of one. For a picture over time use `torch.profiler`
-    inside of `annotate_collectives`.
+    It costs a few microseconds a collective, and gathers what all ranks have recorded when the
+    block ends. Collectives of shoal are recorded, those of others count as computation. On
+    accelerators the host waits for the device before and after each collective, so nothing overlaps
+    inside the block and times are those of the device. Ranks of several hosts relate their clocks
+    by barriers: to about the latency of one. For a picture over time use `torch.profiler` inside of
+    `annotate_collectives`.
 
     Raises:
         NoGroupError: there is no default process group.
@@ -139,7 +166,10 @@ def stragglers() -> Iterator[StragglerTable]:
     with observing(lambda event: recorded.append(_begun(event, world.rank())), _note_end):
         yield table
     for call in recorded:
-        call.started, call.blocked = call.started - zero, [(start - zero, end - zero) for start, end in call.blocked]
+        call.started, call.blocked = (
+            call.started - zero,
+            [(start - zero, end - zero) for start, end in call.blocked],
+        )
     rows = all_gather_objects(world, (recorded, time.perf_counter() - zero))
     table.fill([calls for calls, _ in rows], [end for _, end in rows])
 
@@ -147,8 +177,11 @@ def stragglers() -> Iterator[StragglerTable]:
 def _beginning(clocks: Sequence[tuple[int, Sequence[float]]], rank: int) -> float:
     """When the first rank left the last meeting, by the clock of a rank; one machine has one clock."""
     here, first = clocks[0]
-    ahead = [  # by how many seconds the clock of every rank is ahead of that of rank 0: the median
-        0.0 if where == here and here else sorted(a - b for a, b in zip(own, first, strict=True))[_MEETINGS // 2]
+    # by how many seconds the clock of every rank is ahead of that of rank 0: the median
+    ahead = [
+        0.0
+        if where == here and here
+        else sorted(a - b for a, b in zip(own, first, strict=True))[_MEETINGS // 2]
         for where, own in clocks
     ]
     return ahead[rank] + min(own[-1] - extra for (_, own), extra in zip(clocks, ahead, strict=True))
@@ -170,7 +203,12 @@ def _settle(together: list[Call]) -> None:
 def _begun(event: Event, rank: int) -> Call:
     """What is about to start, when all of this rank's work before it is done."""
     dtype = str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else ""
-    words = [event.op, event.reduce_op, dtype, *(str(tuple(tensor.shape)) for tensor in event.tensors)]
+    words = [
+        event.op,
+        event.reduce_op,
+        dtype,
+        *(str(tuple(tensor.shape)) for tensor in event.tensors),
+    ]
     purpose, line = event.purpose and f", for {event.purpose}", line_of_program()
     what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
     _finish_device(event)

@@ -17,38 +17,44 @@ from .channel import Channel, machine, processes_of
 from .peers import different_collectives, state_of, wait_until
 from .recorder import dump, last_of_backend
 
-_DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
-_ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
+# how long the end of a process may show up after that of its connections
+_DEATH_SECONDS = 0.5
+# how long other ranks may take to report the same failure
+_ROLL_CALL_SECONDS = 3.0
 
 T = TypeVar("T")
-_ABANDONED: list[Work] = []  # declared mutable state: works of gloo that a rank has left before they were complete
+# declared mutable state: works of gloo that a rank has left before they were complete
+_ABANDONED: list[Work] = []
 
 
 def settle(timeout: float) -> None:
     """Until threads of gloo need the interpreter's lock no more, so that its groups can be freed.
 
-    A thread drops the tensors of a collective a moment after its end, for which it needs the lock, and a group that is
-    freed under the lock waits for its threads. What a rank has left ends when others let go of their groups, or when
-    gloo gives up by itself, after `timeout` seconds.
+    A thread drops the tensors of a collective a moment after its end, for which it needs the lock,
+    and a group that is freed under the lock waits for its threads. What a rank has left ends when
+    others let go of their groups, or when gloo gives up by itself, after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while any(not work.is_completed() for work in _ABANDONED) and time.monotonic() < deadline:
         time.sleep(0.01)
     _ABANDONED.clear()
-    time.sleep(0.05)  # from the end of a collective to the drop are microseconds
+    # from the end of a collective to the drop are microseconds
+    time.sleep(0.05)
 
 
 class BackendWork:
     """The work of a collective of gloo, with the interface of c10d's Work.
 
-    `wait` raises a PeerError if a rank has ended, given up or does something else, or the timeout is over. The ranks of
-    the channel are watched meanwhile, and hear of a failure; those of the group that theirs is `part_of` raise the
-    same.
+    `wait` raises a PeerError if a rank has ended, given up or does something else, or the timeout
+    is over. The ranks of the channel are watched meanwhile, and hear of a failure; those of the
+    group that theirs is `part_of` raise the same.
     """
 
     __slots__ = ("_channel", "_group", "_part_of", "_work")
 
-    def __init__(self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = "") -> None:
+    def __init__(
+        self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = ""
+    ) -> None:
         self._work, self._group, self._channel, self._part_of = work, group, channel, part_of
 
     def is_completed(self) -> bool:
@@ -72,7 +78,9 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of:
     """The error that names who is at fault: processes of this machine are looked at, all others asked to report."""
     said = said.partition("] ")[2].partition(". This is typically")[0] or said
     if not _torch.is_live(group):
-        return PeerError(f"the process group was destroyed while one of its collectives waited: {said}")
+        return PeerError(
+            f"the process group was destroyed while one of its collectives waited: {said}"
+        )
     ranks = _torch.ranks_in_order(group)
     me = ranks[group.rank()]
     text, culprits = _who(group, ranks, me)
@@ -87,7 +95,9 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of:
 def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """What a group has failed with first, of which its ranks see different ends, and who is at fault: else this."""
     own = json.dumps([text, ranks])
-    text, ranks = json.loads(_answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0) or own)
+    text, ranks = json.loads(
+        _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0) or own
+    )
     return text, tuple(ranks)
 
 
@@ -98,21 +108,37 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
         time.sleep(0.02)
     if lost:
         text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
-        if all("ended" in state for state in lost.values()):  # gloo may have aborted it, for what another rank sent
-            started = _roll_call(group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS)
+        # gloo may have aborted it, for what another rank sent
+        if all("ended" in state for state in lost.values()):
+            started = _roll_call(
+                group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS
+            )
             if started and len(set(started.values())) > 1:
                 text = f"{text}; {different_collectives(started)[0]}"
-        # A rank beside a lost one has most likely returned because it failed for that one, sooner than this rank.
-        return text, tuple(rank for rank, state in lost.items() if "returned" not in state) or tuple(lost)
+        # A rank beside a lost one has most likely returned because it failed for that one, sooner
+        # than this rank.
+        return text, tuple(
+            rank for rank, state in lost.items() if "returned" not in state
+        ) or tuple(lost)
     started = _roll_call(group, ranks, me, _ROLL_CALL_SECONDS)
     if started is None:
-        return "the store of the default group does not answer, so its process or host (rank 0?) may be gone", ()
+        return (
+            "the store of the default group does not answer, so its process or host (rank 0?) may "
+            "be gone",
+            (),
+        )
     if silent := tuple(rank for rank in ranks if rank not in started):
-        verbs = "have not reported it: they are" if len(silent) > 1 else "has not reported it: it is"
+        verbs = (
+            "have not reported it: they are" if len(silent) > 1 else "has not reported it: it is"
+        )
         return f"{name_ranks(silent)} {verbs} elsewhere, stuck or out of reach", silent
     if len(set(started.values())) > 1:
         return different_collectives(started)
-    return "all ranks have reported it and started the same last: one has left one out, or the network is slow", ()
+    return (
+        "all ranks have reported it and started the same last: one has left one out, or the "
+        "network is slow",
+        (),
+    )
 
 
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
@@ -122,11 +148,16 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
         if where == here and here:
             state = state_of(pid)
             if state != "running":
-                lost[rank] = f"(process {pid}) {'is stopped (SIGSTOP)' if state == 'stopped' else f'has {state}'}"
+                lost[rank] = (
+                    f"(process {pid}) "
+                    f"{'is stopped (SIGSTOP)' if state == 'stopped' else f'has {state}'}"
+                )
     return lost
 
 
-def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -> dict[int, str] | None:
+def _roll_call(
+    group: ProcessGroup, ranks: list[int], me: int, seconds: float
+) -> dict[int, str] | None:
     """What those of some ranks that report a failure of the group have started last; None if the store is silent."""
 
     def ask(store: Store) -> dict[int, str]:
@@ -149,7 +180,8 @@ def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
         with suppress(RuntimeError):  # the store is gone
             answer.append(ask(_torch.default_store()))
 
-    thread = threading.Thread(target=quietly, daemon=True)  # a store that is out of reach blocks for minutes
+    # a store that is out of reach blocks for minutes
+    thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds + 1)
     return answer[0] if answer else None

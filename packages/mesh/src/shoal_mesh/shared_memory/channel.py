@@ -1,20 +1,23 @@
 """The shared memory of a group: streams of rounds, and the ranks; mapped by all of them, or by none.
 
-The first rank makes an anonymous file (memfd), which the others open by way of /proc. It has no name in any folder, so
-nothing is left behind however its owner ends. Whether everybody has mapped the same memory is verified by a random
-token, and agreed upon: either all ranks of the group use it or none does.
+The first rank makes an anonymous file (memfd), which the others open by way of /proc. It has no
+name in any folder, so nothing is left behind however its owner ends. Whether everybody has mapped
+the same memory is verified by a random token, and agreed upon: either all ranks of the group use it
+or none does.
 
-In a round of a stream each rank writes its own slot, raises its flag, waits for the flags of the others and reads their
-slots:
+In a round of a stream each rank writes its own slot, raises its flag, waits for the flags of the
+others and reads their slots:
 
     rank 0:  write slot[0] | flag 7 | wait for 7, 7, 7 | read | write slot[1] | flag 8 | ...
 
-With its flag a rank publishes what it is doing (`request`), and ranks that do different things raise instead of reading
-nonsense. By a second word it says which rounds it has read, and a slot is written again when all have read it. With two
-slots nobody waits for that: who has seen all flags of round t knows that all have read round t - 1. A stream with one
-slot takes half the memory, and waits.
+With its flag a rank publishes what it is doing (`request`), and ranks that do different things
+raise instead of reading nonsense. By a second word it says which rounds it has read, and a slot is
+written again when all have read it. With two slots nobody waits for that: who has seen all flags of
+round t knows that all have read round t - 1. A stream with one slot takes half the memory, and
+waits.
 
-A collective is a generator of steps: it writes its slot and yields its request; what follows reads the slots.
+A collective is a generator of steps: it writes its slot and yields its request; what follows reads
+the slots.
 """
 
 from __future__ import annotations
@@ -38,20 +41,28 @@ from ..errors import CollectiveError
 from .peers import BROKEN, Peers, head_bytes
 from .recorder import record
 
-SLOT_BYTES = 1 << 20  # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
+# of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
+SLOT_BYTES = 1 << 20
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
-# For what goes on in the background: slots per rank, and bytes of each. They are large, so there is one, and long
-# under way, so gathers and reductions have a stream each: no reduction is waited for when the next gather starts.
+# For what goes on in the background: slots per rank, and bytes of each. They are large, so there is
+# one, and long under way, so gathers and reductions have a stream each: no reduction is waited for
+# when the next gather starts.
 BACKGROUND = {"gathers": (1, 1 << 24), "reductions": (1, 1 << 24)}
-OPT_OUT = "SHOAL_SHARED_MEMORY"  # "0" on any rank keeps every group that it is in with its backend
-# Flags are stored after data without a fence, which is right where stores become visible in program order (TSO).
+# "0" on any rank keeps every group that it is in with its backend
+OPT_OUT = "SHOAL_SHARED_MEMORY"
+# Flags are stored after data without a fence, which is right where stores become visible in program
+# order (TSO).
 _ORDERED = {"x86_64", "AMD64"}
-# What steps yield, instead of a request, to wait for their next slot to be free; the first one is when they begin.
+# What steps yield, instead of a request, to wait for their next slot to be free; the first one is
+# when they begin.
 FREE = -1
 Steps = Iterator[int]
-_MOST_VIEWS = 1024  # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
+# of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
+_MOST_VIEWS = 1024
 # Declared mutable state: an entry goes with its group.
-_PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = weakref.WeakKeyDictionary()
+_PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Stream:
@@ -63,7 +74,8 @@ class Stream:
         self.size: int = peers.size
         self.depth: int = slots.shape[0]  # slots of a rank, two or one
         self.slot_bytes: int = slots.shape[2]
-        self.open: Underway | None = None  # the collective that has been started last, until it is complete
+        # the collective that has been started last, until it is complete
+        self.open: Underway | None = None
         self._slots = slots  # (depth, size, bytes)
         self.lines = peers.lines[number]
         self._others = [(line, rank) for rank, line in enumerate(self.lines) if rank != peers.rank]
@@ -85,8 +97,8 @@ class Stream:
     def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
         """What this rank reads and writes of the first `count` elements of the next slot of every rank.
 
-        It reads once the round has been met, of as many equal blocks as there are `ways` the one with its number:
-        (size, count // ways). The own slot, (count,), is free to be written.
+        It reads once the round has been met, of as many equal blocks as there are `ways` the one
+        with its number: (size, count // ways). The own slot, (count,), is free to be written.
         """
         views = self._views.get((dtype, count, ways))
         if views is None:
@@ -95,7 +107,8 @@ class Stream:
             block = count // ways
             first = block * (self.rank if ways > 1 else 0)
             views = self._views[dtype, count, ways] = [
-                (slots[:, first : first + block], slots[self.rank, :count]) for slots in self._slots.view(dtype)
+                (slots[:, first : first + block], slots[self.rank, :count])
+                for slots in self._slots.view(dtype)
             ]
         self._slot = (self._slot + 1) % self.depth
         return views[self._slot]
@@ -134,7 +147,8 @@ class Underway:
 
     def __init__(self, stream: Stream, steps: Steps) -> None:
         self._stream, self._steps = stream, steps
-        self._awaited: int | None = None  # a request, or FREE; None before the first and when it is complete
+        # a request, or FREE; None before the first and when it is complete
+        self._awaited: int | None = None
 
     def wait(self) -> None:
         while self._awaited is not None:
@@ -160,7 +174,8 @@ class Underway:
                 stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [own])
             raise
         if following is None or following == FREE:
-            stream.peers.words[stream.lines[stream.rank] + 1] = stream.round  # it has read all that it has shown
+            # it has read all that it has shown
+            stream.peers.words[stream.lines[stream.rank] + 1] = stream.round
         else:
             stream.show(following)
         if following is None:
@@ -171,14 +186,17 @@ class Underway:
 class Channel:
     """The shared memory of a group, seen by one rank: streams by name, that of the foreground has small rounds."""
 
-    def __init__(self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]
+    ) -> None:
         size, head = group.size(), head_bytes(group.size(), len(slots))
         pids = [pid for _, pid in processes_of(group)]
         self.peers: Peers = Peers(group, pids, memoryview(segment)[:head], len(slots))
         self.background: dict[str, Stream] = {}
         data = torch.frombuffer(segment, dtype=torch.uint8, offset=head)
         for i, (name, (depth, slot_bytes)) in enumerate(slots.items()):
-            own = depth * size * slot_bytes  # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
+            # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
+            own = depth * size * slot_bytes
             self.background[name] = Stream(self.peers, i, data[:own].view(depth, size, slot_bytes))
             data = data[own:]
         self.foreground: Stream = self.background.pop("foreground")
@@ -194,13 +212,18 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         return _CHANNELS[group]
     except KeyError:
         size = group.size()
-        slots = {  # by name: (depth, bytes); in the foreground of 4 ranks (2, 1 MiB), of 48 ranks (2, 699008)
+        # by name: (depth, bytes); in the foreground of 4 ranks (2, 1 MiB), of 48 ranks (2, 699008)
+        slots = {
             name: (depth, min(most, _ALL_SLOTS_BYTES // (size * depth)) // 64 * 64)
             for name, (depth, most) in {"foreground": (2, SLOT_BYTES), **BACKGROUND}.items()
         }
         per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
-        segment = on_plain_kernels(map_segment, group, head_bytes(size, len(slots)) + size * per_rank)
-        channel = _CHANNELS[group] = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
+        segment = on_plain_kernels(
+            map_segment, group, head_bytes(size, len(slots)) + size * per_rank
+        )
+        channel = _CHANNELS[group] = (
+            None if segment is None else on_plain_kernels(Channel, group, segment, slots)
+        )
         return channel
 
 
@@ -216,11 +239,12 @@ def give_up(reason: str) -> None:
 def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     """Memory shared by all ranks of the group, zeroed; None on all ranks if any cannot have it.
 
-    Two small collectives of the group, unseen by modes: every rank calls this at the same point of its sequence of
-    collectives. Pages that nobody touches cost nothing.
+    Two small collectives of the group, unseen by modes: every rank calls this at the same point of
+    its sequence of collectives. Pages that nobody touches cost nothing.
     """
     token = secrets.randbits(62)
-    # A number that two ranks have in common where one can see the other's memory; 0 where nobody can see it.
+    # A number that two ranks have in common where one can see the other's memory; 0 where nobody
+    # can see it.
     host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:
@@ -245,7 +269,8 @@ def _create(nbytes: int, token: int) -> int:
         file = os.memfd_create("shoal_mesh")
         os.ftruncate(file, nbytes)
         os.pwrite(file, token.to_bytes(8, sys.byteorder), 0)
-    except (AttributeError, OSError):  # another system, a sandbox without it, or no memory: the group keeps its backend
+    except (AttributeError, OSError):
+        # another system, a sandbox without it, or no memory: the group keeps its backend
         return -1
     return file
 
@@ -255,7 +280,8 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
     try:
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), nbytes)
-    except (OSError, ValueError):  # of another user, in another view of /proc; ValueError: another file, and shorter
+    except (OSError, ValueError):
+        # of another user, in another view of /proc; ValueError: another file, and shorter
         return None
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 
@@ -264,7 +290,8 @@ def all_have(this: object, group: ProcessGroup) -> bool:
     """Whether no rank of the group has None here."""
     have = torch.tensor([int(this is not None)])
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
+    # the stub wants the class around the enum
+    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]
     group.allreduce([have], options).wait()
     return bool(have.item())
 
@@ -278,7 +305,9 @@ def ranks_per_host(group: ProcessGroup) -> int:
     """How many ranks each of several hosts has, which follow one another in a group; 0 if that is not so, or one."""
     machines = [machine for machine, _ in processes_of(group)]
     count = machines.count(machines[0]) if machines and all(machines) else 0  # hosts a a b b: 2
-    if not 1 < count < len(machines) or machines != [m for m in dict.fromkeys(machines) for _ in range(count)]:
+    if not 1 < count < len(machines) or machines != [
+        m for m in dict.fromkeys(machines) for _ in range(count)
+    ]:
         return 0
     positions = [*_torch.group_ranks(group).items()]
     return count if sorted(positions) == positions else 0

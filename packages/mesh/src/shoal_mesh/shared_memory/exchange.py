@@ -1,9 +1,9 @@
 """The transport between CPU ranks of one host: each collective as steps of a stream of rounds.
 
-Messages of more than a slot take several rounds, each of which shows a window of them. Every function returns with its
-first round shown: `wait` completes the result. Sums are taken in the order of ranks, wherever they are taken, so all
-ranks have the same bits. Many tensors are packed straight into the slots and taken straight from them: no rank has a
-second copy of the message.
+Messages of more than a slot take several rounds, each of which shows a window of them. Every
+function returns with its first round shown: `wait` completes the result. Sums are taken in the
+order of ranks, wherever they are taken, so all ranks have the same bits. Many tensors are packed
+straight into the slots and taken straight from them: no rank has a second copy of the message.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from ..transport import Handle, Receive, Sizes, Transport, as_bytes
 from .channel import FREE, Channel, Steps, Stream, Underway
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
 
-# Of more than this three or more ranks reduce one part each and read the others': less memory moves, in two rounds.
+# Of more than this three or more ranks reduce one part each and read the others': less memory
+# moves, in two rounds.
 _ONE_ROUND_SUM_BYTES = 1 << 16
 _PACKED_ONE_ROUND_SUM_BYTES = 1 << 20
-# Of a packed reduction in one round: 12 MiB take no longer in two than in one, and 4 MiB less memory.
+# Of a packed reduction in one round: 12 MiB take no longer in two than in one, and 4 MiB less
+# memory.
 _PACKED_WINDOW_BYTES = 1 << 23
 
-_REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # of two rows, and along a dim
+# of two rows, and along a dim
+_REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "sum": (torch.add, torch.sum),
     "min": (torch.minimum, torch.amin),
     "max": (torch.maximum, torch.amax),
@@ -37,8 +40,9 @@ _REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # o
 class SharedMemoryTransport(Transport):
     """The transport of a group whose ranks have a channel. What it does not carry, the group's own `backend` does.
 
-    In the background it takes messages of one round only, which are visible to the others at once: what takes several
-    is left to the backend, whose threads do it. Messages take the channel's foreground if no `stream` is given.
+    In the background it takes messages of one round only, which are visible to the others at once:
+    what takes several is left to the backend, whose threads do it. Messages take the channel's
+    foreground if no `stream` is given.
     """
 
     __slots__ = ("_backend", "_channel", "_stream")
@@ -53,7 +57,8 @@ class SharedMemoryTransport(Transport):
         if not background:
             return self
         stream = self._channel.background["reductions" if op else "gathers"]
-        if uneven or tensor.nbytes > stream.slot_bytes:  # uneven: no rank knows how many rounds, before it meets others
+        # uneven: no rank knows how many rounds, before it meets others
+        if uneven or tensor.nbytes > stream.slot_bytes:
             return self._backend
         return SharedMemoryTransport(self._channel, self._backend, stream)
 
@@ -75,11 +80,19 @@ class SharedMemoryTransport(Transport):
     def broadcast_(self, tensor: Tensor, root: int) -> Underway:
         return self._stream.start(_in_windows(self._stream, "broadcast", tensor, tensor, root=root))
 
-    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Underway:
+    def all_to_all_v(
+        self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
+    ) -> Underway:
         return self._stream.start(_exchange(self._stream, flat, out, send, receive))
 
     def packed(
-        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sizes, own: int, op: str
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        receive: Receive,
+        sizes: Sizes,
+        own: int,
+        op: str,
     ) -> Handle | None:
         if not all(is_carried(each, op) and each.dtype in CARRIED_DTYPES for each in tensors):
             return None
@@ -95,19 +108,24 @@ def is_carried(tensor: Tensor, op: str) -> bool:
     return plain and (not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES))
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
+# --- one tensor -----------------------------------------------------------------------------------
 
 
-def _in_windows(stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str = "", root: int | None = None) -> Steps:
+def _in_windows(
+    stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str = "", root: int | None = None
+) -> Steps:
     """Rounds that each show a window of the tensor's rows, and read it of all ranks.
 
-    There is one row, or one for each rank, which reads that with its number; the root of a broadcast alone shows one.
+    There is one row, or one for each rank, which reads that with its number; the root of a
+    broadcast alone shows one.
     """
     shown, into = _movable(tensor), _movable(out)
     ways = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
     what = request(kind, shown.dtype, shown.numel(), op, root or 0)
-    length = shown.numel() // ways  # 10 elements, of an all-to-all of 2: rows of 5
-    window = stream.slot_bytes // shown.element_size() // ways  # slots of 1 MiB, float32, 2 rows: 131072
+    # 10 elements, of an all-to-all of 2: rows of 5
+    length = shown.numel() // ways
+    # slots of 1 MiB, float32, 2 rows: 131072
+    window = stream.slot_bytes // shown.element_size() // ways
     for a in range(0, max(length, 1), window):
         b = min(a + window, length)
         slots, own = stream.slots(shown.dtype, ways * (b - a), ways)
@@ -125,17 +143,24 @@ def _in_windows(stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str 
             _window(_flat(into), a, b).copy_(slots[root])
 
 
-def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Steps:
+def _exchange(
+    stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
+) -> Steps:
     """Blocks of exact sizes. Each rank shows its whole input, a slot in each round.
 
-    What the others have to read of it follows from the counts of bytes that ranks say in the first round.
+    What the others have to read of it follows from the counts of bytes that ranks say in the first
+    round.
     """
     width, window, said = flat.element_size(), stream.slot_bytes, stream.peers.said
-    flat, out = as_bytes(flat), as_bytes(out)  # a rank without any element may not know the dtype
-    send, receive = [n * width for n in send], [n * width for n in receive]  # 3 of float32: 12 bytes
+    # a rank without any element may not know the dtype
+    flat, out = as_bytes(flat), as_bytes(out)
+    # 3 of float32: 12 bytes
+    send, receive = [n * width for n in send], [n * width for n in receive]
     what = request("all_to_all_v", flat.dtype, 0)
-    sources: list[tuple[int, int, int]] = []  # rank, first and last byte of the block for this one
-    arrived = [end - count for end, count in zip(accumulate(receive), receive, strict=True)]  # receive 3, 1, 2: 0, 3, 4
+    # rank, first and last byte of the block for this one
+    sources: list[tuple[int, int, int]] = []
+    # receive 3, 1, 2: 0, 3, 4
+    arrived = [end - count for end, count in zip(accumulate(receive), receive, strict=True)]
     a, longest = 0, 1
     while a < longest:
         shown = flat[a : a + window]
@@ -145,11 +170,13 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
             said[stream.round + 1 & 1][stream.rank][:] = array("Q", (*send, flat.numel()))
         yield what
         if a == 0:
-            counts = [numbers.tolist() for numbers in said[stream.round & 1]]  # of each rank: for every rank, and all
+            # of each rank: for every rank, and all
+            counts = [numbers.tolist() for numbers in said[stream.round & 1]]
             for rank, (sent, count) in enumerate(zip(counts, receive, strict=True)):
                 if sent[stream.rank] != count:
                     raise stream.peers.fail(
-                        f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes to rank "
+                        f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes "
+                        "to rank "
                         f"{stream.rank}, which expects {count}"
                     )
                 if count:
@@ -159,7 +186,8 @@ def _exchange(stream: Stream, flat: Tensor, out: Tensor, send: list[int], receiv
         for rank, first, last in sources:
             low, high = max(first, a), min(last, a + window)  # block 3:9, window 4:8: 4:8
             if low < high:
-                place = arrived[rank] + low - first  # block 3:9 from 4 on: 1 behind its begin
+                # block 3:9 from 4 on: 1 behind its begin
+                place = arrived[rank] + low - first
                 out[place : place + high - low].copy_(slots[rank, low - a : high - a])
         a += window
 
@@ -179,11 +207,17 @@ def _window(flat: Tensor, a: int, b: int) -> Tensor:
     return flat if b - a == flat.numel() else flat[a:b]
 
 
-# --- many tensors in one message --------------------------------------------------------------------------------------
+# --- many tensors in one message ------------------------------------------------------------------
 
 
 def _packed(  # noqa: PLR0913  # a request, and what arrives
-    stream: Stream, kind: str, tensors: Sequence[Tensor], counts: Sizes, block: int, op: str, receive: Receive
+    stream: Stream,
+    kind: str,
+    tensors: Sequence[Tensor],
+    counts: Sizes,
+    block: int,
+    op: str,
+    receive: Receive,
 ) -> Steps:
     """`receive` gets each rank's message, to be read while it is called, or the reduction of one block of all messages.
 
@@ -192,7 +226,8 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
     own, dtype = Packer(tensors), tensors[0].dtype
     del tensors
     gathers, start, window_bytes = kind == "all_gather", sum(counts[:block]), stream.slot_bytes
-    # counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are reduced on rank 1.
+    # counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are reduced
+    # on rank 1.
     spans, length = [(0, n) for n in counts], max(counts)
     if not gathers:
         spans, length = [(start, start + counts[block])], own.length
@@ -207,7 +242,11 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
         own.pack(slot, a)
         yield what
         if gathers and b - a == length:
-            receive(slots if len(set(counts)) == 1 else [row[:n] for row, n in zip(slots, counts, strict=True)])
+            receive(
+                slots
+                if len(set(counts)) == 1
+                else [row[:n] for row, n in zip(slots, counts, strict=True)]
+            )
             return
         out = out or [torch.empty(last - first, dtype=dtype) for first, last in spans]
         for i, (first, last) in enumerate(spans):
@@ -219,11 +258,13 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
     receive(out)
 
 
-def _all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Receive | None) -> Steps:
+def _all_reduce(
+    stream: Stream, tensors: Sequence[Tensor], op: str, receive: Receive | None
+) -> Steps:
     """`receive` gets the reduction of every tensor, each with memory of its own when its first elements are here.
 
-    Where nobody receives them, tensors are reduced in place. These, and large messages, take two rounds a window: every
-    rank reduces the part with its number, and reads the parts of all.
+    Where nobody receives them, tensors are reduced in place. These, and large messages, take two
+    rounds a window: every rank reduces the part with its number, and reads the parts of all.
     """
     given = tensors if receive else [_flat(tensor) for tensor in tensors]
     own, dtype = Packer(given), given[0].dtype
@@ -235,7 +276,9 @@ def _all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rec
             at = 0  # elements of the row that are unpacked
             for i, low, high in _pieces(own.ends, start, start + row.numel()):
                 if receive and low == 0:
-                    totals[i] = torch.empty(own.ends[i] - (own.ends[i - 1] if i else 0), dtype=dtype)
+                    totals[i] = torch.empty(
+                        own.ends[i] - (own.ends[i - 1] if i else 0), dtype=dtype
+                    )
                 totals[i][low:high].copy_(row[at : at + high - low])
                 at += high - low
             start += row.numel()
@@ -250,7 +293,8 @@ def _all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rec
         slots, slot = stream.slots(dtype, length)
         own.pack(slot, a)
         yield what
-        part = -(-length // stream.size) if in_parts else length  # 10 elements of 4 ranks: 3, 3, 3, 1
+        # 10 elements of 4 ranks: 3, 3, 3, 1
+        part = -(-length // stream.size) if in_parts else length
         low = min(stream.rank * part, length) if in_parts else 0  # 10 in parts of 3, rank 3: 9:10
         high = min(low + part, length)
         terms = slots[:, low:high]
@@ -263,11 +307,13 @@ def _all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Rec
             if not in_parts:
                 unpack([reduced], a)
                 continue
-            # Nobody else reads this rank's own part of its slot in this round, so it takes the result.
+            # Nobody else reads this rank's own part of its slot in this round, so it takes the
+            # result.
             slot[low:high].copy_(reduced)
             del reduced
         yield what
-        unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)], a)  # 0:3, 3:6, ...
+        # 0:3, 3:6, ...
+        unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)], a)
     if receive is not None:
         receive(totals)
 
@@ -278,7 +324,8 @@ def _pieces(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, i
     `ends` says where in the message each tensor ends: of 3 and 7 elements, 3 and 10.
     """
     i = bisect_right(ends, start)
-    while start < stop:  # window 2:6: 2:3 of the first tensor, 0:3 of the second
+    # window 2:6: 2:3 of the first tensor, 0:3 of the second
+    while start < stop:
         begin, end = ends[i - 1] if i else 0, min(ends[i], stop)
         if start < end:
             yield i, start - begin, end - begin
@@ -304,7 +351,8 @@ class Packer:
         if self._tensors and self._tensors[0].ndim == 2:
             if slot.numel() == self.length:
                 widths = [tensor.shape[1] for tensor in self._tensors]
-                rows = slot.view(self._tensors[0].shape[0], sum(widths))  # (2, 3) and (2, 1): (2, 4)
+                # (2, 3) and (2, 1): (2, 4)
+                rows = slot.view(self._tensors[0].shape[0], sum(widths))
                 torch._foreach_copy_(list(torch.split(rows, widths, 1)), self._tensors)
                 self._tensors.clear()
                 return
@@ -323,7 +371,8 @@ class Packer:
 def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
     """(size, k) -> (k,)."""
     of_two, along_dim = _REDUCE[op]
-    if rows.shape[0] == 2:  # 1 MiB each: 40 us, where a reduction along a dim takes 110
+    # 1 MiB each: 40 us, where a reduction along a dim takes 110
+    if rows.shape[0] == 2:
         of_two(rows[0], rows[1], out=out)
     else:
         along_dim(rows, 0, out=out)

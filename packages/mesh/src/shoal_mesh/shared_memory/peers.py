@@ -19,38 +19,50 @@ from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
 from .recorder import describe, dump, request
 
-LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
-BROKEN = 1 << 62  # what a rank that has given up writes: more than any word becomes
-REASON_BYTES = 1 << 12  # of each rank: why it has given up, for the others to repeat
-ANNOUNCED = 16  # of each rank's last calls of the backend
+# words of 8 bytes to a cache line, so that ranks do not write into one another's
+LINE = 8
+# what a rank that has given up writes: more than any word becomes
+BROKEN = 1 << 62
+# of each rank: why it has given up, for the others to repeat
+REASON_BYTES = 1 << 12
+# of each rank's last calls of the backend
+ANNOUNCED = 16
 _SET_NAME = 15  # of prctl
-_YIELDS = 1000  # times that a waiting rank offers its core before it sleeps, about half a millisecond
-_CHECK_SECONDS = 0.02  # from one look of a sleeping rank at the others to the next
-_STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
+# times that a waiting rank offers its core before it sleeps, about half a millisecond
+_YIELDS = 1000
+# from one look of a sleeping rank at the others to the next
+_CHECK_SECONDS = 0.02
+# about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
+_STOPPED_CHECKS = 250
 
 
 def head_bytes(size: int, streams: int) -> int:
     """What is in front of the slots: a line for a token, and a page of each rank (`Peers`)."""
     head = 8 * (LINE + size * _page_words(size, streams))
-    # torch's large tensors begin 64 bytes into a page of memory. Copies are slow where what is written begins a little
-    # behind what is read in such a page, either way, so slots begin half a page from there: 9152 bytes end at 14400.
+    # torch's large tensors begin 64 bytes into a page of memory. Copies are slow where what is
+    # written begins a little behind what is read in such a page, either way, so slots begin half a
+    # page from there: 9152 bytes end at 14400.
     return -(-head // 4096) * 4096 + 2112
 
 
 def _page_words(size: int, streams: int) -> int:
     counts = -(-2 * (1 + size) // LINE) * LINE  # of 2 ranks 6 words: a line
-    return LINE * (streams + 1) + ANNOUNCED + counts + REASON_BYTES // 8  # 2 ranks, 3 streams: 32 + 16 + 8 + 512
+    # 2 ranks, 3 streams: 32 + 16 + 8 + 512
+    return LINE * (streams + 1) + ANNOUNCED + counts + REASON_BYTES // 8
 
 
 class Peers:
     """The ranks of a group, as one of them waits for the words that they write.
 
-    Every rank writes a page of its own: for each stream a line of the rounds that it has shown, those that it has read,
-    and its requests in even and odd rounds; then the number of its calls of the backend in a line, and the last of
-    them; what it says in even and odd rounds; why it has given up.
+    Every rank writes a page of its own: for each stream a line of the rounds that it has shown,
+    those that it has read, and its requests in even and odd rounds; then the number of its calls of
+    the backend in a line, and the last of them; what it says in even and odd rounds; why it has
+    given up.
     """
 
-    def __init__(self, group: ProcessGroup, pids: Sequence[int], memory: memoryview, streams: int) -> None:
+    def __init__(
+        self, group: ProcessGroup, pids: Sequence[int], memory: memoryview, streams: int
+    ) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.words = memory.cast("Q")
@@ -58,12 +70,18 @@ class Peers:
         self.name: str = group.group_name
         self._group, self._pids = weakref.ref(group), pids
         pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
-        self.lines = [[page + LINE * i for page in pages] for i in range(streams)]  # by stream and rank
+        # by stream and rank
+        self.lines = [[page + LINE * i for page in pages] for i in range(streams)]
         self._announced = [page + LINE * streams for page in pages]
-        # By parity of the round and rank: what it says in a round of the first stream, `1 + size` numbers.
+        # By parity of the round and rank: what it says in a round of the first stream, `1 + size`
+        # numbers.
         said = [call + LINE + ANNOUNCED for call in self._announced]
-        self.said = [[self.words[first + n :][: 1 + self.size] for first in said] for n in (0, 1 + self.size)]
-        self._reasons = [memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages]
+        self.said = [
+            [self.words[first + n :][: 1 + self.size] for first in said] for n in (0, 1 + self.size)
+        ]
+        self._reasons = [
+            memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages
+        ]
         self._calls = 0
         self._failure: PeerError | None = None
 
@@ -73,19 +91,27 @@ class Peers:
             raise type(self._failure)(str(self._failure), self._failure.ranks)
 
     def fail(
-        self, text: str, ranks: Sequence[int] = (), reason: str = "", kind: type[PeerError] = PeerError
+        self,
+        text: str,
+        ranks: Sequence[int] = (),
+        reason: str = "",
+        kind: type[PeerError] = PeerError,
     ) -> PeerError:
         """The error that this and every later call raises, here and on the other ranks.
 
-        They repeat the reason, if not the text, and raise a LockstepError as it is. Global ranks are at fault, which
-        may be in other groups.
+        They repeat the reason, if not the text, and raise a LockstepError as it is. Global ranks
+        are at fault, which may be in other groups.
         """
         if self._failure is None:
-            self._failure = kind(text + dump(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks))
+            self._failure = kind(
+                text + dump(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks)
+            )
             said, as_it_is = reason or text, kind is LockstepError
             data = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(data) > REASON_BYTES - 2:
-                data = json.dumps([said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]).encode()
+                data = json.dumps(
+                    [said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]
+                ).encode()
             own = self._reasons[self.rank]
             own[2 : 2 + len(data)] = data
             own[:2] = len(data).to_bytes(2, "little")
@@ -100,7 +126,10 @@ class Peers:
             last = self.words[line]
             seen[rank] = "before its first round, or given up"
             if 0 < last < BROKEN:
-                seen[rank] = f"round {last} of group {self.name}: {describe(self.words[line + 2 + (last & 1)])}"
+                seen[rank] = (
+                    f"round {last} of group {self.name}: "
+                    f"{describe(self.words[line + 2 + (last & 1)])}"
+                )
         return seen
 
     def heard(self, rank: int) -> PeerError:
@@ -112,13 +141,16 @@ class Peers:
         if as_it_is:
             return self.fail(reason, ranks, kind=LockstepError)
         name = self._name(rank)
-        return self.fail(f"{name} has given up a collective in shared memory: {reason}", ranks, reason)
+        return self.fail(
+            f"{name} has given up a collective in shared memory: {reason}", ranks, reason
+        )
 
     def announce(self, kind: str, dtype: torch.dtype, count: int, op: str, root: int) -> None:
         """Say which call of the backend comes next, and see that those who have said it already say the same.
 
-        Nobody waits: of two ranks that differ, the later one sees it and calls nothing, so that neither the backend of
-        the other gets what it did not expect. That one hears of it while it waits (`check_others`).
+        Nobody waits: of two ranks that differ, the later one sees it and calls nothing, so that
+        neither the backend of the other gets what it did not expect. That one hears of it while it
+        waits (`check_others`).
         """
         self.check()
         self._calls += 1
@@ -129,7 +161,8 @@ class Peers:
 
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this one has."""
-        said = {}  # of those that have come to this call, and still say which it was
+        # of those that have come to this call, and still say which it was
+        said = {}
         for rank, announced in enumerate(self._announced):
             if 0 <= self.words[announced] - self._calls < ANNOUNCED:
                 said[rank] = self.words[announced + LINE + self._calls % ANNOUNCED]
@@ -146,7 +179,8 @@ class Peers:
             late = self.words[self._announced[rank]] < self._calls
             if late and state_of(self._pids[rank]) == "returned":
                 raise self.fail(
-                    f"{self._name(rank)} has returned, and others wait for it in a collective", [self.ranks[rank]]
+                    f"{self._name(rank)} has returned, and others wait for it in a collective",
+                    [self.ranks[rank]],
                 )
         self._check_calls()
 
@@ -157,25 +191,36 @@ class Peers:
         def look(waited: float) -> None:
             nonlocal stopped
             group, state = self._group(), state_of(self._pids[rank])
-            # Counted, not timed: a job that is stopped as a whole and goes on has waited for nobody.
+            # Counted, not timed: a job that is stopped as a whole and goes on has waited for
+            # nobody.
             stopped = stopped + 1 if state == "stopped" else 0
             if group is None or not _torch.is_live(group):
                 own = self.ranks[self.rank]
-                raise self.fail("the process group was destroyed while one of its collectives waited", [own])
+                raise self.fail(
+                    "the process group was destroyed while one of its collectives waited", [own]
+                )
             if words[word] >= value:
                 return
-            timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
+            # now: it may be set after the first steps, which are slow
+            timeout = _torch.timeout_of(group)
             me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
             if state in ("ended", "returned"):
-                raise self.fail(f"{name} has {state} while {me} waited for it in a collective", other)
+                raise self.fail(
+                    f"{name} has {state} while {me} waited for it in a collective", other
+                )
             if words[self._announced[rank]] > self._calls:
-                raise self.fail(f"{name} started another collective than the one in which {me} waits for it", other)
+                raise self.fail(
+                    f"{name} started another collective than the one in which {me} waits for it",
+                    other,
+                )
             if waited > timeout or stopped > _STOPPED_CHECKS:
                 why = f", the timeout of the process group, for {name}" if waited > timeout else ""
                 more = ": ranks start the same ones in one order, with one async_op"
                 if stopped:
                     more = f", and {name} is stopped (SIGSTOP)"
-                raise self.fail(f"{me} waited {min(waited, timeout):.0f} s{why} in a collective{more}", other)
+                raise self.fail(
+                    f"{me} waited {min(waited, timeout):.0f} s{why} in a collective{more}", other
+                )
 
         wait_until(lambda: words[word] >= value, look)
         if words[word] == BROKEN:
@@ -189,13 +234,17 @@ class Peers:
         return self._differ(dict(enumerate(requests)))
 
     def _differ(self, requests: Mapping[int, int]) -> PeerError:
-        return self.fail(*different_collectives({self.ranks[rank]: describe(r) for rank, r in requests.items()}))
+        return self.fail(
+            *different_collectives({self.ranks[rank]: describe(r) for rank, r in requests.items()})
+        )
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
 
 
-def wait_until(done: Callable[[], bool], look: Callable[[float], None], every: float = _CHECK_SECONDS) -> None:
+def wait_until(
+    done: Callable[[], bool], look: Callable[[float], None], every: float = _CHECK_SECONDS
+) -> None:
     """Until something is so: offer the core, then sleep in steps that grow with the time waited, to 1 ms.
 
     `look` is called with the seconds waited `every` so many of them, and raises if it will not be.
@@ -223,10 +272,15 @@ def minority(values: Mapping[int, object]) -> tuple[int, ...]:
     """The keys whose value is not that of more than half of all."""
     counts = Counter(values.values())
     common, times = counts.most_common(1)[0]
-    return tuple(key for key, value in values.items() if value != common) if times * 2 > len(values) else ()
+    return (
+        tuple(key for key, value in values.items() if value != common)
+        if times * 2 > len(values)
+        else ()
+    )
 
 
-_job = 0  # declared mutable state: the number of the job that a pool of ranks has this process run
+# declared mutable state: the number of the job that a pool of ranks has this process run
+_job = 0
 
 
 def name_process(job: int, *, returned: bool) -> None:

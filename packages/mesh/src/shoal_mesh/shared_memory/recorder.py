@@ -1,7 +1,7 @@
 """What a collective is, as a number that ranks compare, and the last ones that this process has started.
 
-The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost it writes a file;
-`python -m shoal_mesh postmortem` reads those of all ranks.
+The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost it
+writes a file; `python -m shoal_mesh postmortem` reads those of all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "broadcast",
+    "all_reduce_by_parts",
+)
 # First what shared memory carries, then what a backend may be asked for.
 OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
 CARRIED_OPS = frozenset(OPS[:5])
@@ -27,14 +35,15 @@ DTYPES = (
     torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 CARRIED_DTYPES = frozenset(DTYPES[:8])
-# Packages whose frames are no lines of the program, by whole names: a program may be in `shoal_experiments`.
+# Packages whose frames are no lines of the program, by whole names: a program may be in
+# `shoal_experiments`.
 LIBRARIES = r"(shoal_(mesh|dtensor|data_parallel|context_parallel|tp_styles|shard_api|models|same_bits)|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
 # What a collective is for, as the program says it with `purpose`, innermost last.
 PURPOSES: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
-# Declared mutable state: time, group, what (a request, or the arguments of one to a backend) and purposes. A shorter
-# entry is a note.
+# Declared mutable state: time, group, what (a request, or the arguments of one to a backend) and
+# purposes. A shorter entry is a note.
 ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
 _append, _now, _purposes = ENTRIES.append, time.monotonic, PURPOSES.get
@@ -44,7 +53,8 @@ _append, _now, _purposes = ENTRIES.append, time.monotonic, PURPOSES.get
 def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int = 0) -> int:
     """What a rank is doing: `count` elements of a dtype, reduced with `op` or sent from the group's rank `root`.
 
-    A dtype that has no number of its own counts as any such; of uneven blocks ranks do not know one count.
+    A dtype that has no number of its own counts as any such; of uneven blocks ranks do not know one
+    count.
     """
     number = DTYPES.index(dtype) if dtype in DTYPES else 31
     # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
@@ -57,7 +67,9 @@ def describe(number: int) -> str:
     number, kind = divmod(number, 8)
     number, op = divmod(number, 16)
     count, root = divmod(number, 4096)
-    return _in_words(KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root)
+    return _in_words(
+        KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root
+    )
 
 
 def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
@@ -85,7 +97,10 @@ def record(group: str, what: Any) -> None:
 
 def last_of_backend(group: str) -> str:
     """The last call of the backend of a group, in words; 'nothing' if it is no longer known."""
-    last = next((entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)), None)
+    last = next(
+        (entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)),
+        None,
+    )
     return "nothing" if last is None else _in_words(*last[2])
 
 
@@ -111,7 +126,12 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
     import torch.distributed as dist
 
     last = [
-        (round(now - at, 3), group, describe(what) if isinstance(what, int) else _in_words(*what), _joined(texts))
+        (
+            round(now - at, 3),
+            group,
+            describe(what) if isinstance(what, int) else _in_words(*what),
+            _joined(texts),
+        )
         for at, group, what, texts in _with_notes()
     ]
     written = {
@@ -128,7 +148,8 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
     }
     with suppress(OSError):
         os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.stat(path).st_uid != os.getuid():  # a name in a shared folder may be somebody else's
+        # a name in a shared folder may be somebody else's
+        if os.stat(path).st_uid != os.getuid():
             return ""
         whole, partial = (os.path.join(path, f"rank{rank}{end}") for end in (".json", ".json.part"))
         with open(partial, "w") as file:
@@ -154,6 +175,7 @@ def _joined(texts: tuple[Text, ...]) -> str:
     """What a collective was for."""
     purposes = []
     for text in reversed(texts):
-        with suppress(Exception):  # a text of the program's own, which is asked late
+        # a text of the program's own, which is asked late
+        with suppress(Exception):
             purposes.append(text if isinstance(text, str) else text())
     return "; ".join(purposes)

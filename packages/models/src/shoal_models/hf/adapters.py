@@ -29,31 +29,43 @@ def parallelize_adapters(model: Model) -> Model:
         columns   A: R, B: S(0)    B has the style of the layer; the gradient of A is reduced where B reads it
         rows      A: S(1), B: R    A has the style of the layer
 
-    Called after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. Where peft comes first, the plan's
-    paths get `.base_layer`, and this follows `parallelize_module`.
+    Called after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. Where peft
+    comes first, the plan's paths get `.base_layer`, and this follows `parallelize_module`.
 
     Args:
-        model: changed in place; adapters have the same values on all ranks.  Adapters that are parallel already stay.
+        model: changed in place; adapters have the same values on all ranks. Adapters that are
+            parallel already stay.
 
     Raises:
-        UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for Linear, before any
-            adapter is changed.
+        UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for
+            Linear, before any adapter is changed.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
-        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
+        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"])) #
+        doctest: +SKIP
         >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
-    around: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)]  # by peft
+    # by peft
+    around: list[Any] = [
+        m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)
+    ]
     found = [(layer, *record) for layer in around for record in shardings_of(layer.base_layer)]
-    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")  # DoRA and its kin; embeddings
+    # DoRA and its kin; embeddings
+    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
     for layer, record, _ in found:
         plain = record.lowering in (ColumnLinear, RowLinear) and record.options is None
-        is_lora = all(isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
-        if not (plain and is_lora) or any(len(getattr(layer, name, None) or ()) for name in variants):
+        is_lora = all(
+            isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B")
+        )
+        if not (plain and is_lora) or any(
+            len(getattr(layer, name, None) or ()) for name in variants
+        ):
             raise UnsupportedModuleError(
-                f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a layer with the style "
-                f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under ColwiseParallel and "
+                f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a "
+                "layer with the style "
+                f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under "
+                "ColwiseParallel and "
                 "RowwiseParallel is. Leave the layer out of target_modules, or out of the plan"
             )
     for layer, record, mesh in found:
@@ -77,10 +89,13 @@ def merging_adapters() -> AbstractContextManager[None]:
     return implicit_replication()
 
 
-def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
+def save_adapters(
+    model: Any, directory: str | PathLike[str], adapter_name: str = "default"
+) -> None:
     """Write an adapter as peft does; `PeftModel.from_pretrained` loads it, around a plain model or a parallel one.
 
-    All ranks call it; the adapter's tensors, not the model's, are gathered one by one, and rank 0 writes them.
+    All ranks call it; the adapter's tensors, not the model's, are gathered one by one, and rank 0
+    writes them.
 
     Args:
         model: of peft.
@@ -93,7 +108,10 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    gathered = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in state.items()
+    }
     if own_rank() == 0:
         from safetensors.torch import save_file
 
@@ -105,7 +123,9 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
         dist.barrier()
 
 
-def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
+def load_adapters(
+    model: Any, directory: str | PathLike[str], adapter_name: str = "default"
+) -> None:
     """Fill the adapters that a model has with what `save_adapters`, or `save_pretrained` of peft, wrote.
 
     Every rank reads its own shards; nothing is sent.
@@ -131,7 +151,8 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
         apart |= {name for name in state.keys() - apart if state[name].shape != stored[name].shape}
         if apart:
             raise CheckpointError(
-                f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
+                f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in "
+                f"{', '.join(sorted(apart))}; "
                 "make the model with the adapter_config.json beside the file"
             )
         for name, tensor in state.items():

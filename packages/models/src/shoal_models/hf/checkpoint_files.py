@@ -1,8 +1,8 @@
 """Files of a model: which ones a path means, and their tensors under the names, and in the form, of this release.
 
-transformers declares per architecture how entries of files are renamed, and which of them are merged or split (experts
-that are stored one by one, fused projections). Renamed entries are read by slices; converted ones are made whole, one
-parameter at a time, and the rank takes its shard.
+transformers declares per architecture how entries of files are renamed, and which of them are
+merged or split (experts that are stored one by one, fused projections). Renamed entries are read by
+slices; converted ones are made whole, one parameter at a time, and the rank takes its shard.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ..weights.loading import Lazy, Slices, Stored
 
 _ONE = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
-    "expected a directory with config.json and model.safetensors, model.safetensors.index.json or pytorch_model.bin, "
-    "or one of those files. A model of the Hub is downloaded first, by huggingface_hub.snapshot_download(name)"
+    "expected a directory with config.json and model.safetensors, model.safetensors.index.json or "
+    "pytorch_model.bin, "
+    "or one of those files. A model of the Hub is downloaded first, by "
+    "huggingface_hub.snapshot_download(name)"
 )
 
 
@@ -42,12 +44,14 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         if given.suffix not in (".safetensors", ".bin"):
             raise CheckpointError(f"{str(given)!r} is no file of weights; {_EXPECTED}")
         return given.parent, [given]
-    for name in _ONE:  # the order in which transformers looks for them
+    # the order in which transformers looks for them
+    for name in _ONE:
         for file, several in ((given / name, False), (given / f"{name}.index.json", True)):
             if file.exists():
                 return given, _listed(file) if several else [file]
     raise CheckpointError(
-        f"no weights in {str(path)!r}, which has {sorted(p.name for p in given.iterdir())}; {_EXPECTED}"
+        f"no weights in {str(path)!r}, which has {sorted(p.name for p in given.iterdir())}; "
+        f"{_EXPECTED}"
     )
 
 
@@ -59,7 +63,8 @@ def _listed(index: Path) -> list[Path]:
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise CheckpointError(
-            f"{index.name} names {absent}, which are not in {str(index.parent)!r}: download or copy them"
+            f"{index.name} names {absent}, which are not in {str(index.parent)!r}: download or "
+            "copy them"
         )
     return files
 
@@ -77,7 +82,8 @@ def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
 def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of a checkpoint by the names of a model of transformers, which is on the meta device."""
     found, groups = _by_names_of(model, stored)
-    last: dict[str, dict[str, Tensor]] = {}  # those that were made last, by the first name
+    # those that were made last, by the first name
+    last: dict[str, dict[str, Tensor]] = {}
 
     def make(first: str, name: str, slices: Slices) -> Tensor:
         if first not in last:
@@ -86,18 +92,30 @@ def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         return last[first][name][slices]
 
     for first, group in groups.items():
-        made = _convert(model, first, *group, lambda name: torch.empty(stored[name].shape, device="meta"))
-        found |= {name: Lazy(tuple(each.shape), partial(make, first, name)) for name, each in made.items()}
+        made = _convert(
+            model, first, *group, lambda name: torch.empty(stored[name].shape, device="meta")
+        )
+        found |= {
+            name: Lazy(tuple(each.shape), partial(make, first, name)) for name, each in made.items()
+        }
     return found
 
 
-_Conversion = tuple[Any, list[tuple[str, str]]]  # transformers' converter; names of entries, and its patterns for them
+# transformers' converter; names of entries, and its patterns for them
+_Conversion = tuple[Any, list[tuple[str, str]]]
 
 
-def _by_names_of(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, _Conversion]]:
+def _by_names_of(
+    model: Any, stored: Mapping[str, Stored]
+) -> tuple[dict[str, Stored], dict[str, _Conversion]]:
     """The tensors that are only renamed; and what has to be converted, by the first name that comes of it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     transforms, known = get_model_conversion_mapping(model), model.state_dict()
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -105,7 +123,9 @@ def _by_names_of(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, St
     renamed: dict[str, Stored] = {}
     groups: dict[str, _Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        new, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
         if new not in known and name in known:  # in the model's own form already
             new, pattern = name, None
         if pattern is None or new not in known:
@@ -117,7 +137,11 @@ def _by_names_of(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, St
 
 
 def _convert(
-    model: Any, first: str, converter: Any, entries: list[tuple[str, str]], read: Callable[[str], Tensor]
+    model: Any,
+    first: str,
+    converter: Any,
+    entries: list[tuple[str, str]],
+    read: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
     converter = deepcopy(converter)  # it collects tensors
     for name, pattern in entries:

@@ -1,6 +1,7 @@
 """`from_pretrained`: a model of transformers from files onto a mesh, each rank reading only its own shards.
 
-Its methods that know nothing of shards are replaced on the model: saving, resizing embeddings, continuous batching.
+Its methods that know nothing of shards are replaced on the model: saving, resizing embeddings,
+continuous batching.
 """
 
 from __future__ import annotations
@@ -47,22 +48,26 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
 ) -> Any:
     """A model of transformers, parallel, in eval mode, with the values of its files.
 
-    It is built on the meta device and made parallel there; then every rank reads its own shards, without communication.
-    A rank's peak is its own part, and the largest parameter where the architecture converts entries (experts that are
-    stored one by one).
+    It is built on the meta device and made parallel there; then every rank reads its own shards,
+    without communication. A rank's peak is its own part, and the largest parameter where the
+    architecture converts entries (experts that are stored one by one).
 
     Args:
-        path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one file in it.
-        device_mesh: of one axis, or of several of which one is named "tp"; torch's is converted first,
-            by `shoal_dtensor.interop.mesh_from_torch`.
-        plan: styles by path; the model's own plan if left out.  A model without one gets an automatic plan, which is
-            proven on every rank on a copy of the model with one layer and random weights.
-        model_class: a class of transformers, also an Auto class; that of the configuration if left out.
+        path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one
+            file in it.
+        device_mesh: of one axis, or of several of which one is named "tp"; torch's is converted
+            first, by `shoal_dtensor.interop.mesh_from_torch`.
+        plan: styles by path; the model's own plan if left out. A model without one gets an
+            automatic plan, which is proven on every rank on a copy of the model with one layer and
+            random weights.
+        model_class: a class of transformers, also an Auto class; that of the configuration if left
+            out.
         dtype: of floating-point parameters; that of the configuration for "auto".
-        strict: raise if the files and the model do not have the same entries; otherwise those that are missing are
-            initialized as the model class does, else by their module's `reset_parameters` or their style, with the
-            same values on any number of ranks.
-        output_loading_info: return a `Loaded` too: what is missing, what unexpected, how many bytes this rank read.
+        strict: raise if the files and the model do not have the same entries; otherwise those that
+            are missing are initialized as the model class does, else by their module's
+            `reset_parameters` or their style, with the same values on any number of ranks.
+        output_loading_info: return a `Loaded` too: what is missing, what unexpected, how many bytes
+            this rank read.
         config_kwargs: changes of the configuration, `attn_implementation` among them.
 
     Returns:
@@ -71,8 +76,8 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     Raises:
         CheckpointError: if the path has no model; it says what was expected and what is there.
         LayoutError: if the mesh has several axes and none is named "tp".
-        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`, nothing initializes
-            a missing one, or weights are quantized.
+        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`,
+            nothing initializes a missing one, or weights are quantized.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -98,9 +103,12 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
 
 def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
     with warnings.catch_warnings():
-        if plan is None:  # a plan of an architecture has entries for all its variants
+        # a plan of an architecture has entries for all its variants
+        if plan is None:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        parallelize_module(model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None)
+        parallelize_module(
+            model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None
+        )
 
 
 def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
@@ -117,11 +125,14 @@ def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
         one_layer = type(model)._from_config(config, dtype=torch.float32)
         names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
         tokens = {name: torch.randint(3, 8, (2, 5)) for name in names}
-        found = auto_plan(one_layer.eval(), abstract_mesh(tuple(mesh.shape), mesh.mesh_dim_names), **tokens)
+        found = auto_plan(
+            one_layer.eval(), abstract_mesh(tuple(mesh.shape), mesh.mesh_dim_names), **tokens
+        )
     if not found:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(found.dropped.items())[:3])
         raise PlanError(
-            f"{type(model).__name__} has no tp_plan of its own, and no automatic one is right on {mesh.size()} ranks "
+            f"{type(model).__name__} has no tp_plan of its own, and no automatic one is right on "
+            f"{mesh.size()} ranks "
             f"({reasons or 'no module has a conventional name'}); pass plan={{path: style}}"
         )
     return dict(found)
@@ -133,7 +144,8 @@ def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     if "tp" not in (mesh.mesh_dim_names or ()):
         raise LayoutError(
-            f"from_pretrained: {mesh} has several axes and none is named 'tp'; pass the axis, mesh['name']"
+            f"from_pretrained: {mesh} has several axes and none is named 'tp'; pass the axis, "
+            "mesh['name']"
         )
     return mesh["tp"]
 
@@ -142,11 +154,14 @@ def _config(home: Path, changes: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     if not (home / "config.json").exists():
-        raise CheckpointError(f"{str(home)!r} has weights, but no config.json: config.save_pretrained(path) writes it")
+        raise CheckpointError(
+            f"{str(home)!r} has weights, but no config.json: config.save_pretrained(path) writes it"
+        )
     config = AutoConfig.from_pretrained(home, **changes)
     if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
-            f"{str(home)!r} has quantized weights, of which shards are not read; load and dequantize() the model with "
+            f"{str(home)!r} has quantized weights, of which shards are not read; load and "
+            "dequantize() the model with "
             "transformers once, and save it"
         )
     return config
@@ -160,7 +175,8 @@ def _class_of(config: Any, given: Any) -> Any:
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     if not named or named[0] is None:
         raise PlanError(
-            f"config.json names the architectures {config.architectures}, of which transformers has none; pass "
+            f"config.json names the architectures {config.architectures}, of which transformers "
+            "has none; pass "
             "model_class=, a class of transformers"
         )
     return named[0]
@@ -170,7 +186,8 @@ def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) 
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
     found = config.dtype if dtype == "auto" else dtype
-    if found is None:  # an old configuration: as the files have it
+    # an old configuration: as the files have it
+    if found is None:
         first = (stored[name][slice(0, 0),].dtype for name in sorted(stored) if stored[name].shape)
         found = next((each for each in first if each.is_floating_point), torch.get_default_dtype())
     assert isinstance(found, torch.dtype), "a configuration has a dtype or none"
@@ -182,7 +199,8 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model = make(config, dtype=dtype)
-    in_float32 = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))  # modules that stay in float32
+    # modules that stay in float32
+    in_float32 = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
     for name, param in model.named_parameters() if in_float32 else ():
         if re.search(rf"(^|\.)({in_float32})(\.|$)", name):
             param.data = param.data.float()
@@ -196,8 +214,10 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
     loaded.missing, loaded.unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(
-            f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which have "
-            f"{loaded.unexpected} beside it; strict=False initializes the ones and leaves out the others, model_class= "
+            f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which "
+            "have "
+            f"{loaded.unexpected} beside it; strict=False initializes the ones and leaves out the "
+            "others, model_class= "
             "loads another class"
         )
 
@@ -222,14 +242,19 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
                 rest[f"{path}.{name}" if path else name] = module, name
                 places.setdefault(id(tensor), []).append((tensor, table, name))
                 with torch.no_grad():
-                    local = torch.full_like(local_of(tensor), _unset(tensor.dtype), device=mesh.device_type)
-                    value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
+                    local = torch.full_like(
+                        local_of(tensor), _unset(tensor.dtype), device=mesh.device_type
+                    )
+                    value: Any = (
+                        DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
+                    )
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, tensor.requires_grad)
                 filled, table[name] = False, value
         module._is_hf_initialized = filled
     model.initialize_weights()
-    for (_, first, name), *others in places.values():  # each draws values, and the first one's count
+    # each draws values, and the first one's count
+    for (_, first, name), *others in places.values():
         for _, table, other in others:
             table[other] = first[name]
     for module in dict.fromkeys(rest[path][0] for path in _untouched(rest, mesh)):
@@ -237,8 +262,10 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     left = _untouched(rest, mesh)
     if left:
         raise PlanError(
-            f"from_pretrained: nothing initializes {left}, which the files do not have: neither _init_weights of "
-            f"{type(model).__name__} nor reset_parameters of their modules. Write one of them, or files that have them"
+            f"from_pretrained: nothing initializes {left}, which the files do not have: neither "
+            "_init_weights of "
+            f"{type(model).__name__} nor reset_parameters of their modules. Write one of them, or "
+            "files that have them"
         )
 
 
@@ -246,9 +273,13 @@ def _untouched(rest: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> l
     """The tensors of which some rank still has no values."""
     tensors = [getattr(module, name) for module, name in rest.values()]
     values = [(local_of(tensor), _unset(tensor.dtype)) for tensor in tensors]
-    holes = [bool((local.isnan() if isnan(unset) else local == unset).any()) for local, unset in values]
+    holes = [
+        bool((local.isnan() if isnan(unset) else local == unset).any()) for local, unset in values
+    ]
     if any(isinstance(tensor, DTensor) for tensor in tensors):  # shards may be empty
-        holes = all_reduce(torch.tensor(holes, dtype=torch.int, device=mesh.device_type), mesh.comm(0)).tolist()
+        holes = all_reduce(
+            torch.tensor(holes, dtype=torch.int, device=mesh.device_type), mesh.comm(0)
+        ).tolist()
     return [path for path, hole in zip(rest, holes, strict=True) if hole]
 
 
@@ -272,7 +303,7 @@ def _unset(dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).max if whole else torch.nan
 
 
-# --- methods of a parallel model -------------------------------------------------------------------------------------
+# --- methods of a parallel model ------------------------------------------------------------------
 
 
 def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
@@ -293,9 +324,14 @@ def _save_pretrained(model: Any, save_directory: str | PathLike[str], *_: Any, *
 def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
     """On every rank of the embeddings and the head alone, which are plain meanwhile; new rows are those of rank 0."""
     found = (model.get_input_embeddings(), model.get_output_embeddings())
-    modules = {name: module for name, module in model.named_modules() if any(module is each for each in found)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if any(module is each for each in found)
+    }
     records = {name: [*shardings_of(module)] for name, module in modules.items()}
-    unparallelize_module(nn.ModuleList(modules.values()))  # in one call, so that a shared weight stays one
+    # in one call, so that a shared weight stays one
+    unparallelize_module(nn.ModuleList(modules.values()))
     resized: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
     for name, each in records.items():
         for sharding, mesh in each:
@@ -306,18 +342,27 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
     """The manager of `generate_batch`, whose caches have this rank's heads.
 
-    transformers takes their number from the mesh and from the entries of its own plan: another number is refused.
+    transformers takes their number from the mesh and from the entries of its own plan: another
+    number is refused.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
-        heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+        heads = (
+            getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+        )
         for kind in ("k_proj", "v_proj"):
-            planned = any(f"{start}layers.*.self_attn.{kind}" in model.tp_plan for start in ("", "model."))
-            weights = [module.weight for name, module in model.named_modules() if name.endswith(f".{kind}")]
+            planned = any(
+                f"{start}layers.*.self_attn.{kind}" in model.tp_plan for start in ("", "model.")
+            )
+            weights = [
+                module.weight for name, module in model.named_modules() if name.endswith(f".{kind}")
+            ]
             sharded = weights and all(isinstance(each, DTensor) for each in weights)
             if not (planned and sharded and heads % mesh.size() == 0):
                 raise UnsupportedModuleError(
-                    f"generate_batch of a parallel model: expected {kind} sharded by the model's own plan, and its "
-                    f"{heads} heads divided by {mesh.size()} ranks without a rest, because transformers counts the "
+                    f"generate_batch of a parallel model: expected {kind} sharded by the model's "
+                    "own plan, and its "
+                    f"{heads} heads divided by {mesh.size()} ranks without a rest, because "
+                    "transformers counts the "
                     "heads of its cache so; use generate()"
                 )
         # Looked for by the name "tp", or without names.

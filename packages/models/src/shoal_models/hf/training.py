@@ -1,8 +1,8 @@
 """transformers' Trainer and accelerate with a parallel model: what they do per process is done once for the mesh.
 
-Both take ranks for data-parallel processes: they would wrap the model in DistributedDataParallel and give every rank
-other batches. Ranks of one tensor axis read the same batches, so every rank is one process to them. In a checkpoint
-every rank writes its shards, rank 0 what is not sharded:
+Both take ranks for data-parallel processes: they would wrap the model in DistributedDataParallel
+and give every rank other batches. Ranks of one tensor axis read the same batches, so every rank is
+one process to them. In a checkpoint every rank writes its shards, rank 0 what is not sharded:
 
 checkpoint-STEP/
     model*.safetensors, config.json    as `save_sharded` writes them; of a model of peft
@@ -39,8 +39,8 @@ _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def single_process() -> Iterator[None]:
     """Inside the block, accelerate and `TrainingArguments` do not see the other ranks that torchrun started.
 
-    Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything else asks accelerate
-    for its state; the mesh exists already.
+    Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything
+    else asks accelerate for its state; the mesh exists already.
 
     Example:
         >>> with single_process():
@@ -68,8 +68,10 @@ def prepare_accelerator(accelerator: Any) -> Any:
     """
     if accelerator.num_processes != 1:
         raise PlanError(
-            f"prepare_accelerator: accelerate has {accelerator.num_processes} processes and would give each rank other "
-            "batches; make it inside `with hf.single_process():`, and have each data-parallel row read its own data"
+            f"prepare_accelerator: accelerate has {accelerator.num_processes} processes and would "
+            "give each rank other "
+            "batches; make it inside `with hf.single_process():`, and have each data-parallel row "
+            "read its own data"
         )
 
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -83,10 +85,10 @@ def prepare_accelerator(accelerator: Any) -> Any:
 def prepare_trainer(trainer: Any) -> Any:
     """A `Trainer` of transformers for a parallel model.
 
-    Gradients are clipped by the norm over all shards.  Checkpoints hold the shards of all ranks: models as
-    `save_sharded` writes them, optimizers as torch.distributed.checkpoint does; `train(resume_from_checkpoint=...)`
-    reads them, on any number of ranks.  Losses, schedules, accumulation, checkpointing of activations and fused
-    optimizers need nothing.
+    Gradients are clipped by the norm over all shards. Checkpoints hold the shards of all ranks:
+    models as `save_sharded` writes them, optimizers as torch.distributed.checkpoint does;
+    `train(resume_from_checkpoint=...)` reads them, on any number of ranks. Losses, schedules,
+    accumulation, checkpointing of activations and fused optimizers need nothing.
 
     Args:
         trainer: made, with its `TrainingArguments`, inside `single_process()`; changed in place.
@@ -110,10 +112,12 @@ def prepare_trainer(trainer: Any) -> Any:
     return trainer
 
 
-# --- checkpoints of a Trainer -----------------------------------------------------------------------------------------
+# --- checkpoints of a Trainer ---------------------------------------------------------------------
 
 
-def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None) -> None:
+def _save(
+    trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None
+) -> None:
     """The model, by all ranks; tokenizer and arguments, by rank 0."""
     directory = output_dir or trainer.args.output_dir
     if _adapted(trainer.model):
@@ -125,7 +129,9 @@ def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = Non
 
 
 def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial: Any) -> None:
-    directory = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+    directory = (
+        Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+    )
     trainer.save_model(str(directory), _internal_call=True)
     if not trainer.args.save_only_model:
         import torch.distributed.checkpoint as dcp
@@ -140,7 +146,9 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
         return trainer.state.best_model_checkpoint
 
     with _doing_nothing(trainer, "save_model", "_save_optimizer_and_scheduler"):
-        trainer.state.best_model_checkpoint = on_first("cannot write the Trainer's checkpoint", rest)
+        trainer.state.best_model_checkpoint = on_first(
+            "cannot write the Trainer's checkpoint", rest
+        )
 
 
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:

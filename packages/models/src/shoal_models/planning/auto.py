@@ -10,29 +10,40 @@ from torch import nn
 from shoal_dtensor.internal import holds_tensors, takes
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import LatentProjection, ParallelStyle
-from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, progress, resolve, sharded_parameters, try_plan
+from shoal_tp_styles.internal import (
+    HOW_TO_QUANTIZE,
+    AutoPlan,
+    progress,
+    resolve,
+    sharded_parameters,
+    try_plan,
+)
 
 from .recipes import Entries, ModelBlocks, read_above
 
 
 @takes(model=nn.Module)
-def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> AutoPlan:
+def auto_plan(
+    model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
+) -> AutoPlan:
     """Styles by path, layers of one kind under one wildcard.
 
-    For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the model's own `tp_plan`;
-    column-wise and row-wise projections by their usual names and shapes, with the norms, biases, sinks and counts of
-    heads between them; experts of any kind; and weights of which every rank gathers the output, which is right wherever
-    inputs are replicated.  Without a mesh the first recipe of each block is returned.
+    For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the
+    model's own `tp_plan`; column-wise and row-wise projections by their usual names and shapes,
+    with the norms, biases, sinks and counts of heads between them; experts of any kind; and weights
+    of which every rank gathers the output, which is right wherever inputs are replicated. Without a
+    mesh the first recipe of each block is returned.
 
-    Names prove nothing: a model may reshape by its own number of heads, or normalise sharded queries.  With a mesh and
-    example inputs recipes are run on simulated ranks against the plain model, and the first that computes the same is
-    taken.  What stays whole is in `whole`, with the reason.  `parallelize_module` takes an automatic plan only where it
-    is proven.
+    Names prove nothing: a model may reshape by its own number of heads, or normalise sharded
+    queries. With a mesh and example inputs recipes are run on simulated ranks against the plain
+    model, and the first that computes the same is taken. What stays whole is in `whole`, with the
+    reason. `parallelize_module` takes an automatic plan only where it is proven.
 
     Args:
         model: not parallel; it stays as it is.
         mesh: with one axis; also an `abstract_mesh`.
-        args: example inputs of global shape; a small configuration of a model proves the plan for its shape.
+        args: example inputs of global shape; a small configuration of a model proves the plan for
+            its shape.
         kwargs: likewise.
 
     Example:
@@ -48,14 +59,17 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     """
     blocks = ModelBlocks(model)
     options = blocks.recipes()
-    first: Entries = {path: style for entries in options.values() for path, style in entries[0].items()}
+    first: Entries = {
+        path: style for entries in options.values() for path, style in entries[0].items()
+    }
     plan = AutoPlan(first)
     if mesh is None:
         return plan
     dropped: dict[str, str] = {}
     if _unproven(model, first, mesh, args, kwargs):
         plan = AutoPlan()
-        for block in progress(options.values(), "proving the blocks of a plan"):  # each beside those that are proven
+        # each beside those that are proven
+        for block in progress(options.values(), "proving the blocks of a plan"):
             for entries in block:
                 problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs)
                 if not problem:
@@ -69,15 +83,22 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     return plan
 
 
-def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any) -> str:
+def _unproven(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any
+) -> str:
     """Why a plan is not proven; empty where it is."""
     trial = try_plan(model, dict(styles), mesh, args, kwargs)
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
-def _whole(blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _whole(
+    blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
-    model, sharded = blocks.model, {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
+    model, sharded = (
+        blocks.model,
+        {id(param) for param in sharded_parameters(resolve(blocks.model, plan))},
+    )
     for path, module in model.named_modules():
         general = blocks.general[path]
         for name, param in module._parameters.items():
@@ -88,7 +109,9 @@ def _whole(blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]) -> It
                 elif style is None and path and read_above(path, parent):
                     why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
                 else:
-                    why = _reason(module, style, "" if style is not None else dropped.get(general, ""))
+                    why = _reason(
+                        module, style, "" if style is not None else dropped.get(general, "")
+                    )
                 yield f"{general}.{name}".lstrip("."), why
 
 

@@ -1,9 +1,10 @@
 """Degrees of data and tensor parallelism for so many ranks under a memory bound, each with memory and cost.
 
-Activations are counted by one forward on the meta device: simulated ranks run the parallel model on tensors without
-values.  Every storage that is made is watched, and those that live when the forward is over count: what autograd,
-custom functions and checkpoints keep, and the outputs.  Attention without dropout is that of torch's fused kernels,
-which the meta device has not: they keep no weights.
+Activations are counted by one forward on the meta device: simulated ranks run the parallel model on
+tensors without values. Every storage that is made is watched, and those that live when the forward
+is over count: what autograd, custom functions and checkpoints keep, and the outputs. Attention
+without dropout is that of torch's fused kernels, which the meta device has not: they keep no
+weights.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from torch.nn import functional
 from shoal_context_parallel.internal import flash_attention
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, format_bytes, local_of, pytree, takes
+from shoal_dtensor.internal import (
+    ReplacedAttention,
+    TorchDispatchMode,
+    format_bytes,
+    local_of,
+    pytree,
+    takes,
+)
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_tp_styles import preview
 from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, map_tensors, to_meta
 
 from .auto import auto_plan
 
-# Data parallelism -> what it divides by the number of replicas, of (parameters, gradients, optimizer state), and how
-# often a step sends the parameters' bytes around a ring.
+# Data parallelism -> what it divides by the number of replicas, of (parameters, gradients,
+# optimizer state), and how often a step sends the parameters' bytes around a ring.
 _REPLICAS = {
     "replicate": ((), 2),
     "replicate(shard_optimizer=True)": ((2,), 2),
@@ -75,25 +83,39 @@ class Proposal(NamedTuple):
 
     def __repr__(self) -> str:
         rows = [
-            f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} {format_bytes(each.nbytes):>11} "
+            f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} "
+            f"{format_bytes(each.nbytes):>11} "
             f"{format_bytes(each.activation_bytes):>12} "
             f"{each.seconds * 1e3:9.2f} ms  {'' if each.nbytes <= self.bound else 'too much'}".rstrip()
             for each in self.candidates
         ]
         head = f"  dp x tp   data parallelism {'':19} bytes/rank  activations   of {format_bytes(self.bound)}"
-        return "\n".join([head, *rows, *[f"activations are not counted: {self.uncounted}"] * bool(self.uncounted)])
+        return "\n".join(
+            [
+                head,
+                *rows,
+                *[f"activations are not counted: {self.uncounted}"] * bool(self.uncounted),
+            ]
+        )
 
 
 @takes(model=nn.Module, ranks=int, bound=(int, float))
 def propose(
-    model: nn.Module, ranks: int, bound: int, *args: Any, plan: Plan | None = None, state: float = 2.0, **kwargs: Any
+    model: nn.Module,
+    ranks: int,
+    bound: int,
+    *args: Any,
+    plan: Plan | None = None,
+    state: float = 2.0,
+    **kwargs: Any,
 ) -> Proposal:
     """Degrees and a plan under a memory bound, compared with the alternatives.  No process group is needed.
 
-    Memory is that of parameters, gradients, optimizer state, and what a forward keeps: give a model that returns its
-    loss, in the mode and with the checkpoints with which it trains. What a step needs for moments comes on top: the
-    parameters that `fully_shard` has gathered for a unit, buckets of reductions, gradients of activations. Prove the
-    plan by `verify` on a small configuration.
+    Memory is that of parameters, gradients, optimizer state, and what a forward keeps: give a model
+    that returns its loss, in the mode and with the checkpoints with which it trains. What a step
+    needs for moments comes on top: the parameters that `fully_shard` has gathered for a unit,
+    buckets of reductions, gradients of activations. Prove the plan by `verify` on a small
+    configuration.
 
     Args:
         model: not parallel, on any device, also meta.
@@ -114,7 +136,9 @@ def propose(
         (4, 1)
     """
     if ranks < 1 or bound < 1:
-        raise LayoutError(f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes")
+        raise LayoutError(
+            f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes"
+        )
     chosen: Plan = auto_plan(model) if plan is None else plan
     found: list[Candidate] = []
     uncounted = ""
@@ -123,18 +147,27 @@ def propose(
         inputs, named = _of_one(args, replicas), _of_one(kwargs, replicas)
         try:
             activations = activation_bytes(model, chosen, mesh, inputs, named)
-        except Exception as error:  # whatever the user's model raises without values is a finding
+        except Exception as error:
+            # whatever the user's model raises without values is a finding
             activations, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
         cost = preview(model, chosen, mesh, *inputs, **named)
         link = topology_of(abstract_mesh((replicas,)))[0]
         for data, (divided, times) in _REPLICAS.items():
             if replicas > 1 or not divided:
                 sizes = [cost.parameter_bytes, cost.parameter_bytes, cost.parameter_bytes * state]
-                nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
+                nbytes = sum(
+                    size / (replicas if part in divided else 1) for part, size in enumerate(sizes)
+                )
                 around = cost.parameter_bytes * times * (replicas - 1) / replicas  # a ring
                 seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
-                found.append(Candidate((replicas, tensor), data, round(nbytes) + activations, activations, seconds))
-    order = sorted(found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes))
+                found.append(
+                    Candidate(
+                        (replicas, tensor), data, round(nbytes) + activations, activations, seconds
+                    )
+                )
+    order = sorted(
+        found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes)
+    )
     return Proposal(chosen, bound, tuple(order), uncounted)
 
 
@@ -147,7 +180,7 @@ def _of_one(value: Any, replicas: int) -> Any:
     return map_tensors(rows, value)
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 class _Storages(TorchDispatchMode):
@@ -161,7 +194,8 @@ class _Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in filter(torch.is_tensor, pytree.tree_leaves(out)):
             storage: Any = local_of(leaf).untyped_storage()
-            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
+            # torch
+            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return out
 
 
@@ -179,15 +213,20 @@ def _attention(
     if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
         attend = functional.scaled_dot_product_attention
         return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    mask = attn_mask if attn_mask is None or attn_mask.is_floating_point() else attn_mask.to(query.dtype)
+    mask = (
+        attn_mask
+        if attn_mask is None or attn_mask.is_floating_point()
+        else attn_mask.to(query.dtype)
+    )
     return flash_attention(query, key, value, is_causal, mask, options.get("scale"))[0]
 
 
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
     """Bytes that the rank which keeps most holds of activations when a forward is over.
 
-    The model is not parallel, in the mode and with the checkpoints in which it will train; inputs are of global shape.
-    It may raise anything where it reads values, which tensors on the meta device have not.
+    The model is not parallel, in the mode and with the checkpoints in which it will train; inputs
+    are of global shape. It may raise anything where it reads values, which tensors on the meta
+    device have not.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -195,11 +234,14 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         >>> activation_bytes(mlp, {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
         832
     """
-    from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
+    # here: it takes longer to import than the whole layer
+    from shoal_dtensor.testing import simulate_ranks
 
     def one_rank(view: DeviceMesh) -> int:
         # A copy whose parameters and buffers have no values; tied ones stay tied.
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+        }
         memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
         module = copy.deepcopy(model, memo)
         apply_plan(plan, module, view)
@@ -209,9 +251,12 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         inputs, named = to_meta(args), to_meta(kwargs)
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named)
-        all_reduce(torch.zeros(1), view.comm(0))  # ranks that have not come as far refer to what this one has sent
+        # ranks that have not come as far refer to what this one has sent
+        all_reduce(torch.zeros(1), view.comm(0))
         made = storages.made.items()
-        nbytes = sum(size for key, (storage, size) in made if key not in parameters and not storage.expired())
+        nbytes = sum(
+            size for key, (storage, size) in made if key not in parameters and not storage.expired()
+        )
         del out  # not before: it holds the graph
         return nbytes
 

@@ -1,8 +1,9 @@
 """What may be done with the blocks of a model, in order of preference: entries of plans, to be tried one by one.
 
-A block is what is right or wrong together: projections around one attention, a feed-forward, experts, a vocabulary.
-Its recipes come from the model's own plan, from roles (which modules compute heads or hidden features, and which sum
-over them), and from the one thing that is always right: shards of a weight, of which every rank gathers the output.
+A block is what is right or wrong together: projections around one attention, a feed-forward,
+experts, a vocabulary. Its recipes come from the model's own plan, from roles (which modules compute
+heads or hidden features, and which sum over them), and from the one thing that is always right:
+shards of a weight, of which every rank gathers the output.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shoal_tp_styles.internal import COLWISE, class_of, experts_of, kinds_of, named_styles, out_features
+from shoal_tp_styles.internal import (
+    COLWISE,
+    class_of,
+    experts_of,
+    kinds_of,
+    named_styles,
+    out_features,
+)
 
 Entries = dict[str, ParallelStyle]
 
@@ -39,9 +47,11 @@ GATHERED = ColwiseParallel(output_layouts=Replicate())
 TOKENS = RowwiseParallel(input_layouts=Replicate())
 PER_SHARD = SequenceParallel(use_local_output=True)
 """Replicated parameters that a rank uses for its own heads or features: their gradients are summed."""
-_SMALL = 0.01  # part of all parameters below which a module stays whole
+# part of all parameters below which a module stays whole
+_SMALL = 0.01
 
-# Roles by the last names of a path.  What a recipe makes of them is tried, so a name may promise too much.
+# Roles by the last names of a path.  What a recipe makes of them is tried, so a name may promise
+# too much.
 ROLES: dict[str, re.Pattern[str]] = {
     role: re.compile(rf"(^|\.)({names})$")
     for role, names in {
@@ -70,9 +80,13 @@ def _general_paths(model: nn.Module) -> dict[str, str]:
         above, _, name = path.rpartition(".")
         parent = modules[above]
         children = [*parent.children()]
-        alike = len(children) > 1 and len({*map(type, children)}) == 1 and any(children[0].children())
+        alike = (
+            len(children) > 1 and len({*map(type, children)}) == 1 and any(children[0].children())
+        )
         listed = alike or isinstance(parent, nn.ModuleList)
-        general[path] = f"{general[above]}.{'*' if listed and name.isdecimal() else name}".lstrip(".")
+        general[path] = f"{general[above]}.{'*' if listed and name.isdecimal() else name}".lstrip(
+            "."
+        )
     return general
 
 
@@ -101,7 +115,9 @@ class ModelBlocks:
             self.modules.setdefault(self.general[path], module)
         self.total = sum(param.numel() for param in model.parameters()) or 1
         self.layers = Counter(self.general.values())
-        self.roles = {path: role for path, module in self.modules.items() if (role := _role(path, module))}
+        self.roles = {
+            path: role for path, module in self.modules.items() if (role := _role(path, module))
+        }
         for path, module in self.modules.items():
             for name, role in _pair(module):
                 self.roles.setdefault(f"{path}.{name}".lstrip("."), role)
@@ -119,7 +135,11 @@ class ModelBlocks:
         found: dict[str, list[Entries]] = {}
         blocks: dict[str, dict[str, str]] = {}
         for path, role in self.roles.items():
-            if path not in vocabulary and role in ("column", "row", "fused", "latent") and not _below(path, inside):
+            if (
+                path not in vocabulary
+                and role in ("column", "row", "fused", "latent")
+                and not _below(path, inside)
+            ):
                 blocks.setdefault(self._block(path), {})[path] = role
         own = self._own(set(blocks), inside, vocabulary)
         for block, roles in blocks.items():
@@ -127,7 +147,10 @@ class ModelBlocks:
             gathered: Entries = dict.fromkeys(leaves, GATHERED)
             found[block] = [*own.pop(block, []), *self._by_roles(block, roles), gathered]
         for path in inside:
-            experts: list[Entries] = [{path: ExpertTensorParallel()}, {path: ExpertParallel(input_layouts=Replicate())}]
+            experts: list[Entries] = [
+                {path: ExpertTensorParallel()},
+                {path: ExpertParallel(input_layouts=Replicate())},
+            ]
             found[path] = [*own.pop(path, []), *experts]
         found.update(own)
         if vocabulary:
@@ -137,10 +160,16 @@ class ModelBlocks:
             if path in with_role or _below(path, inside) or not self._gathers(path):
                 continue
             size = sum(param.numel() for param in module._parameters.values() if param is not None)
-            if not self.is_small(path, size) and not read_above(path, self.modules.get(path.rpartition(".")[0])):
+            if not self.is_small(path, size) and not read_above(
+                path, self.modules.get(path.rpartition(".")[0])
+            ):
                 found[path] = [{path: GATHERED}]
         return {
-            block: [entries for i, entries in enumerate(options) if entries and entries not in options[:i]]
+            block: [
+                entries
+                for i, entries in enumerate(options)
+                if entries and entries not in options[:i]
+            ]
             for block, options in found.items()
         }
 
@@ -150,9 +179,13 @@ class ModelBlocks:
 
     def _block(self, path: str) -> str:
         above = path.rpartition(".")[0]
-        return _ABOVE.sub("", above) if path.endswith(".dense") or above.endswith(".self") else above
+        return (
+            _ABOVE.sub("", above) if path.endswith(".dense") or above.endswith(".self") else above
+        )
 
-    def _own(self, blocks: set[str], inside: list[str], vocabulary: Entries) -> dict[str, list[Entries]]:
+    def _own(
+        self, blocks: set[str], inside: list[str], vocabulary: Entries
+    ) -> dict[str, list[Entries]]:
         """The entries of the model's own plan, by block."""
         plan = getattr(self.model, "tp_plan", None)
         if not isinstance(plan, Mapping) or not plan:
@@ -181,7 +214,9 @@ class ModelBlocks:
         if by_role["fused"]:
             three = "gate" not in by_role["fused"][0] and not by_role["fused"][0].endswith("Wi")
             packed = PackedColwiseParallel(blocks=3 if three else 2)
-            fused = [dict.fromkeys(by_role["fused"], style) for style in (packed, ColwiseParallel())]
+            fused = [
+                dict.fromkeys(by_role["fused"], style) for style in (packed, ColwiseParallel())
+            ]
         for counts in self._counts(by_role["column"] + by_role["fused"], by_role["row"]):
             for between in self._between(block, roles):
                 for style in fused:
@@ -192,7 +227,11 @@ class ModelBlocks:
         vectors: Entries = {}
         features: Entries = {}
         for path, module in self.modules.items():
-            if path in roles or not path.startswith(f"{block}." if block else "") or self._block(path) != block:
+            if (
+                path in roles
+                or not path.startswith(f"{block}." if block else "")
+                or self._block(path) != block
+            ):
                 continue
             params = [param for param in module._parameters.values() if param is not None]
             if isinstance(module, nn.Embedding) and module.embedding_dim == self._heads(block):
@@ -203,25 +242,41 @@ class ModelBlocks:
 
     def _heads(self, block: str) -> int | None:
         config = _text_config(self.model)
-        for name, value in {**vars(self.modules[block]), **(vars(config) if config is not None else {})}.items():
-            if type(value) is int and _HEADS.search(name) and "key_value" not in name and "kv" not in name:
+        for name, value in {
+            **vars(self.modules[block]),
+            **(vars(config) if config is not None else {}),
+        }.items():
+            if (
+                type(value) is int
+                and _HEADS.search(name)
+                and "key_value" not in name
+                and "kv" not in name
+            ):
                 return value
         return None
 
     def _counts(self, columns: list[str], rows: list[str]) -> Iterator[Entries]:
         """No counts; those of heads alone; those of heads and of all their features; each with the vectors of heads."""
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
-        widths = {int(self.modules[path].weight.numel() // out_features(self.modules[path])) for path in rows}
+        widths = {
+            int(self.modules[path].weight.numel() // out_features(self.modules[path]))
+            for path in rows
+        }
         yield {path: own for path in paths if (own := self._own_parameters(path, ()))}
         for features in (False, True):
             counts: Entries = {}
             for path in paths:
                 owner = self.modules[path]
-                ints = {name: value for name, value in vars(owner).items() if type(value) is int and value > 1}
+                ints = {
+                    name: value
+                    for name, value in vars(owner).items()
+                    if type(value) is int and value > 1
+                }
                 chosen = tuple(
                     name
                     for name, value in ints.items()
-                    if _HEADS.search(name) or (features and value in widths and not name.startswith("head_"))
+                    if _HEADS.search(name)
+                    or (features and value in widths and not name.startswith("head_"))
                 )
                 if own := self._own_parameters(path, chosen):
                     counts[path] = own
@@ -230,7 +285,11 @@ class ModelBlocks:
 
     def _own_parameters(self, path: str, counts: tuple[str, ...]) -> OwnParameters | None:
         """Vectors with an entry for each head, and the counts; None if there is neither."""
-        vectors = {name: p for name, p in self.modules[path]._parameters.items() if p is not None and p.ndim == 1}
+        vectors = {
+            name: p
+            for name, p in self.modules[path]._parameters.items()
+            if p is not None and p.ndim == 1
+        }
         dims = {name: 0 for name, param in vectors.items() if param.shape[0] == self._heads(path)}
         return OwnParameters(dims=dims, counts=counts) if dims or counts else None
 
@@ -244,19 +303,33 @@ class ModelBlocks:
         for get in ("get_input_embeddings", "get_output_embeddings"):
             with suppress(AttributeError, NotImplementedError):
                 module = getattr(self.model, get)()
-                entries |= {path: _of_vocabulary(module, []) for path, each in self.modules.items() if each is module}
-        while more := self._sharing(entries):  # a head may share its bias with the module above it
+                entries |= {
+                    path: _of_vocabulary(module, [])
+                    for path, each in self.modules.items()
+                    if each is module
+                }
+        # a head may share its bias with the module above it
+        while more := self._sharing(entries):
             entries |= more
         return entries
 
     def _sharing(self, entries: Entries) -> Entries:
-        parameters = {id(p) for path in entries for p in self.modules[path]._parameters.values() if p is not None}
+        parameters = {
+            id(p)
+            for path in entries
+            for p in self.modules[path]._parameters.values()
+            if p is not None
+        }
         shared = {
             path: [name for name, param in module._parameters.items() if id(param) in parameters]
             for path, module in self.modules.items()
             if path not in entries
         }
-        return {path: _of_vocabulary(self.modules[path], names) for path, names in shared.items() if names}
+        return {
+            path: _of_vocabulary(self.modules[path], names)
+            for path, names in shared.items()
+            if names
+        }
 
     def _gathers(self, path: str) -> bool:
         return any(kind in COLWISE for kind in kinds_of(self.modules[path]))
@@ -267,13 +340,17 @@ def _role(path: str, module: nn.Module) -> str:
         return "tokens" if ROLES["tokens"].search(path) else ""
     if out_features(module) is None:
         return ""
-    return next((role for role, names in ROLES.items() if role != "tokens" and names.search(path)), "")
+    return next(
+        (role for role, names in ROLES.items() if role != "tokens" and names.search(path)), ""
+    )
 
 
 def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         return TOKENS
-    return OwnParameters(dims=dict.fromkeys(shared, 0)) if out_features(module) is None else GATHERED
+    return (
+        OwnParameters(dims=dict.fromkeys(shared, 0)) if out_features(module) is None else GATHERED
+    )
 
 
 def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """`load_sharded`: a parallel model filled from files or a state dict, each rank reading only its own shards.
 
-Build the model on the meta device, parallelize it (parameters become DTensors without storage), then load:
-no rank ever holds a sharded parameter in full.  Without communication.
+Build the model on the meta device, parallelize it (parameters become DTensors without storage),
+then load: no rank ever holds a sharded parameter in full. Without communication.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     """Fill a parallel model in place; parameters on the meta device get storage on their mesh's device.
 
     Args:
-        module: after `parallelize_module`; fused parameters that a style split are read from their fused entries,
-            shared ones from whichever of their names the source has.
+        module: after `parallelize_module`; fused parameters that a style split are read from their
+            fused entries, shared ones from whichever of their names the source has.
         source: a state dict of unsharded tensors, or one or several safetensors files.
         strict: raise if the model or the source has entries that the other lacks.
 
@@ -80,7 +80,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         What was missing or unexpected, and how many bytes this rank read.
 
     Raises:
-        PlanError: if a shape differs (before anything is written), or entries differ under `strict`.
+        PlanError: if a shape differs (before anything is written), or entries differ under
+            `strict`.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -120,7 +121,8 @@ def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: boo
         shape = tuple(stored[entry.source].shape) if entry.source in common else entry.source_shape
         if entry.source_shape != shape:
             raise PlanError(
-                f"load_sharded: {entry.source!r} is {shape} in the source, the model needs {entry.source_shape}"
+                f"load_sharded: {entry.source!r} is {shape} in the source, the model needs "
+                f"{entry.source_shape}"
             )
     return loaded
 
@@ -161,7 +163,9 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         blocks = {
-            name: (*rows, fused.transposed) for fused in _split_parameters(owner) for name, rows in block_rows(fused)
+            name: (*rows, fused.transposed)
+            for fused in _split_parameters(owner)
+            for name, rows in block_rows(fused)
         }
         tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
         for table in tables:
@@ -188,7 +192,9 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
     tensor, local = entry.tensor, local_of(entry.tensor)
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
-        target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
+        target = (
+            torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
+        )
         for slices, place in boxes_of(tensor, entry.first_row):
             read = stored[slices[::-1]].t() if entry.transposed else stored[slices]
             loaded.bytes_read += read.numel() * read.element_size()
@@ -196,7 +202,11 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
         if not local.is_meta:
             return
         value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
-    replacement = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    replacement = (
+        nn.Parameter(value, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else value
+    )
     filled[id(tensor)] = entry.table[entry.name] = replacement
 
 

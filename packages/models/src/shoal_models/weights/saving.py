@@ -1,7 +1,8 @@
 """What the ranks hold of a model, written into safetensors files or into another model, shard by shard.
 
-No parameter is gathered.  Files have their final size before the first byte of data, and a box of a tensor is written
-where it belongs in them: what the ranks send each other is names, shapes and boxes.
+No parameter is gathered. Files have their final size before the first byte of data, and a box of a
+tensor is written where it belongs in them: what the ranks send each other is names, shapes and
+boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, in_groups, local_of, move_blocks, takes, volume
+from shoal_dtensor.internal import (
+    Blocks,
+    Box,
+    Shards,
+    exchange_blocks,
+    in_groups,
+    local_of,
+    move_blocks,
+    takes,
+    volume,
+)
 from shoal_mesh import comm_over
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
@@ -86,16 +97,20 @@ class StoredTensor:
 
 
 @takes(module=nn.Module)
-def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30) -> Saved:
+def save_sharded(
+    module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30
+) -> Saved:
     """Write a model's parameters and persistent buffers as safetensors, under the names that the plain model has.
 
-    All ranks of the world call it, with a directory that all of them see.  `load_sharded` reads the files on any number
-    of ranks, and so does plain `from_pretrained` of transformers, bit for bit: a model with a configuration gets its
-    `config.json` and `generation_config.json` too.  Packed and split parameters are written as the fused ones, shared
-    ones once.  A rank needs no memory beyond one contiguous copy of its shard of one parameter.
+    All ranks of the world call it, with a directory that all of them see. `load_sharded` reads the
+    files on any number of ranks, and so does plain `from_pretrained` of transformers, bit for bit:
+    a model with a configuration gets its `config.json` and `generation_config.json` too. Packed and
+    split parameters are written as the fused ones, shared ones once. A rank needs no memory beyond
+    one contiguous copy of its shard of one parameter.
 
-    Files are written beside the directory, which is then exchanged in one step (where the file system cannot, by two
-    renames); whatever is interrupted leaves the old one.  Other files of the directory are kept.
+    Files are written beside the directory, which is then exchanged in one step (where the file
+    system cannot, by two renames); whatever is interrupted leaves the old one. Other files of the
+    directory are kept.
 
     Args:
         module: parallel or plain.
@@ -117,7 +132,9 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     target, boxes = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
     failed = "save_sharded: nothing is replaced, cannot"
-    described = agree(lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors")
+    described = agree(
+        lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors"
+    )
     tensors = _merged(described)
     files = _pack(tensors, max_file_bytes)
     try:
@@ -147,9 +164,15 @@ def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> 
     for entry in _once(module):
         dtype = entry.tensor.dtype
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{entry.source!r} is {dtype}, which safetensors files do not hold")
+            raise CheckpointError(
+                f"{entry.source!r} is {dtype}, which safetensors files do not hold"
+            )
         mine = shards.setdefault(entry.source, [])
-        mine.extend((box, shard) for box, shard in _boxes(entry) if shard.numel() or not prod(entry.source_shape))
+        mine.extend(
+            (box, shard)
+            for box, shard in _boxes(entry)
+            if shard.numel() or not prod(entry.source_shape)
+        )
         described[entry.source] = (dtype, entry.source_shape, [box for box, _ in mine])
     return described
 
@@ -158,9 +181,13 @@ def _once(module: nn.Module) -> list[Entry]:
     """The entries, shared ones under the name that a tied model's files have."""
     entries = list(entries_of(module))
     plain = nn.Module.get_extra_state
-    stateful = [name for name, each in module.named_modules() if type(each).get_extra_state is not plain]
+    stateful = [
+        name for name, each in module.named_modules() if type(each).get_extra_state is not plain
+    ]
     if stateful:
-        raise CheckpointError(f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()")
+        raise CheckpointError(
+            f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()"
+        )
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     chosen: dict[tuple[int, int], Entry] = {}
     for entry in sorted(entries, key=lambda each: each.source in tied):
@@ -172,15 +199,23 @@ def _once(module: nn.Module) -> list[Entry]:
 def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and tensor.spec.coordinate is None:
-        return  # another mesh's, of which this rank is no part
+        # another mesh's, of which this rank is no part
+        return
     local = local_of(tensor).detach()
     if local.is_meta:
-        raise CheckpointError(f"{entry.source!r} is on the meta device; load or initialize it first")
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise CheckpointError(f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first")
+        raise CheckpointError(
+            f"{entry.source!r} is on the meta device; load or initialize it first"
+        )
+    if isinstance(tensor, DTensor) and any(
+        placement.is_partial() for placement in tensor.placements
+    ):
+        raise CheckpointError(
+            f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first"
+        )
     for where, place in boxes_of(tensor, entry.first_row):
         box, shard = tuple((each.start, each.stop) for each in where), local[place]
-        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)  # ((0, 4), (2, 3)): ((2, 3), (0, 4))
+        # ((0, 4), (2, 3)): ((2, 3), (0, 4))
+        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
 
 
 def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
@@ -191,7 +226,8 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
             tensor = tensors.setdefault(name, StoredTensor(dtype, shape))
             if (tensor.dtype, tensor.shape) != (dtype, shape):
                 raise CheckpointError(
-                    f"rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as {tensor.dtype} {tensor.shape}"
+                    f"rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as "
+                    f"{tensor.dtype} {tensor.shape}"
                 )
             for box in boxes:
                 tensor.holders.setdefault(box, []).append(rank)
@@ -200,7 +236,8 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
         covered = sum(map(volume, tensor.holders))  # rows 0:2 and 2:3 of (3, 4): 8 + 4
         if covered != prod(tensor.shape):
             raise CheckpointError(
-                f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
+                f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all "
+                "ranks "
                 "of its mesh make the call, with the same model"
             )
     return tensors
@@ -211,22 +248,35 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
     groups = in_groups(tensors, lambda name: tensors[name].nbytes, limit) or [[]]
     headers: dict[str, bytes] = {}
     for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        file = (
+            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            if len(groups) > 1
+            else "model.safetensors"
+        )
         end, header = 0, dict[str, Any](__metadata__={"format": "pt"})
         for name in sorted(names, key=lambda each: -tensors[each].dtype.itemsize):
             tensor = tensors[name]
-            start, end = end, end + tensor.nbytes  # (2, 3) and (3,) of float32: 0, 24, then 24, 36
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+            # (2, 3) and (3,) of float32: 0, 24, then 24, 36
+            start, end = end, end + tensor.nbytes
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": (start, end),
+            }
             tensor.file, tensor.start = file, start
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # 61 bytes and 3 spaces: the data begins at 8 + 64
+        # 61 bytes and 3 spaces: the data begins at 8 + 64
+        text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
         for name in names:
-            tensors[name].start += len(headers[file])  # 8 for the length of the text, then the text
+            # 8 for the length of the text, then the text
+            tensors[name].start += len(headers[file])
     return headers
 
 
-def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]) -> None:
+def _prepare(
+    module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]
+) -> None:
     """The directory beside the target: files of their final size, the index, and the model's configuration."""
     shutil.rmtree(stage, ignore_errors=True)  # of a save that was interrupted
     stage.mkdir(parents=True)
@@ -237,7 +287,10 @@ def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], f
             out.truncate(len(header) + data)
     if len(files) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: each.file for name, each in tensors.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: each.file for name, each in tensors.items()},
+        }
         (stage / _INDEX).write_text(json.dumps(index, indent=2))
     model: Any = module
     if hasattr(getattr(model, "config", None), "save_pretrained"):  # of transformers
@@ -247,7 +300,9 @@ def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], f
             model.generation_config.save_pretrained(stage)
 
 
-def _write(shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
+def _write(
+    shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path
+) -> int:
     """Write the boxes of which this rank is the writer; returns their bytes."""
     rank, written = own_rank(), 0
     with ExitStack() as stack:
@@ -258,7 +313,9 @@ def _write(shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, Store
                 if tensor.writers[box] != rank:
                     continue
                 if tensor.file not in files:
-                    files[tensor.file] = stack.enter_context(open(stage / tensor.file, "rb+", buffering=0)).fileno()
+                    files[tensor.file] = stack.enter_context(
+                        open(stage / tensor.file, "rb+", buffering=0)
+                    ).fileno()
                 written += _write_box(files[tensor.file], tensor, box, shard)
         for file in files.values():
             os.fsync(file)
@@ -272,14 +329,16 @@ def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
     if not data.nbytes:
         return 0
     full = len(box)
-    while full and box[full - 1] == (0, tensor.shape[full - 1]):  # columns 1:3 of (6, 4, 5): 3, then 2
+    # columns 1:3 of (6, 4, 5): 3, then 2
+    while full and box[full - 1] == (0, tensor.shape[full - 1]):
         full -= 1
     strides = [prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
     outer = box[: max(full - 1, 0)]  # ((0, 6),) where columns are sharded
     run = data.nbytes // volume(outer)  # 6 * 2 * 5 of 4 bytes: 240 // 6 = 40
     base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)  # column 1: 1 * 20
     for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
-        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))  # row 3: 3 * 80
+        # row 3: 3 * 80
+        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))
         rest = data[number * run : (number + 1) * run]
         while rest:  # a call may write less than it is given
             count = os.pwrite(file, rest, offset)
@@ -295,8 +354,13 @@ def _publish(stage: Path, target: Path) -> None:
     if not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
     # What of the old checkpoint has no place beside the new one.
-    safetensors, pickled = "model-[0-9]*-of-[0-9]*.safetensors", "pytorch_model-[0-9]*-of-[0-9]*.bin"
-    weights = shutil.ignore_patterns("model.safetensors", safetensors, "pytorch_model.bin", pickled, "*.index.json")
+    safetensors, pickled = (
+        "model-[0-9]*-of-[0-9]*.safetensors",
+        "pytorch_model-[0-9]*-of-[0-9]*.bin",
+    )
+    weights = shutil.ignore_patterns(
+        "model.safetensors", safetensors, "pytorch_model.bin", pickled, "*.index.json"
+    )
     shutil.copytree(target, stage, copy_function=_keep, ignore=weights, dirs_exist_ok=True)
     if not _exchange(stage, target):
         old = target.with_name(f".{target.name}.replaced")
@@ -317,25 +381,33 @@ def _keep(source: str, new: str) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; False where system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
+    return (
+        call is not None
+        and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
+    )
 
 
-# --- into another model ---------------------------------------------------------------------------------------------
+# --- into another model ---------------------------------------------------------------------------
 
 
-def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
+def copy_weights(
+    source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20
+) -> None:
     """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
 
-    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the world or others.
-    All ranks of the world call it. No rank has more of a parameter than its shards of both, and what is in flight.
+    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the
+    world or others. All ranks of the world call it. No rank has more of a parameter than its shards
+    of both, and what is in flight.
 
     Args:
         source: a parallel or plain model; None on ranks that have no part of it.
-        target: a model with the same names, written in place; None on ranks that have no part of it.
+        target: a model with the same names, written in place; None on ranks that have no part of
+            it.
         max_bytes: of tensors that one collective moves.
 
     Raises:
-        PlanError: on all ranks, if the target has entries that the source lacks, or has in another shape or dtype.
+        PlanError: on all ranks, if the target has entries that the source lacks, or has in another
+            shape or dtype.
 
     Example:
         >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
@@ -343,9 +415,13 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
         >>> torch.equal(source.weight, target.weight)
         True
     """
-    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()  # this rank's shards
+    # this rank's shards
+    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()
     both = agree(
-        lambda: (describe(source, read) if source else {}, describe(target, written) if target else {}),
+        lambda: (
+            describe(source, read) if source else {},
+            describe(target, written) if target else {},
+        ),
         error_type=CheckpointError,
         what="copy_weights: cannot describe the models",
     )
@@ -355,11 +431,21 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
         stored = sources.get(name)
         if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
             has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
-            raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
-    rank, comm = (dist.get_rank(), comm_over(range(dist.get_world_size()))) if dist.is_initialized() else (0, None)
+            raise PlanError(
+                f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has "
+                f"{has}"
+            )
+    rank, comm = (
+        (dist.get_rank(), comm_over(range(dist.get_world_size())))
+        if dist.is_initialized()
+        else (0, None)
+    )
 
     def move(name: str) -> tuple[Blocks, Shards, Shards]:
-        boxes = ([entries[name][2] if name in entries else [] for entries in each] for each in (of_sources, of_targets))
+        boxes = (
+            [entries[name][2] if name in entries else [] for entries in each]
+            for each in (of_sources, of_targets)
+        )
         blocks = exchange_blocks(rank, *boxes)
         return blocks, read.get(name, []), written.get(name, [])
 
@@ -367,7 +453,10 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
     of_dtypes = dict[torch.dtype, list[str]]()
     for name, tensor in targets.items():
         of_dtypes.setdefault(tensor.dtype, []).append(name)
-    grouped = (in_groups(names, lambda name: targets[name].nbytes, max_bytes) for names in of_dtypes.values())
+    grouped = (
+        in_groups(names, lambda name: targets[name].nbytes, max_bytes)
+        for names in of_dtypes.values()
+    )
     batches = [batch for groups in grouped for batch in groups]
     for names in progress(batches, "copying weights"):
         with torch.no_grad():

@@ -6,8 +6,9 @@ With 8 blocks, samples b and blocks j:
     rows      y[b] = tree over j of x[b, :, j] W[:, j]^T        dx[b, :, j] = dy[b] W[:, j]
     both      dW[j] = tree over b of the sample's product
 
-The upper part of the trees over j are the collectives of `ports`, those of the trees over b the reduction over data
-axes. Readers of one activation (q, k and v) add their products in each block j, and reduce the sum once.
+The upper part of the trees over j are the collectives of `ports`, those of the trees over b the
+reduction over data axes. Readers of one activation (q, k and v) add their products in each block j,
+and reduce the sum once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Readers:
     __slots__ = ("_terms", "comm", "count")
 
     def __init__(self, comm: Comm | None) -> None:
-        self.comm = comm  # over which the gradient is summed; None where the input's port does it
+        # over which the gradient is summed; None where the input's port does it
+        self.comm = comm
         self.count = 0  # of readers so far
         self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
 
@@ -57,7 +59,9 @@ class _Readers:
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """The factors of this pass, in order of the forward; earlier ones may have left theirs."""
         terms, self._terms = self._terms, {}
-        return [factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()]
+        return [
+            factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()
+        ]
 
 
 class _OutputColumns(Function):
@@ -67,7 +71,13 @@ class _OutputColumns(Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913  # torch's interface
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, readers: _Readers, place: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        blocks: int,
+        readers: _Readers,
+        place: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.blocks, ctx.readers, ctx.place = blocks, readers, place
@@ -86,7 +96,8 @@ class _OutputColumns(Function):
             db = bias_gradient(grad, ctx.blocks) if needs_bias else None
         factors = ctx.readers.take() if ctx.place == 0 else []
         if needs_x and factors:
-            dx = summed(factors, 0, ctx.blocks)  # (B, ..., N) of q, k and v, times (N, K) of each: (B, ..., K)
+            # (B, ..., N) of q, k and v, times (N, K) of each: (B, ..., K)
+            dx = summed(factors, 0, ctx.blocks)
             if ctx.readers.comm is not None:
                 all_reduce_(dx, ctx.readers.comm)
         return dx, dw, db, None, None, None
@@ -99,7 +110,8 @@ class _Rows(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
-        out = summed([(x, weight)], 1, blocks)  # 8 blocks on 4 ranks: K / 4 features in 2 blocks each
+        # 8 blocks on 4 ranks: K / 4 features in 2 blocks each
+        out = summed([(x, weight)], 1, blocks)
         if comm is not None:
             all_reduce_(out, comm)
         return out
@@ -109,7 +121,8 @@ class _Rows(Function):
         first_order_only()
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, *_rest = ctx.needs_input_grad
-        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None  # (B, ..., N) x (N, K): K in blocks
+        # (B, ..., N) x (N, K): K in blocks
+        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
         dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
         return dx, dw, None, None
 
@@ -121,12 +134,19 @@ def _of_samples(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor]
     def checked(lowered: Any, input: Tensor) -> Tensor:
         if autocast_dtype(input) is not None:
             raise StyleError(
-                "invariant_arithmetic: under autocast a rank adds gradients of its samples in the lower precision, and "
-                "ranks and passes add theirs in that of the parameters. Leave autocast, and convert the model "
-                "(model.to(torch.bfloat16)), or compute in MixedPrecisionPolicy(param_dtype=torch.bfloat16) of "
+                "invariant_arithmetic: under autocast a rank adds gradients of its samples in the "
+                "lower precision, and "
+                "ranks and passes add theirs in that of the parameters. Leave autocast, and "
+                "convert the model "
+                "(model.to(torch.bfloat16)), or compute in "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16) of "
                 "fully_shard"
             )
-        return call(lowered, input.unsqueeze(0)).squeeze(0) if input.ndim == 1 else call(lowered, input)
+        return (
+            call(lowered, input.unsqueeze(0)).squeeze(0)
+            if input.ndim == 1
+            else call(lowered, input)
+        )
 
     return checked
 
@@ -144,8 +164,11 @@ class InvariantColumn(ColumnLinear):
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         x, readers = self.read(input)
-        out, again = apply(_OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
-        if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
+        out, again = apply(
+            _OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count
+        )
+        # a leaf outlives the graph
+        if readers.count == 0 and again.requires_grad and not input.is_leaf:
             again.readers = readers
             keep_token(local_of(input), self.reading(), again)
         readers.count += 1
@@ -179,7 +202,9 @@ class InvariantRow(RowLinear):
     def __call__(self, input: Tensor) -> Tensor:
         reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
         x = sharded_input(self, input)
-        out: Tensor = apply(_Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None)
+        out: Tensor = apply(
+            _Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None
+        )
         return add_bias(self, out if reduced else partial_output(self, out, None))
 
 

@@ -1,12 +1,12 @@
 """Sums and matrix products in the blocks of the mode: as they are defined, and in faster forms with the same bits.
 
-A product is defined sample by sample and block by block, and computed by kernels that see the same shapes on any mesh.
-Larger calls are faster, and most kernels add in the same order in them. So whenever shapes are new, faster forms are
-tried beside the definition on random numbers, and used from then on if they have the same bits. Ranks need not choose
-alike.
+A product is defined sample by sample and block by block, and computed by kernels that see the same
+shapes on any mesh. Larger calls are faster, and most kernels add in the same order in them. So
+whenever shapes are new, faster forms are tried beside the definition on random numbers, and used
+from then on if they have the same bits. Ranks need not choose alike.
 
-Here B are samples, R rows of each, N and K features. Where the mode has a number of rows, a sample is that many tokens,
-and the last ones of a sequence are filled up with zeros.
+Here B are samples, R rows of each, N and K features. Where the mode has a number of rows, a sample
+is that many tokens, and the last ones of a sequence are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import current_arithmetic as entered_arithmetic, unwatched, unwatched_functions
+from shoal_dtensor.internal import (
+    current_arithmetic as entered_arithmetic,
+    unwatched,
+    unwatched_functions,
+)
 from shoal_mesh.internal import tree_sum
 from shoal_tp_styles import Lowered
 
 Form = Callable[..., Tensor]
 
-# Kernels of matrix products look at where an operand begins; fresh memory of torch begins at multiples of this.
+# Kernels of matrix products look at where an operand begins; fresh memory of torch begins at
+# multiples of this.
 _ALIGNMENT = 64
 
 
@@ -35,15 +40,20 @@ _ALIGNMENT = 64
 class BlockArithmetic:
     """How sums are divided."""
 
-    blocks: int  # into how many parts a dim that ranks may share is divided; degrees divide it
-    rows: int | None = None  # how many tokens of a sample are computed together; None for all
+    # into how many parts a dim that ranks may share is divided; degrees divide it
+    blocks: int
+    # how many tokens of a sample are computed together; None for all
+    rows: int | None = None
 
     def own_blocks(self, ranks: int, size: int, what: str) -> int:
         """How many of the blocks one of so many ranks has that share a dim; a StyleError if they cannot share them."""
-        if self.blocks % ranks or size % self.blocks:  # 8 blocks: 2, 4 or 8 ranks, a dim of 64, not of 60
+        # 8 blocks: 2, 4 or 8 ranks, a dim of 64, not of 60
+        if self.blocks % ranks or size % self.blocks:
             raise StyleError(
-                f"invariant_arithmetic(blocks={self.blocks}): {what} of {size} elements over {ranks} ranks; the ranks "
-                "must divide the blocks, and the blocks the dim. Choose another number of blocks (a power of two)"
+                f"invariant_arithmetic(blocks={self.blocks}): {what} of {size} elements over "
+                f"{ranks} ranks; the ranks "
+                "must divide the blocks, and the blocks the dim. Choose another number of blocks "
+                "(a power of two)"
             )
         return self.blocks // ranks  # 8 blocks on 4 ranks: 2
 
@@ -58,7 +68,10 @@ def entered() -> BlockArithmetic:
     """The mode; a StyleError outside of it, where the collectives of this form of module would add in another order."""
     arithmetic = current_arithmetic()
     if arithmetic is None:
-        raise StyleError("a module made parallel inside invariant_arithmetic() is built, called and trained inside it")
+        raise StyleError(
+            "a module made parallel inside invariant_arithmetic() is built, called and trained "
+            "inside it"
+        )
     return arithmetic
 
 
@@ -69,7 +82,8 @@ def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
     blocks = entered().own_blocks(ranks, spec.shape[dim], what)
     if spec.sizes(dim) is not None and len(set(spec.sizes(dim))) > 1:
         raise StyleError(
-            f"{what} has shards of different sizes {spec.sizes(dim)}; invariant_arithmetic takes equal ones"
+            f"{what} has shards of different sizes {spec.sizes(dim)}; invariant_arithmetic takes "
+            "equal ones"
         )
     return blocks
 
@@ -80,10 +94,13 @@ def contiguous_block(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor  # at 96: 96 % 64 = 32
 
 
-def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+def tree_of(
+    count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None
+) -> Tensor:
     """The `tree_sum` of `term(0)` to `term(count - 1)`, of which about log2(count) are alive at a time.
 
-    A term is in memory that nothing else refers to. `add` adds one in place, without making it first.
+    A term is in memory that nothing else refers to. `add` adds one in place, without making it
+    first.
 
     Example:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
@@ -94,7 +111,8 @@ def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, in
         if count == 1:
             return term(start)
         # An odd number is filled up with zeros, which change no sum, to a power of two.
-        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1  # 6: 3 + 3; 7: 4 + 3; 5: 4 + 1
+        # 6: 3 + 3; 7: 4 + 3; 5: 4 + 1
+        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
         total = node(start, left)
         if add is not None and count - left == 1:
             return add(total, start + left)
@@ -124,7 +142,8 @@ class Measured:
     """A function of a number of blocks and of tensors."""
 
     definition: Form  # what it computes
-    faster: tuple[Form, ...]  # forms that may have the same bits, the fastest first
+    # forms that may have the same bits, the fastest first
+    faster: tuple[Form, ...]
 
     def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
         tensors = [contiguous_block(operand) for operand in operands]
@@ -134,7 +153,10 @@ class Measured:
 
 @lru_cache(maxsize=4096)
 def _form(
-    measured: Measured, blocks: int, layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], _: int
+    measured: Measured,
+    blocks: int,
+    layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
+    _: int,
 ) -> Form:
     """The fastest form with the bits of the definition, for operands like these and so many threads."""
     if any(device.type == "meta" for *_, device in layouts):
@@ -142,7 +164,9 @@ def _form(
     # Neither random numbers nor checkpoints of the program that runs hear of a trial.
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
-        operands = [torch.randn(shape, generator=draw).to(device, dtype) for shape, dtype, device in layouts]
+        operands = [
+            torch.randn(shape, generator=draw).to(device, dtype) for shape, dtype, device in layouts
+        ]
         want = measured.definition(blocks, *operands)
         same = (form for form in measured.faster if torch.equal(form(blocks, *operands), want))
         return next(same, measured.definition)
@@ -152,7 +176,7 @@ def _blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
     return [contiguous_block(block) for block in tensor.chunk(blocks, dim)]
 
 
-# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), N in blocks ---------------------------------------------------------
+# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), N in blocks ---------------------------------------
 
 
 def _spread(dim: int) -> Measured:
@@ -165,72 +189,107 @@ def _spread(dim: int) -> Measured:
         operands = [_blocks(matrix, blocks, dim), *(_blocks(b, blocks, 0) for b in bias)]
         samples = [contiguous_block(sample) for sample in x]  # (2, 3, 8): two of (3, 8)
         return torch.stack(
-            [torch.cat([product(s, *each) for each in zip(*operands, strict=True)], -1) for s in samples]
+            [
+                torch.cat([product(s, *each) for each in zip(*operands, strict=True)], -1)
+                for s in samples
+            ]
         )
 
     def by_samples(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         return torch.stack([product(contiguous_block(sample), matrix, *bias) for sample in x])
 
     def at_once(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)  # (2, 3, 8) as (6, 8), back to (2, 3, N)
+        # (2, 3, 8) as (6, 8), back to (2, 3, N)
+        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)
 
     return Measured(in_blocks, (at_once, by_samples))
 
 
-# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K; or the sum of several such products ----------
+# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K; or the sum of several such
+# products
 
 
 def _summed(dim: int) -> Measured:
     """`dim` of the matrices is summed over: 1 as in a Linear, 0 as in its gradient."""
 
-    def factors(blocks: int, operands: Sequence[Tensor], *, copies: bool) -> list[list[tuple[Tensor, Tensor]]]:
+    def factors(
+        blocks: int, operands: Sequence[Tensor], *, copies: bool
+    ) -> list[list[tuple[Tensor, Tensor]]]:
         """Of each block, those of each product."""
         divided = _blocks if copies else torch.chunk
         pairs = []
         for x, matrix in zip(operands[::2], operands[1::2], strict=True):
-            matrices = divided(matrix, blocks, dim)  # (N, 8) in 4 blocks of dim 1: four of (N, 2)
-            pairs.append(zip(divided(x, blocks, -1), (m.t() for m in matrices) if dim == 1 else matrices, strict=True))
-        return [list(term) for term in zip(*pairs, strict=True)]  # q and k in 4 blocks: 4 terms of 2 pairs
+            # (N, 8) in 4 blocks of dim 1: four of (N, 2)
+            matrices = divided(matrix, blocks, dim)
+            pairs.append(
+                zip(
+                    divided(x, blocks, -1),
+                    (m.t() for m in matrices) if dim == 1 else matrices,
+                    strict=True,
+                )
+            )
+        # q and k in 4 blocks: 4 terms of 2 pairs
+        return [list(term) for term in zip(*pairs, strict=True)]
 
     def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
         samples = zip(*operands[::2], strict=True)
-        terms = [[each for pair in zip(s, operands[1::2], strict=True) for each in pair] for s in samples]
-        return torch.stack([tree_of_products(factors(blocks, t, copies=copies), fused=False) for t in terms])
+        terms = [
+            [each for pair in zip(s, operands[1::2], strict=True) for each in pair] for s in samples
+        ]
+        return torch.stack(
+            [tree_of_products(factors(blocks, t, copies=copies), fused=False) for t in terms]
+        )
 
     def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
-        rows = [operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)]  # x, W, x, W
+        # x, W, x, W
+        rows = [
+            operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)
+        ]
         total = tree_of_products(factors(blocks, rows, copies=False), fused=fused)
         return total.view(*operands[0].shape[:2], -1)
 
-    return Measured(partial(by_samples, copies=True), (partial(at_once, fused=True), at_once, by_samples))
+    return Measured(
+        partial(by_samples, copies=True), (partial(at_once, fused=True), at_once, by_samples)
+    )
 
 
-# --- (B, R, N), (B, R, K) -> (N, K), a sum over samples, one dim of it in blocks ------------------------------------
+# --- (B, R, N), (B, R, K) -> (N, K), a sum over samples, one dim of it in blocks ------------------
 
 
 def _weight_gradient(dim: int) -> Measured:
     def in_blocks(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
         split, other = (grad, x) if dim == 0 else (x, grad)
-        parts = [_blocks(sample, blocks, -1) for sample in split]  # parts[i][j]: sample i, (R, N / blocks)
+        # parts[i][j]: sample i, (R, N / blocks)
+        parts = [_blocks(sample, blocks, -1) for sample in split]
         others = [contiguous_block(sample) for sample in other]
 
         def product(i: int, j: int) -> Tensor:
             return parts[i][j].t().mm(others[i]) if dim == 0 else others[i].t().mm(parts[i][j])
 
-        return torch.cat([tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)], dim)  # type: ignore[misc]  # a default
+        # a default
+        return torch.cat(
+            [tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)], dim
+        )  # type: ignore[misc]
 
     def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
-        return tree_of_products([[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)], fused=fused)
+        return tree_of_products(
+            [[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)], fused=fused
+        )
 
     return Measured(in_blocks, (partial(by_samples, fused=True), by_samples))
 
 
 def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     parts = [_blocks(sample, blocks, -1) for sample in grad]
-    return torch.cat([tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)])  # type: ignore[misc]  # a default
+    # a default
+    return torch.cat(
+        [tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)]
+    )  # type: ignore[misc]
 
 
-_SPREAD, _SUMMED, _GRADIENT = (tuple(make(dim) for dim in (0, 1)) for make in (_spread, _summed, _weight_gradient))
+_SPREAD, _SUMMED, _GRADIENT = (
+    tuple(make(dim) for dim in (0, 1)) for make in (_spread, _summed, _weight_gradient)
+)
 _BIAS = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
 
 
@@ -243,16 +302,21 @@ def _samples(tensor: Tensor) -> Tensor:
 
 def _parts(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
-    whole, arithmetic = _samples(tensor), current_arithmetic()  # (2, 10, 8), by 4 rows (2, 12, 8), then (6, 4, 8)
+    # (2, 10, 8), by 4 rows (2, 12, 8), then (6, 4, 8)
+    whole, arithmetic = _samples(tensor), current_arithmetic()
     if arithmetic is None or arithmetic.rows is None:
         return whole
-    return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(-1, arithmetic.rows, whole.shape[2])
+    return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(
+        -1, arithmetic.rows, whole.shape[2]
+    )
 
 
 def _joined(parts: Tensor, shape: Sequence[int]) -> Tensor:
     """`_parts` back, for a tensor of this shape."""
-    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]  # (6, 4, 8) -> (2, 12, 8) -> (2, 10, 8)
-    return whole.contiguous().view(shape)  # elementwise kernels that follow take memory with gaps another way
+    # (6, 4, 8) -> (2, 12, 8) -> (2, 10, 8)
+    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
+    # elementwise kernels that follow take memory with gaps another way
+    return whole.contiguous().view(shape)
 
 
 def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
@@ -267,7 +331,8 @@ def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
     """The sum of products of (B, ..., K) and a matrix whose dim `dim` is summed over, in `blocks` blocks."""
     x, matrix = factors[0]
-    shape = (*x.shape[:-1], matrix.shape[1 - dim])  # (2, 3, 8) and (16, 8), dim 1 summed: (2, 3, 16)
+    # (2, 3, 8) and (16, 8), dim 1 summed: (2, 3, 16)
+    shape = (*x.shape[:-1], matrix.shape[1 - dim])
     if not x.numel():
         return x.new_zeros(shape)
     operands = [each for rows, weight in factors for each in (_parts(rows), weight)]

@@ -1,8 +1,9 @@
 """Norms, replicated biases and embeddings: gradients are sums over samples, and over blocks of a dim that ranks share.
 
-A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). The gradients of its parameters are summed
-in each of the blocks of S of each sample, then in the tree over blocks, ranks, and samples. The gradient of an
-embedding table is a tree over samples; a sample's own rows are added in the order of its tokens.
+A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). The gradients of its
+parameters are summed in each of the blocks of S of each sample, then in the tree over blocks,
+ranks, and samples. The gradient of an embedding table is a tree over samples; a sample's own rows
+are added in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -51,20 +52,26 @@ class _ForTokens(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         shape = ctx.shape
-        return sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape), None, None
+        return (
+            sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape),
+            None,
+            None,
+        )
 
 
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
     """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
     if dim > 1:
         grad = grad.movedim(dim, 1)
-    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])  # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
+    # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
+    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
     of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))  # (8, 2, 32) -> (2, 32)
     return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
 
 
 def _sums_one_by_one(_: int, cells: Tensor) -> Tensor:
-    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]  # 16 of (2, 32): 16 of (32,)
+    # 16 of (2, 32): 16 of (32,)
+    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
 
@@ -77,21 +84,33 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
     if bias is None:
         return out
     local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
-    plus: Tensor = local + apply(_ForTokens, bias.to(local.dtype), local.shape, cells_of(lowered, local))
-    return from_local(plus, out.placements[0], lowered.mesh, out.shape) if isinstance(out, DTensor) else plus
+    plus: Tensor = local + apply(
+        _ForTokens, bias.to(local.dtype), local.shape, cells_of(lowered, local)
+    )
+    return (
+        from_local(plus, out.placements[0], lowered.mesh, out.shape)
+        if isinstance(out, DTensor)
+        else plus
+    )
 
 
 def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
     arithmetic, layout = entered(), lowered.port_out.desired
-    dim = getattr(layout, "dim", 1)  # where nothing is sharded, that of SequenceParallel
+    # where nothing is sharded, that of SequenceParallel
+    dim = getattr(layout, "dim", 1)
     dim = dim + local.ndim if dim < 0 else dim  # -2 of 3 dims: 1
     if not layout.is_replicate():
         what = f"{lowered.sharding.style}: dim {dim} of the activation"
-        return lowered.comm, dim, arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what)
+        return (
+            lowered.comm,
+            dim,
+            arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what),
+        )
     if local.ndim < 3 or local.shape[dim] % arithmetic.blocks:  # nothing that could be sharded
         return None, dim, 1
-    return None, dim, arithmetic.blocks  # (2, 16, 32): 8 blocks of 2 tokens; (2, 12, 32) is one, as 12 % 8 = 4
+    # (2, 16, 32): 8 blocks of 2 tokens; (2, 12, 32) is one, as 12 % 8 = 4
+    return None, dim, arithmetic.blocks
 
 
 def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
@@ -100,7 +119,9 @@ def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         out = functional.layer_norm(wide, shape, None, None, eps)
     else:
-        out = functional.rms_norm(wide, shape, None, torch.finfo(x.dtype).eps if eps is None else eps)
+        out = functional.rms_norm(
+            wide, shape, None, torch.finfo(x.dtype).eps if eps is None else eps
+        )
     weight, bias = p["weight"], p.get("bias")
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)
@@ -119,7 +140,8 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
     except RuntimeError as error:
         shapes = {name: tuple(param.shape) for name, param in local.items()}
         raise UnsupportedModuleError(
-            f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its forward fails with an "
+            f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its "
+            "forward fails with an "
             f"entry of its parameters {shapes} for every token: {error}"
         ) from error
 
@@ -136,7 +158,11 @@ class InvariantTokenwise(Tokenwise):
                 yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
 
     def computed(self, local: Tensor) -> Tensor:
-        return _normalized(self, local) if local.numel() else self.compute(self.module, local, self.local(*self.params))
+        return (
+            _normalized(self, local)
+            if local.numel()
+            else self.compute(self.module, local, self.local(*self.params))
+        )
 
 
 class InvariantTokenwiseWhole(Tokenwise):
@@ -148,7 +174,7 @@ class InvariantTokenwiseWhole(Tokenwise):
         return _normalized(self, input)
 
 
-# --- embeddings ------------------------------------------------------------------------------------------------------
+# --- embeddings -----------------------------------------------------------------------------------
 
 
 class _RowsOfSamples(OwnRows):
@@ -159,7 +185,11 @@ class _RowsOfSamples(OwnRows):
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, _ = ctx.table
-        tokens, grads = (local_rows.unsqueeze(0), grad.unsqueeze(0)) if local_rows.ndim < 2 else (local_rows, grad)
+        tokens, grads = (
+            (local_rows.unsqueeze(0), grad.unsqueeze(0))
+            if local_rows.ndim < 2
+            else (local_rows, grad)
+        )
         return None, embedding_gradient(grads, tokens, rows, padding), None, None, None
 
 
@@ -170,7 +200,8 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
         dense: Tensor = torch.ops.aten.embedding_dense_backward(
             grads[i].contiguous(), tokens[i], rows + 1, padding, False
         )
-        return dense[:rows]  # without the row of other ranks' tokens: (5, D) -> (4, D)
+        # without the row of other ranks' tokens: (5, D) -> (4, D)
+        return dense[:rows]
 
     return tree_of(len(tokens), of_sample)
 
@@ -179,7 +210,8 @@ def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
     module: Any = lowered.module
     if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
         raise UnsupportedModuleError(
-            f"invariant_arithmetic: {module} counts or changes rows over all samples (scale_grad_by_freq, max_norm, "
+            f"invariant_arithmetic: {module} counts or changes rows over all samples "
+            "(scale_grad_by_freq, max_norm, "
             "sparse), so its gradient is no sum over samples"
         )
     table: Any = lowered.local("weight")["weight"]

@@ -1,7 +1,8 @@
 """`check_arithmetic`: whether operators have the same bits on this device however many ranks share them, one by one.
 
-Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features or tokens, joined as
-collectives join them. The first module that is made parallel in the mode runs those of its device and dtype.
+Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features
+or tokens, joined as collectives join them. The first module that is made parallel in the mode runs
+those of its device and dtype.
 """
 
 from __future__ import annotations
@@ -36,14 +37,25 @@ _NORMS: dict[str, Form] = {
 
 def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
     """What ranks share: a name, a function of a number of blocks and of tensors, these, and the dim of its result."""
-    # Tensors are those of `_shared`; the digit behind one is the dim of which each rank has its part, and its blocks.
-    # Results of ranks are joined along their dim, or added in the tree where that is None.
+    # Tensors are those of `_shared`; the digit behind one is the dim of which each rank has its
+    # part, and its blocks. Results of ranks are joined along their dim, or added in the tree where
+    # that is None.
     yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, b), "x0 w b", 0
     of_input = "gradient of the input of a linear"
     yield f"{of_input}, over samples", lambda _, g, w: summed([(g, w)], 0, BLOCKS), "g0 w", 0
-    yield "gradient of a weight, over samples", lambda _, g, x: weight_gradient(g, x, 0, BLOCKS), "g0 x0", None
+    yield (
+        "gradient of a weight, over samples",
+        lambda _, g, x: weight_gradient(g, x, 0, BLOCKS),
+        "g0 x0",
+        None,
+    )
     yield "gradient of a bias, over samples", lambda _, g: bias_gradient(g, BLOCKS), "g0", None
-    yield "gradient of a norm, over samples", lambda _, g: sum_of_cells(g, None, 1, BLOCKS), "g0", None
+    yield (
+        "gradient of a norm, over samples",
+        lambda _, g: sum_of_cells(g, None, 1, BLOCKS),
+        "g0",
+        None,
+    )
     name = "gradient of an embedding, over samples"
     yield name, lambda _, g, t: embedding_gradient(g, t, FEATURES, -1), "g0 t0", None
     yield "sum of losses, over samples", lambda _, g: tree_sum(g.flatten()), "g0", None
@@ -51,11 +63,26 @@ def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
     yield "linear, over its output features", lambda n, x, w: spread(x, w, 0, n), "x w0", -1
     yield "linear, over its input features", lambda n, x, w: summed([(x, w)], 1, n), "x2 w1", None
     yield f"{of_input}, over its input features", lambda n, g, w: spread(g, w, 1, n), "g w1", -1
-    yield f"{of_input}, over its output features", lambda n, g, w: summed([(g, w)], 0, n), "g2 w0", None
+    yield (
+        f"{of_input}, over its output features",
+        lambda n, g, w: summed([(g, w)], 0, n),
+        "g2 w0",
+        None,
+    )
     name = "gradient of what several layers read"
     yield name, lambda n, g, x, w: summed([(g, w), (x, w)], 0, n), "g2 x2 w0", None
-    yield "gradient of a weight, over its dim 0", lambda n, g, x: weight_gradient(g, x, 0, n), "g2 x", 0
-    yield "gradient of a weight, over its dim 1", lambda n, g, x: weight_gradient(g, x, 1, n), "g x2", 1
+    yield (
+        "gradient of a weight, over its dim 0",
+        lambda n, g, x: weight_gradient(g, x, 0, n),
+        "g2 x",
+        0,
+    )
+    yield (
+        "gradient of a weight, over its dim 1",
+        lambda n, g, x: weight_gradient(g, x, 1, n),
+        "g x2",
+        1,
+    )
     yield "gradient of a bias, over features", lambda n, g: bias_gradient(g, n), "g2", 0
     for function in (functional.silu, functional.gelu, torch.exp, torch.tanh):
         yield function.__name__, lambda _, x, function=function: function(x), "x2", -1
@@ -64,7 +91,12 @@ def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
     for kind, norm in _NORMS.items():
         yield kind, partial(_with_gradient, norm), "g1 x1", 2
     name = "gradient of a norm, over tokens"
-    yield name, lambda n, g: torch.stack([sum_of_cells(x, None, 1, n) for x in g.split(1)]), "g1", None
+    yield (
+        name,
+        lambda n, g: torch.stack([sum_of_cells(x, None, 1, n) for x in g.split(1)]),
+        "g1",
+        None,
+    )
 
     attend = partial(functional.scaled_dot_product_attention, is_causal=True)
     for what, dim in (("samples", 0), ("heads", 1)):
@@ -74,7 +106,8 @@ def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
 
 def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Names of operators, what one rank computes, and what ranks compute of it together."""
-    # Inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their gradient.
+    # Inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their
+    # gradient.
     x, g, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
     tokens = (x[..., 0] * 64).long().remainder(FEATURES)  # -1.5 is -96, so 32 of 128
     heads = {name: draw(BLOCKS, ROWS, FEATURES // BLOCKS) for name in "qkvh"}  # (8, 8, 16, 16) each
@@ -88,8 +121,13 @@ def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
                 else [tensors[each]] * ranks
                 for each in operands.split()
             ]
-            results = [form(BLOCKS // ranks, *own) for own in zip(*parts, strict=True)]  # 8 blocks on 4 ranks: 2 each
-            yield name, want, tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim)
+            # 8 blocks on 4 ranks: 2 each
+            results = [form(BLOCKS // ranks, *own) for own in zip(*parts, strict=True)]
+            yield (
+                name,
+                want,
+                tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim),
+            )
 
 
 def _with_gradient(function: Form, _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
@@ -116,7 +154,8 @@ def _clipped(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What is computed for a sequence at once, and for chunks of it, by so many rows of the mode."""
-    sizes = [1, rows, rows + 1, max(rows - 1, 1)]  # 4 rows: 1, 4, 5, 3, which begin anywhere in a part
+    # 4 rows: 1, 4, 5, 3, which begin anywhere in a part
+    sizes = [1, rows, rows + 1, max(rows - 1, 1)]
     x, weight = draw(sum(sizes), FEATURES), draw(FEATURES, FEATURES, samples=0)
     q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,22 +170,31 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     ends = torch.tensor(sizes).cumsum(0).tolist()  # 1 4 5 3: 1, 5, 10, 13
     seen = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=q.device).tril()
     cut = [
-        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])  # 5:10 to 0:10
+        # 5:10 to 0:10
+        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])
         for end, n in zip(ends, sizes, strict=True)
     ]
     got = torch.cat([attention_in_rows(rows, *each) for each in cut], 2)
-    yield "attention, over chunks of a sequence", attention_in_rows(rows, q, k, v, is_causal=True), got
+    yield (
+        "attention, over chunks of a sequence",
+        attention_in_rows(rows, q, k, v, is_causal=True),
+        got,
+    )
 
 
 def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, samples: int = SAMPLES) -> Tensor:
-        return torch.randn((samples, *shape) if samples else shape, generator=generator).to(device, dtype)
+        return torch.randn((samples, *shape) if samples else shape, generator=generator).to(
+            device, dtype
+        )
 
     with torch.no_grad(), unwatched_functions(), unwatched():
         compared = chain(_shared(draw), _clipped(draw), () if rows is None else _chunks(draw, rows))
-        return list(dict.fromkeys(name for name, want, got in compared if not torch.equal(want, got)))
+        return list(
+            dict.fromkeys(name for name, want, got in compared if not torch.equal(want, got))
+        )
 
 
 @lru_cache
@@ -189,7 +237,9 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
 def _refuse(found: list[str], device: str, dtype: torch.dtype) -> None:
     if found:
         raise VariantArithmeticError(
-            f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: these have other bits "
-            f"on other numbers of ranks, or in chunks: {'; '.join(found)}. Leave the mode, or use another dtype or "
+            f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: "
+            "these have other bits "
+            f"on other numbers of ranks, or in chunks: {'; '.join(found)}. Leave the mode, or use "
+            "another dtype or "
             "number of threads"
         )

@@ -1,8 +1,8 @@
 """Which part of a global tensor a rank has, and the sums and the digest of the part.
 
-An element goes, with a sign, to the one of 64 sums that a hash of its global index says. A digest is the sum over
-elements of a hash of global index and bits, modulo 2 ** 64. Neither depends on the number of ranks: every rank adds up
-its own shard, and an all-reduce the ranks; nothing is gathered.
+An element goes, with a sign, to the one of 64 sums that a hash of its global index says. A digest
+is the sum over elements of a hash of global index and bits, modulo 2 ** 64. Neither depends on the
+number of ranks: every rank adds up its own shard, and an all-reduce the ranks; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shoal_tp_styles import Lowered
 
 _SUMS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
+# of splitmix64, as signed numbers
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -28,16 +29,20 @@ class GlobalPart:
     """What one rank adds to something that is summed over the elements of a global tensor."""
 
     local: Tensor  # this rank's values
-    indices: tuple[Tensor, ...]  # for each dim the global indices of the local ones
+    # for each dim the global indices of the local ones
+    indices: tuple[Tensor, ...]
     sizes: tuple[int, ...]  # of the global tensor
-    counted: bool  # False if another rank counts the same values
-    meshes: tuple[DeviceMesh, ...]  # over whose ranks parts are added, one after the other
+    # False if another rank counts the same values
+    counted: bool
+    # over whose ranks parts are added, one after the other
+    meshes: tuple[DeviceMesh, ...]
 
     def sums(self, salt: int = 0) -> tuple[Tensor, Tensor]:
         """The sums with the squares of all elements and the number of broken ones; and the digest.  All on the CPU."""
         place = torch.zeros((1,) * self.local.ndim, dtype=torch.int64, device=self.local.device)
         for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))  # (1, 2) of (4, 6): 6 + 2 = 8
+            # (1, 2) of (4, 6): 6 + 2 = 8
+            place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))
         local = self.local
         if local.is_complex():
             local = torch.view_as_real(local.resolve_conj())
@@ -50,7 +55,9 @@ class GlobalPart:
         values = torch.where(finite, exact, 0.0).flatten() * self.counted
         hashes = hashes.flatten() + salt * 0x9E3779B9
         sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
-        sums.index_add_(0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values))
+        sums.index_add_(
+            0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values)
+        )
         facts = torch.stack([values.square().sum(), (~finite).sum() * self.counted])
         return torch.cat([sums, facts]).cpu(), digest.cpu()
 
@@ -67,8 +74,13 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
     at = spec.coordinate
     if at is None or any(i and p.is_replicate() for i, p in zip(at, spec.placements, strict=True)):
         none = tuple(torch.arange(0) for _ in spec.shape)
-        return GlobalPart(local.new_empty([0] * len(spec.shape)), none, tuple(spec.shape), False, (spec.mesh,))
-    indices = tuple(torch.tensor(s.indices(at), dtype=torch.int64, device=local.device) for s in spec.dim_shardings)
+        return GlobalPart(
+            local.new_empty([0] * len(spec.shape)), none, tuple(spec.shape), False, (spec.mesh,)
+        )
+    indices = tuple(
+        torch.tensor(s.indices(at), dtype=torch.int64, device=local.device)
+        for s in spec.dim_shardings
+    )
     return GlobalPart(local, indices, tuple(spec.shape), True, (spec.mesh,))
 
 
@@ -90,7 +102,8 @@ def part_of_output(
     if batch is None or {*_comm(batch).ranks} <= {*_comm(output.device_mesh).ranks}:
         return part
     rows, *others = part.indices  # the data axes shard dim 0 too
-    rows = rows + _comm(batch).rank * part.sizes[0]  # rows 0 to 2 of 3 on data rank 2: 6, 7, 8
+    # rows 0 to 2 of 3 on data rank 2: 6, 7, 8
+    rows = rows + _comm(batch).rank * part.sizes[0]
     sizes = (part.sizes[0] * batch.size(), *part.sizes[1:])
     return replace(part, indices=(rows, *others), sizes=sizes, meshes=(*part.meshes, batch))
 

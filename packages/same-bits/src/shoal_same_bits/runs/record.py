@@ -1,6 +1,7 @@
 """record_run: a small number of sums for every value of a run, which do not depend on how it is sharded; compare_runs.
 
-The sums of a difference are the difference of the sums, and their norm is about that of the difference.
+The sums of a difference are the difference of the sums, and their norm is about that of the
+difference.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
-_SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
+# values that mean nothing, or are those of before
+_SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")
 
 
 class Value(NamedTuple):
     """One value of a run."""
 
-    name: str  # `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has #n
-    shape: tuple[int, ...]  # of the global tensor; of a rank's own where `by_rank`
+    # `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has
+    # #n
+    name: str
+    # of the global tensor; of a rank's own where `by_rank`
+    shape: tuple[int, ...]
     dtype: str
-    by_rank: bool  # what the ranks computed on plain tensors: compared between runs on the same meshes only
+    # what the ranks computed on plain tensors: compared between runs on the same meshes only
+    by_rank: bool
     sums: list[float]  # 64, see fingerprints.py
     norm: float  # of all elements
-    broken: int  # how many elements are infinite or no number
-    digest: int  # of global index and bits; equal where all bits are
+    # how many elements are infinite or no number
+    broken: int
+    # of global index and bits; equal where all bits are
+    digest: int
 
 
 @dataclass(slots=True)
@@ -60,7 +68,10 @@ class RunRecord:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a file, for `load` or `python -m shoal_same_bits compare`."""
-        lines = [{"ranks": self.ranks, "meshes": self.meshes}, *(value._asdict() for value in self.values)]
+        lines = [
+            {"ranks": self.ranks, "meshes": self.meshes},
+            *(value._asdict() for value in self.values),
+        ]
         Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     @classmethod
@@ -83,14 +94,14 @@ class RunRecord:
 def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[RunRecord]:
     """Record the values of a step inside the block; entered and left by all ranks.
 
-    Recorded are the parameters, then as they come: what operators return, on DTensors as global values, and what
-    modules return, of those with a style as global values; at the end the gradients and parameters. It takes much
-    longer than the step.
+    Recorded are the parameters, then as they come: what operators return, on DTensors as global
+    values, and what modules return, of those with a style as global values; at the end the
+    gradients and parameters. It takes much longer than the step.
 
     Args:
         model: the module, sharded or not.
-        batch: the data axes, over which dim 0 of activations is sharded; None if it is not. Gradients of activations
-            are recorded only without.
+        batch: the data axes, over which dim 0 of activations is sharded; None if it is not.
+            Gradients of activations are recorded only without.
 
     Example:
         >>> model, x = nn.Linear(4, 4), torch.ones(2, 4)
@@ -101,7 +112,9 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     """
     if batch is not None:
         check_device_mesh("record_run", batch)
-    record = RunRecord(dist.get_world_size() if dist.is_initialized() else 1, meshes=_meshes(model, batch))
+    record = RunRecord(
+        dist.get_world_size() if dist.is_initialized() else 1, meshes=_meshes(model, batch)
+    )
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():
         recorder.add(f"{name} before", part_of_tensor(param.detach()))
@@ -121,8 +134,15 @@ def _meshes(model: nn.Module, batch: DeviceMesh | None) -> list[str]:
     """Axes and sizes of the meshes of styles, parameters and the batch, as ['data=2', 'tensor=2']."""
     styles = (lowered_of(module) for module in model.modules())
     parameters = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
-    found = {*(lowered.mesh for lowered in styles if lowered is not None), *parameters, *([batch] if batch else [])}
-    return sorted(",".join(f"{n}={k}" for n, k in zip(mesh.axis_names, mesh.shape, strict=True)) for mesh in found)
+    found = {
+        *(lowered.mesh for lowered in styles if lowered is not None),
+        *parameters,
+        *([batch] if batch else []),
+    }
+    return sorted(
+        ",".join(f"{n}={k}" for n, k in zip(mesh.axis_names, mesh.shape, strict=True))
+        for mesh in found
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -132,11 +152,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._model, self._batch, self._ranks = model, batch, ranks
         self._is_sharded = any(
-            lowered_of(module) is not None or any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+            lowered_of(module) is not None
+            or any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
             for module in model.modules()
         )
         self._path: list[str] = []
-        self._is_recording = False  # whether operators are those of this class
+        # whether operators are those of this class
+        self._is_recording = False
         self._times: Counter[str] = Counter()
         self._seen: dict[str, tuple[GlobalPart, bool, tuple[Tensor, Tensor]]] = {}
 
@@ -145,7 +167,9 @@ class _Recorder(TorchDispatchMode):
         for name, module in self._model.named_modules():
             path = name or "model"
             yield module.register_forward_pre_hook(lambda _, __, path=path: self._path.append(path))
-            yield module.register_forward_hook(lambda module, _, output, path=path: self._after(path, module, output))
+            yield module.register_forward_hook(
+                lambda module, _, output, path=path: self._after(path, module, output)
+            )
 
     def _after(self, path: str, module: nn.Module, output: Any) -> None:
         self._path.pop()
@@ -159,8 +183,11 @@ class _Recorder(TorchDispatchMode):
     def _add_of(self, name: str, module: nn.Module, value: Tensor, *, grad: bool = False) -> None:
         """Keep a module's output, or the gradient at it, if its layout is known."""
         self._is_recording, lowered = True, lowered_of(module)
-        if lowered is not None and (lowered.sharding.style == COMPLETION or not lowered.sharding.outputs):
-            lowered = None  # nothing says how its outputs are sharded
+        if lowered is not None and (
+            lowered.sharding.style == COMPLETION or not lowered.sharding.outputs
+        ):
+            # nothing says how its outputs are sharded
+            lowered = None
         try:
             if value.ndim and (lowered is not None or isinstance(value, DTensor)):
                 self.add(name, part_of_output(value.detach(), lowered, self._batch, grad=grad))
@@ -177,10 +204,21 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "aten" and not func._overloadpacket.__name__.startswith(_SKIPPED):
             for output in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(output, Tensor) and output.device.type != "meta":
-                    # Whether the data axes shard what is a DTensor on other axes alone, nothing says here.
-                    is_global = (isinstance(output, DTensor) and self._batch is None) or not self._is_sharded
-                    where = self._path[-1] if self._path else "backward" if backward_number() >= 0 else "the program"
-                    self.add(f"{func} in {where}", part_of_tensor(output.detach()), by_rank=not is_global)
+                    # Whether the data axes shard what is a DTensor on other axes alone, nothing
+                    # says here.
+                    is_global = (
+                        isinstance(output, DTensor) and self._batch is None
+                    ) or not self._is_sharded
+                    where = (
+                        self._path[-1]
+                        if self._path
+                        else "backward"
+                        if backward_number() >= 0
+                        else "the program"
+                    )
+                    self.add(
+                        f"{func} in {where}", part_of_tensor(output.detach()), by_rank=not is_global
+                    )
         return result
 
     def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
@@ -197,14 +235,21 @@ class _Recorder(TorchDispatchMode):
         over = {name: part.meshes for name, (part, *_) in self._seen.items() if name not in total}
         for meshes in dict.fromkeys(over.values()):  # one collective for each of the meshes
             names = [name for name, others in over.items() if others == meshes]
-            columns = [torch.stack(each) for each in zip(*(self._seen[name][2] for name in names), strict=True)]
+            columns = [
+                torch.stack(each)
+                for each in zip(*(self._seen[name][2] for name in names), strict=True)
+            ]
             for mesh in meshes:
                 columns = [all_reduce(column, (mesh, mesh.axis_names)) for column in columns]
-            total |= zip(names, zip(*(column.tolist() for column in columns), strict=True), strict=True)
+            total |= zip(
+                names, zip(*(column.tolist() for column in columns), strict=True), strict=True
+            )
         for name, (part, by_rank, _) in self._seen.items():
             (*columns, squares, broken), digest = total[name]
             dtype = str(part.local.dtype).removeprefix("torch.")
-            values.append(Value(name, part.sizes, dtype, by_rank, columns, squares**0.5, int(broken), digest))
+            values.append(
+                Value(name, part.sizes, dtype, by_rank, columns, squares**0.5, int(broken), digest)
+            )
         return values
 
     def _of_ranks(self) -> dict[str, Sequence[Any]]:
@@ -218,16 +263,18 @@ class _Recorder(TorchDispatchMode):
         return total
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
     """What `compare_runs` has found.
 
     Attributes:
-        differing: the values that differ, in the order of the first run, each with how much: the norm of the difference
-            relative to that of the value, infinite where shapes differ or one has elements that are broken.
-        before: the last value before the first of them that both runs have and that agrees; '' if there is none.
+        differing: the values that differ, in the order of the first run, each with how much: the
+            norm of the difference relative to that of the value, infinite where shapes differ or
+            one has elements that are broken.
+        before: the last value before the first of them that both runs have and that agrees; '' if
+            there is none.
         compared: how many values both runs have.
         alone: how many values only one run has.
     """
@@ -257,14 +304,14 @@ class Comparison(NamedTuple):
 def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
     """Where two runs differ first: of two programs, on as many ranks or others, or sharded and on a single device.
 
-    Values are found by their names. A name that only one run has is counted, not compared: a module with a style runs
-    other operators than the plain one. What ranks computed on plain tensors is compared between runs on as many ranks
-    and the same meshes.
+    Values are found by their names. A name that only one run has is counted, not compared: a module
+    with a style runs other operators than the plain one. What ranks computed on plain tensors is
+    compared between runs on as many ranks and the same meshes.
 
     Args:
         one, other: from `record_run`, or `RunRecord.load`.
-        tolerance: how much values may differ, relative to their norms; by default the square root of the precision of
-            the coarser dtype. 0 asks for equal bits.
+        tolerance: how much values may differ, relative to their norms; by default the square root
+            of the precision of the coarser dtype. 0 asks for equal bits.
 
     Raises:
         StyleError: the runs have no value in common, or the tolerance is negative.
@@ -291,14 +338,21 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
         if match is None or match.by_rank != value.by_rank or (value.by_rank and not same_ranks):
             continue
         compared += 1
-        difference, allowed = _difference(value, match), _allowed(value, match) if tolerance is None else tolerance
+        difference, allowed = (
+            _difference(value, match),
+            _allowed(value, match) if tolerance is None else tolerance,
+        )
         if (value.digest != match.digest or difference) and not 0 < allowed >= difference:
             differing.append((value.name, difference))
         elif not differing:
             before = value.name
     if not compared:
-        raise StyleError("the runs have no value in common: record the same model, by the same names")
-    return Comparison(differing, before, compared, len(one.values) + len(other.values) - 2 * compared)
+        raise StyleError(
+            "the runs have no value in common: record the same model, by the same names"
+        )
+    return Comparison(
+        differing, before, compared, len(one.values) + len(other.values) - 2 * compared
+    )
 
 
 def _difference(one: Value, other: Value) -> float:
@@ -313,4 +367,6 @@ def _difference(one: Value, other: Value) -> float:
 def _allowed(one: Value, other: Value) -> float:
     """The square root of the precision of the coarser dtype; that of whole numbers is 0."""
     dtypes = [getattr(torch, value.dtype) for value in (one, other)]
-    return max(torch.finfo(d).eps ** 0.5 if d.is_floating_point or d.is_complex else 0.0 for d in dtypes)
+    return max(
+        torch.finfo(d).eps ** 0.5 if d.is_floating_point or d.is_complex else 0.0 for d in dtypes
+    )

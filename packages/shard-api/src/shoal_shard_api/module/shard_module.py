@@ -51,8 +51,10 @@ class ShardingPlan:
 
     Args:
         plan: Path of a parameter -> its spec, or path of a sub-module -> its Sharder.
-        output_plan: Path of a module ("" is the root) -> spec to which its ShardedTensor output is resharded.
-        return_local_tensor: Paths of modules whose ShardedTensor output is returned as this rank's local tensor.
+        output_plan: Path of a module ("" is the root) -> spec to which its ShardedTensor output is
+            resharded.
+        return_local_tensor: Paths of modules whose ShardedTensor output is returned as this rank's
+            local tensor.
 
     Example:
         >>> ranks = ["rank:0/cpu", "rank:1/cpu"]
@@ -96,18 +98,21 @@ def shard_parameter(
 
     Args:
         module: The module that owns the parameter.
-        param_name: Its name in the module.  A buffer stays a buffer, a tensor attribute an attribute.
+        param_name: Its name in the module. A buffer stays a buffer, a tensor attribute an
+            attribute.
         sharding_spec: The spec of the result.
         src_rank: Rank in the process group whose data are used.
         process_group: The ranks that hold the result; None is the default group.
 
     Raises:
-        ArgumentTypeError: ``module`` is no module, ``param_name`` no string, or the group no process group.
+        ArgumentTypeError: ``module`` is no module, ``param_name`` no string, or the group no
+            process group.
         MissingParameterError: The module has no such attribute.
         ParameterError: It is no tensor, is sharded already, or is not contiguous.
         PlanTypeError: The spec is no ShardingSpec.
         ProcessGroupError: ``src_rank`` is not a rank of the group.
-        RankMismatchError: Ranks passed a different source, spec, size or dtype; names both values and both ranks.
+        RankMismatchError: Ranks passed a different source, spec, size or dtype; names both values
+            and both ranks.
         ShardingSpecError: The spec does not fit the tensor or the group.
 
         Each is raised on every rank, and the module is unchanged then.
@@ -120,9 +125,14 @@ def shard_parameter(
     """
     group, where = resolve(process_group), f"{type(module).__name__}.{param_name}"
     agree_on(
-        group, lambda: _facts_of_tensor(_attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
+        group,
+        lambda: _facts_of_tensor(
+            _attribute_of(module, param_name, where), sharding_spec, src_rank, where, group
+        ),
     )
-    tensor = sharding_spec.shard(getattr(module, param_name), src_rank=src_rank, process_group=group)
+    tensor = sharding_spec.shard(
+        getattr(module, param_name), src_rank=src_rank, process_group=group
+    )
     if param_name in module._parameters:
         module._parameters[param_name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
     elif param_name in module._buffers:
@@ -132,7 +142,10 @@ def shard_parameter(
 
 
 def _shard_tensor(
-    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
     """Plain on ``src_rank`` -> sharded: the ShardedTensor of a contiguous tensor; otherwise as ``shard_parameter``."""
     group = resolve(process_group)
@@ -141,7 +154,9 @@ def _shard_tensor(
     return sharded
 
 
-def _facts_of_tensor(tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup) -> dict[str, Any]:
+def _facts_of_tensor(
+    tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup
+) -> dict[str, Any]:
     """What is equal on all ranks that shard a tensor, after every check that one rank can make."""
     _check_shardable(tensor, spec, where, group)
     check_rank("shard", "src_rank", src_rank, group)
@@ -155,12 +170,16 @@ def _facts_of_tensor(tensor: Any, spec: Any, src_rank: int, where: str, group: d
 
 
 def shard_module(
-    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    plan: ShardingPlan,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Plain on ``src_rank`` -> sharded: shards a module by a plan, in place; all ranks of the group call it.
 
-    Parameters become ShardedTensors by their specs; tied parameters stay tied.  Sub-modules with a Sharder are replaced
-    by the module that it returns.  Hooks reshard outputs, or replace them by local tensors.
+    Parameters become ShardedTensors by their specs; tied parameters stay tied. Sub-modules with a
+    Sharder are replaced by the module that it returns. Hooks reshard outputs, or replace them by
+    local tensors.
 
     Args:
         module: The root; paths in the plan are relative to it.
@@ -172,17 +191,19 @@ def shard_module(
         ArgumentTypeError: ``module`` is no module, or the group no process group.
         PlanTypeError: The plan, or an entry, has a wrong type.
         SharderPathError: A Sharder has the empty path.
-        PlanConflictError: A parameter belongs to the sub-tree of a Sharder, Sharders are nested, or one tied parameter
-            has two different specs.
+        PlanConflictError: A parameter belongs to the sub-tree of a Sharder, Sharders are nested, or
+            one tied parameter has two different specs.
         MissingParameterError: A path of the plan is not in the module.
-        ParameterError, ShardingSpecError, RankMismatchError, ProcessGroupError: As for ``shard_parameter``.
+        ParameterError, ShardingSpecError, RankMismatchError, ProcessGroupError: As for
+            ``shard_parameter``.
 
         Each is raised on every rank, and the module is unchanged then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU())
         >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows}, return_local_tensor=[""]))
+        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows},
+        return_local_tensor=[""]))
         >>> model(torch.ones(2, 4)).shape
         torch.Size([6])
     """
@@ -223,7 +244,13 @@ def _check_types(module: Any, plan: Any) -> None:
         for path, entry in table.items():
             expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
             expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
-    expect_all("shard_module", "return_local_tensor", plan.return_local_tensor or (), str, error=PlanTypeError)
+    expect_all(
+        "shard_module",
+        "return_local_tensor",
+        plan.return_local_tensor or (),
+        str,
+        error=PlanTypeError,
+    )
 
 
 def _check_paths(
@@ -234,10 +261,13 @@ def _check_paths(
     for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
         if not any(path.startswith(f"{sharder}.") for sharder in sharders):
             _submodule(module, path, "output_plan or return_local_tensor")
-    owned: dict[int, tuple[str, str]] = {}  # by the id of a parameter in the sub-tree of a Sharder, its name and that
+    # by the id of a parameter in the sub-tree of a Sharder, its name and that
+    owned: dict[int, tuple[str, str]] = {}
     for path in sharders:
         if not path:
-            raise SharderPathError("a Sharder needs the path of a sub-module; '' has no parent to replace it in")
+            raise SharderPathError(
+                "a Sharder needs the path of a sub-module; '' has no parent to replace it in"
+            )
         sub_tree = _submodule(module, path, "plan").named_parameters(path)
         owned.update({id(parameter): (name, path) for name, parameter in sub_tree})
         for other in plan.plan:
@@ -259,21 +289,29 @@ def _check_paths(
         tensor = _attribute_of(owner, name, path)
         if id(tensor) in owned:
             inside, sharder = owned[id(tensor)]
-            raise PlanConflictError(f"{path!r} is tied to {inside!r}, which belongs to the Sharder of {sharder!r}")
+            raise PlanConflictError(
+                f"{path!r} is tied to {inside!r}, which belongs to the Sharder of {sharder!r}"
+            )
         _check_shardable(tensor, spec, path, group)
         if name not in owner._parameters:
-            raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
+            raise ParameterError(
+                f"{path} is a tensor but no parameter of {type(owner).__name__}; use "
+                "shard_parameter"
+            )
         other = first.setdefault(id(tensor), path)
         if specs.setdefault(other, spec) != spec:
             raise PlanConflictError(
-                f"{other!r} and {path!r} are one tied parameter of two specs: {specs[other]} and {spec}"
+                f"{other!r} and {path!r} are one tied parameter of two specs: {specs[other]} and "
+                f"{spec}"
             )
         facts[f"sharding_spec of {path}"] = spec
         facts[f"size and dtype of {path}"] = (tuple(tensor.size()), tensor.dtype)
     return specs, facts
 
 
-def _run_sharders(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> dict[str, nn.Module]:
+def _run_sharders(
+    module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
+) -> dict[str, nn.Module]:
     """The new sub-modules by path, not installed yet; an error of any rank's Sharder is raised on all ranks."""
     replacements: dict[str, nn.Module] = {}
 
@@ -282,12 +320,16 @@ def _run_sharders(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGrou
             if isinstance(entry, Sharder):
                 new: Any = entry.shard(module.get_submodule(path))
                 if not isinstance(new, nn.Module):
-                    raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(new)}, not a Module")
+                    raise PlanTypeError(
+                        f"the Sharder of {path!r} returned {kind_of(new)}, not a Module"
+                    )
                 replacements[path] = new
         for path, new in replacements.items():
             for below in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
                 if below.startswith(f"{path}."):
-                    _submodule(new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}")
+                    _submodule(
+                        new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}"
+                    )
 
     if any(isinstance(entry, Sharder) for entry in plan.plan.values()):
         agree(run, group)
@@ -299,14 +341,18 @@ def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
     try:
         return module.get_submodule(path)
     except AttributeError as error:
-        raise MissingParameterError(f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})") from None
+        raise MissingParameterError(
+            f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})"
+        ) from None
 
 
 def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
     expect("shard_parameter", "module", module, nn.Module)
     expect("shard_parameter", "param_name", name, str)
     if not hasattr(module, name):
-        raise MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
+        raise MissingParameterError(
+            f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})"
+        )
     return getattr(module, name)
 
 
@@ -316,19 +362,29 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
     if isinstance(tensor, ShardedTensor):
         raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
     if isinstance(tensor, DTensor):
-        raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
+        raise ParameterError(
+            f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it"
+        )
     if tensor.is_meta or not is_plain(tensor):
-        raise ParameterError(f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}")
+        raise ParameterError(
+            f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}"
+        )
     if not tensor.is_contiguous():
-        raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
+        raise ParameterError(
+            f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}"
+        )
     expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
     try:
-        checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
+        checked_metadata(
+            spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group
+        )
     except (ValueError, TypeError) as error:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _replace_everywhere(module: nn.Module, table: Literal["_parameters", "_modules"], old: Any, new: Any) -> None:
+def _replace_everywhere(
+    module: nn.Module, table: Literal["_parameters", "_modules"], old: Any, new: Any
+) -> None:
     """Replace a parameter or a sub-module under each of its names."""
     for owner in list(module.modules()):
         entries: dict[str, Any] = getattr(owner, table)
@@ -349,16 +405,24 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
     def local_tensor(output: ShardedTensor) -> torch.Tensor:
         if len(output.local_shards()) > 1:
             raise UnsupportedOpError(
-                f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} shards of the output"
+                f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} "
+                "shards of the output"
             )
         local, spec = output._local_tensors[0], output.sharding_spec()
-        if isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and local.dim() == output.dim():
-            return local.squeeze(spec.dim)  # as torch does, where the local size is 1
+        if (
+            isinstance(spec, ChunkShardingSpec)
+            and isinstance(spec.dim, int)
+            and local.dim() == output.dim()
+        ):
+            # as torch does, where the local size is 1
+            return local.squeeze(spec.dim)
         return local
 
     return _convert_output(module, local_tensor)
 
 
 def _convert_output(module: nn.Module, convert: Callable[[ShardedTensor], Any]) -> nn.Module:
-    module.register_forward_hook(lambda _, __, output: convert(output) if isinstance(output, ShardedTensor) else output)
+    module.register_forward_hook(
+        lambda _, __, output: convert(output) if isinstance(output, ShardedTensor) else output
+    )
     return module

@@ -39,7 +39,9 @@ def named_params_with_sharded_tensor(
     expect("named_params_with_sharded_tensor", "prefix", prefix, str)
     seen: set[int] = set()
     for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, ShardedTensor)]
+        attributes = [
+            (name, value) for name, value in vars(owner).items() if isinstance(value, ShardedTensor)
+        ]
         for name, value in [*attributes, *owner._parameters.items()]:
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
@@ -49,7 +51,8 @@ def named_params_with_sharded_tensor(
 class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer whose step updates plain parameters and the local shards of sharded ones.
 
-    Attributes that it does not have are those of the torch optimizer: ``param_groups``, ``state``, ``defaults``.
+    Attributes that it does not have are those of the torch optimizer: ``param_groups``, ``state``,
+    ``defaults``.
 
     Args:
         named_params: Names and parameters, plain or sharded, as a mapping or as pairs.
@@ -58,24 +61,34 @@ class ShardedOptimizer(optim.Optimizer):
         optimizer_kwargs: Keyword arguments of the class.
 
     Raises:
-        ArgumentTypeError: The parameters are no names and tensors, or the class is no optimizer class.
+        ArgumentTypeError: The parameters are no names and tensors, or the class is no optimizer
+            class.
 
     Example:
         >>> linear = torch.nn.Linear(3, 4)
         >>> shard_parameter(linear, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
-        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)), torch.optim.SGD, lr=0.1)
+        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)),
+        torch.optim.SGD, lr=0.1)
         >>> linear(torch.ones(3)).sum().backward()
         >>> optimizer.step()
     """
 
     def __init__(
-        self, named_params: Named, optimizer_class: type[optim.Optimizer], *optimizer_args: Any, **optimizer_kwargs: Any
+        self,
+        named_params: Named,
+        optimizer_class: type[optim.Optimizer],
+        *optimizer_args: Any,
+        **optimizer_kwargs: Any,
     ) -> None:
         kind: Any = optimizer_class
         if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
-            raise ArgumentTypeError(f"ShardedOptimizer: optimizer_class is a class of torch.optim, got {kind!r}")
+            raise ArgumentTypeError(
+                f"ShardedOptimizer: optimizer_class is a class of torch.optim, got {kind!r}"
+            )
         self.named_params: dict[str, torch.Tensor] = {}
-        self._optim = optimizer_class(self._local_tensors_of(named_params), *optimizer_args, **optimizer_kwargs)
+        self._optim = optimizer_class(
+            self._local_tensors_of(named_params), *optimizer_args, **optimizer_kwargs
+        )
 
     def _local_tensors_of(self, named_params: Named) -> list[torch.Tensor]:
         """The local tensors of parameters that are added to ``named_params``."""
@@ -83,7 +96,8 @@ class ShardedOptimizer(optim.Optimizer):
             named = dict(named_params)
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(
-                f"ShardedOptimizer: parameters must be a mapping or pairs of names and tensors: {error}"
+                "ShardedOptimizer: parameters must be a mapping or pairs of names and tensors: "
+                f"{error}"
             ) from None
         for name, parameter in named.items():
             expect("ShardedOptimizer", "a parameter name", name, str)
@@ -116,10 +130,12 @@ class ShardedOptimizer(optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the local tensors; no communication.
 
-        A parameter without a shard on this rank is stepped as an empty one, so all ranks have the same state entries.
+        A parameter without a shard on this rank is stepped as an empty one, so all ranks have the
+        same state entries.
 
         Raises:
-            UnsupportedOpError: A parameter was resharded since it was added: its old shards would be stepped.
+            UnsupportedOpError: A parameter was resharded since it was added: its old shards would
+                be stepped.
         """
         self._owners()
         for each in self.named_params.values():
@@ -132,7 +148,8 @@ class ShardedOptimizer(optim.Optimizer):
         """Add parameters with options of their own.
 
         Args:
-            param_group: "params" has names and parameters, as in the constructor; other entries are options.
+            param_group: "params" has names and parameters, as in the constructor; other entries are
+                options.
 
         Raises:
             ArgumentTypeError: It is no dict with "params", or these are no names and tensors.
@@ -140,7 +157,9 @@ class ShardedOptimizer(optim.Optimizer):
         """
         expect("add_param_group", "param_group", param_group, dict)
         if "params" not in param_group:
-            raise ArgumentTypeError(f"add_param_group: param_group must have 'params', got {sorted(param_group)}")
+            raise ArgumentTypeError(
+                f"add_param_group: param_group must have 'params', got {sorted(param_group)}"
+            )
         tensors = self._local_tensors_of(param_group["params"])
         self._optim.add_param_group({**param_group, "params": tensors})
 
@@ -148,8 +167,8 @@ class ShardedOptimizer(optim.Optimizer):
         """State and options by parameter name; no communication.
 
         Returns:
-            "state": name -> entries; an entry of the shape of a sharded parameter is a ShardedTensor.
-            "param_groups": the groups, with parameters by name.
+            "state": name -> entries; an entry of the shape of a sharded parameter is a
+            ShardedTensor. "param_groups": the groups, with parameters by name.
 
         Raises:
             UnsupportedOpError: A parameter was resharded since it was added.
@@ -160,14 +179,22 @@ class ShardedOptimizer(optim.Optimizer):
             {**group, "params": list(dict.fromkeys(owner[id(local)] for local in group["params"]))}
             for group in self.param_groups
         ]
-        return {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
+        return {
+            "state": {name: entries for name, entries in state.items() if entries},
+            "param_groups": groups,
+        }
 
     def _owners(self) -> dict[int, str]:
         """Parameter name by the id of each local tensor in the parameter groups."""
-        owner = {id(local): name for name, each in self.named_params.items() for local in _local_tensors(each)}
+        owner = {
+            id(local): name
+            for name, each in self.named_params.items()
+            for local in _local_tensors(each)
+        }
         if not all(id(local) in owner for group in self.param_groups for local in group["params"]):
             raise UnsupportedOpError(
-                "a parameter was resharded in place: construct a new optimizer, and load a state dict taken before"
+                "a parameter was resharded in place: construct a new optimizer, and load a state "
+                "dict taken before"
             )
         return owner
 
@@ -181,7 +208,11 @@ class ShardedOptimizer(optim.Optimizer):
                 isinstance(value, torch.Tensor) and value.shape == local.shape and local.dim() > 0
                 for value, local in zip(values, local_tensors, strict=True)
             )
-            entries[key] = parameter._with(values) if shaped and isinstance(parameter, ShardedTensor) else first
+            entries[key] = (
+                parameter._with(values)
+                if shaped and isinstance(parameter, ShardedTensor)
+                else first
+            )
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -192,12 +223,16 @@ class ShardedOptimizer(optim.Optimizer):
 
         Raises:
             ArgumentTypeError: It is no mapping.
-            CheckpointError: No "state" or "param_groups", unknown names, other groups, or state of another size; the
-                optimizer is unchanged then.
+            CheckpointError: No "state" or "param_groups", unknown names, other groups, or state of
+                another size; the optimizer is unchanged then.
         """
         expect("load_state_dict", "state_dict", state_dict, Mapping)
-        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
-            raise CheckpointError(f"an optimizer state dict has 'state' and 'param_groups', got {sorted(state_dict)}")
+        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(
+            state_dict.get("param_groups"), list
+        ):
+            raise CheckpointError(
+                f"an optimizer state dict has 'state' and 'param_groups', got {sorted(state_dict)}"
+            )
         state, groups = state_dict["state"], state_dict["param_groups"]
         self._check(state, groups)
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
@@ -219,19 +254,25 @@ class ShardedOptimizer(optim.Optimizer):
     def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
         if wrong or not all(isinstance(group, Mapping) for group in groups):
-            raise CheckpointError(f"state of parameters and parameter groups are mappings, not {wrong or groups}")
+            raise CheckpointError(
+                f"state of parameters and parameter groups are mappings, not {wrong or groups}"
+            )
         unknown = sorted(map(str, state.keys() - self.named_params.keys()))
         if unknown:
             raise CheckpointError(f"optimizer state for unknown parameters {unknown}")
         own = [set(group["params"]) for group in self.state_dict()["param_groups"]]
         given = [set(group.get("params", ())) for group in groups]
         if own != given:
-            raise CheckpointError(f"the parameter groups differ: here {own}, in the state dict {given}")
+            raise CheckpointError(
+                f"the parameter groups differ: here {own}, in the state dict {given}"
+            )
         for name, entries in state.items():
             size = tuple(self.named_params[name].size())
             for key, value in entries.items():
                 if isinstance(value, ShardedTensor) and tuple(value.size()) != size:
-                    raise CheckpointError(f"{key} of {name} has size {tuple(value.size())}, the parameter has {size}")
+                    raise CheckpointError(
+                        f"{key} of {name} has size {tuple(value.size())}, the parameter has {size}"
+                    )
 
 
 def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:

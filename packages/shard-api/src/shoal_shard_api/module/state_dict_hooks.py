@@ -21,7 +21,9 @@ def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
             yield f"{prefix}{path}{'.' if path else ''}{name}", owner, name, value
 
 
-def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def state_dict_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
     """Add ShardedTensor attributes to a state dict; for ``Module._register_state_dict_hook``.
 
     Args:
@@ -39,7 +41,9 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
     """
     expect("state_dict_hook", "module", module, nn.Module)
     attributes = _attributes(module, prefix)
-    destination.update({key: value for key, _, _, value in attributes if isinstance(value, ShardedTensor)})
+    destination.update(
+        {key: value for key, _, _, value in attributes if isinstance(value, ShardedTensor)}
+    )
 
 
 def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a hook
@@ -54,7 +58,8 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
 ) -> None:
     """Set ShardedTensor attributes from a state dict; for ``Module._register_load_state_dict_pre_hook``.
 
-    A key that is loaded is removed from the dict, so that a strict load does not report it as unexpected.
+    A key that is loaded is removed from the dict, so that a strict load does not report it as
+    unexpected.
 
     Args:
         module: The module whose attributes, and those of its sub-modules, are set.
@@ -69,8 +74,8 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         >>> module = torch.nn.Module()
         >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
         >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)
-        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)})
-        <All keys matched successfully>
+        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu",
+        "rank:1/cpu"]), 4)}) <All keys matched successfully>
         >>> module.table.sum()
         tensor(4.)
     """
@@ -82,7 +87,10 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
                 missing_keys.append(key)
             continue
         if isinstance(present, ShardedTensor) and present.size() != value.size():
-            error_msgs.append(f"size mismatch for {key}: {tuple(value.size())} given, {tuple(present.size())} present")
+            error_msgs.append(
+                f"size mismatch for {key}: {tuple(value.size())} given, {tuple(present.size())} "
+                "present"
+            )
             continue
         setattr(owner, name, value)
         del state_dict[key]

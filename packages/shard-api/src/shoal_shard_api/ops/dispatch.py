@@ -5,11 +5,12 @@
 3. the tables below: metadata, work on each shard, code of its own, refusals;
 4. shard by shard, if the function is pointwise and a layout has no placements, via_dtensor.py;
 5. embedding and embedding_bag with plain indices, lookup.py;
-6. by way of DTensors, via_dtensor.py.  Results without dims are plain tensors, others ShardedTensors: a replicated or
-   partial result is sharded like an argument of its shape, else along dim 0.
+6. by way of DTensors, via_dtensor.py. Results without dims are plain tensors, others
+   ShardedTensors: a replicated or partial result is sharded like an argument of its shape, else
+   along dim 0.
 
-A layout without placements (several shards on a rank, no grid) is refused in 6, or moved inside ``implicit_reshard()``.
-The class ShardedTensor is an argument here.
+A layout without placements (several shards on a rank, no grid) is refused in 6, or moved inside
+``implicit_reshard()``. The class ShardedTensor is an argument here.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
     """The values of a ShardedTensor, or a replicated plain tensor, in the layout of ``tensor``; all ranks call it."""
     if isinstance(value, type(tensor)):
         if value.shape != tensor.shape:
-            raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not fit {tuple(tensor.shape)}")
+            raise LocalShardError(
+                f"sizes differ: {tuple(value.shape)} does not fit {tuple(tensor.shape)}"
+            )
         if value.process_group is not tensor.process_group:
             raise UnsupportedOpError("the two ShardedTensors are on different process groups")
-        moved = value if value._layout == tensor._layout else value.resharded(tensor.sharding_spec())
+        moved = (
+            value if value._layout == tensor._layout else value.resharded(tensor.sharding_spec())
+        )
         return list(moved._local_tensors)
     expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
     shape = tuple(tensor.shape)
@@ -62,12 +67,16 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+def _two(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
     """The two tensors of a function, by position or name, and its other arguments."""
     names = [name for name in ("input", "self", "other", "src") if name in kwargs]
     tensors = [*args[:2], *(kwargs[name] for name in names)]
     if len(tensors) != 2:
-        raise ArgumentTypeError(f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}")
+        raise ArgumentTypeError(
+            f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}"
+        )
     return *tensors, args[2:], {name: value for name, value in kwargs.items() if name not in names}
 
 
@@ -82,7 +91,9 @@ def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
     tensor, source, rest, kwargs = _two(args, kwargs)
     if not isinstance(tensor, cls):
         if not _broadcasts(source.shape, tensor.shape):
-            raise LocalShardError(f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}")
+            raise LocalShardError(
+                f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}"
+            )
         return tensor.copy_(source.full_tensor(), *rest, **kwargs)
     for local, new in zip(tensor._local_tensors, with_layout_of(tensor, source), strict=True):
         local.copy_(new, *rest, **kwargs)
@@ -97,7 +108,10 @@ def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
             return False
         raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     sharded = a if isinstance(a, cls) else b
-    of_a, of_b = (sharded._local_tensors if each is sharded else with_layout_of(sharded, each) for each in (a, b))
+    of_a, of_b = (
+        sharded._local_tensors if each is sharded else with_layout_of(sharded, each)
+        for each in (a, b)
+    )
     same = all(func(x, y, *rest, **kwargs) for x, y in zip(of_a, of_b, strict=True))
     verdict = torch.tensor(int(same), device=sharded._local_tensors[0].device)
     return bool(all_reduce(verdict, sharded._comm, "min").item())
@@ -110,13 +124,21 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
     outputs, inputs = (_listed(options.pop(name)) for name in names[:2])
     grads = _listed(options.pop("grad_outputs", None)) or [None] * len(outputs)
     of_outputs, of_inputs = (
-        [e._local_tensors if isinstance(e, cls) else [e] for e in each] for each in (outputs, inputs)
+        [e._local_tensors if isinstance(e, cls) else [e] for e in each]
+        for each in (outputs, inputs)
     )
     of_grads = [
-        with_layout_of(output, grad) if isinstance(output, cls) and grad is not None else [grad] * len(local_tensors)
+        with_layout_of(output, grad)
+        if isinstance(output, cls) and grad is not None
+        else [grad] * len(local_tensors)
         for output, grad, local_tensors in zip(outputs, grads, of_outputs, strict=True)
     ]
-    gradients = iter(func(*(list(chain.from_iterable(each)) for each in (of_outputs, of_inputs, of_grads)), **options))
+    gradients = iter(
+        func(
+            *(list(chain.from_iterable(each)) for each in (of_outputs, of_inputs, of_grads)),
+            **options,
+        )
+    )
     groups = [[next(gradients) for _ in local_tensors] for local_tensors in of_inputs]
     return tuple(
         each._with(group) if isinstance(each, cls) and group[0] is not None else group[0]
@@ -136,18 +158,63 @@ ATTRIBUTES = [
 ]
 DESCRIBE: set[Any] = {
     *(getattr(T, name).__get__ for name in ATTRIBUTES),
-    *(T.size, T.dim, T.ndimension, T.stride, T.numel, T.nelement, T.element_size, T.__len__, torch.numel),
-    *(T.is_contiguous, T.is_floating_point, T.is_complex, T.is_signed, T.storage_offset, T.is_inference),
-    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_same_size),
+    *(
+        T.size,
+        T.dim,
+        T.ndimension,
+        T.stride,
+        T.numel,
+        T.nelement,
+        T.element_size,
+        T.__len__,
+        torch.numel,
+    ),
+    *(
+        T.is_contiguous,
+        T.is_floating_point,
+        T.is_complex,
+        T.is_signed,
+        T.storage_offset,
+        T.is_inference,
+    ),
+    *(
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_signed,
+        torch.is_inference,
+        torch.is_same_size,
+    ),
 }
 SHARDWISE: set[Any] = {
-    *(T.clone, torch.clone, T.contiguous, T.detach, torch.detach, T.detach_, torch.detach_, T.requires_grad_),
-    *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type),
+    *(
+        T.clone,
+        torch.clone,
+        T.contiguous,
+        T.detach,
+        torch.detach,
+        T.detach_,
+        torch.detach_,
+        T.requires_grad_,
+    ),
+    *(
+        T.float,
+        T.double,
+        T.half,
+        T.bfloat16,
+        T.int,
+        T.long,
+        T.short,
+        T.char,
+        T.byte,
+        T.bool,
+        T.type,
+    ),
     *(T.zero_, torch.zero_, T.fill_, torch.fill_, torch.nn.init.constant_),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
 }
 HANDLERS: dict[Any, Handler] = {
-    has_compatible_shallow_copy_type: lambda *_: False,  # a module that changes dtype replaces the tensor, not its data
+    # a module that changes dtype replaces the tensor, not its data
+    has_compatible_shallow_copy_type: lambda *_: False,
     T.type_as: _type_as,
     T.copy_: _copy,
     **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], _compare),
@@ -168,7 +235,7 @@ REFUSED: dict[Any, str] = {
 }
 
 
-# --- overrides, and which of them all a call is -----------------------------------------------------------------------
+# --- overrides, and which of them all a call is ---------------------------------------------------
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
@@ -192,7 +259,9 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], Cus
 _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
 
 
-def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
+def custom_sharding_spec_op(
+    sharding_spec_class: type, func: Callable[..., Any]
+) -> Callable[[CustomOp], CustomOp]:
     """A decorator that registers a function in place of ``func`` for ShardedTensors whose spec is of this class.
 
     Args:
@@ -244,12 +313,22 @@ def _dispatch_custom_op(
 
 
 def run(
-    cls: Any, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: Any,
+    func: Callable[..., Any],
+    types: tuple[type, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Result of ``func``, some of whose arguments are ShardedTensors; all ranks call it."""
-    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
+    tensors = list(
+        {
+            id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)
+        }.values()
+    )
     if tensors:
-        override = _OVERRIDES.get((None, func)) or _OVERRIDES.get((type(tensors[0].sharding_spec()), func))
+        override = _OVERRIDES.get((None, func)) or _OVERRIDES.get(
+            (type(tensors[0].sharding_spec()), func)
+        )
         if override is not None:
             return override(types, args, kwargs, tensors[0].process_group)
     if func in DESCRIBE:
@@ -263,8 +342,12 @@ def run(
     if func in REFUSED:
         raise UnsupportedOpError(f"{name} on a ShardedTensor: {REFUSED[func]}")
     if not tensors:
-        raise UnsupportedOpError(f"{name} has no ShardedTensor with a process group among its arguments")
+        raise UnsupportedOpError(
+            f"{name} has no ShardedTensor with a process group among its arguments"
+        )
     if any(each.process_group is not tensors[0].process_group for each in tensors):
-        raise UnsupportedOpError(f"{name} has ShardedTensors of different process groups among its arguments")
+        raise UnsupportedOpError(
+            f"{name} has ShardedTensors of different process groups among its arguments"
+        )
     call = DTensorCall(cls, func, tensors)
     return look_up(call, args, kwargs) if func in LOOKUPS else call.run(args, kwargs)

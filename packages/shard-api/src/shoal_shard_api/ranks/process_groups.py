@@ -24,13 +24,19 @@ _LOADING = ScopedValue[dist.ProcessGroup | None]("shoal_load_with_process_group"
 def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default group for None; a typed error for one that this rank is not in."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
+        raise ProcessGroupError(
+            "no default process group: call torch.distributed.init_process_group first"
+        )
     group = dist.group.WORLD if process_group is None else process_group
-    if not isinstance(group, dist.ProcessGroup | int):  # c10d represents a group without this rank by an integer
-        raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}")
+    # c10d represents a group without this rank by an integer
+    if not isinstance(group, dist.ProcessGroup | int):
+        raise ArgumentTypeError(
+            f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}"
+        )
     if isinstance(group, int) or dist.get_rank(group) < 0:
         raise NotInGroupError(
-            f"rank {dist.get_rank()} is not in the given process group {group}; only members call this"
+            f"rank {dist.get_rank()} is not in the given process group {group}; only members call "
+            "this"
         )
     return group
 
@@ -40,7 +46,9 @@ def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> 
     expect(call, name, rank, int)
     size = dist.get_world_size(group)
     if rank not in range(size):
-        raise ProcessGroupError(f"{call}: {name}={rank} is not a rank of the process group of {size} ranks")
+        raise ProcessGroupError(
+            f"{call}: {name}={rank} is not a rank of the process group of {size} ranks"
+        )
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -48,29 +56,42 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def agree_on(group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+def agree_on(
+    group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """The arguments of every rank, in group order; all ranks return, or all raise the same error.
 
-    ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on all ranks.  A value
-    whose name begins with "~" is exchanged, not compared, one with "?" compared between the ranks that have it.
+    ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on
+    all ranks. A value whose name begins with "~" is exchanged, not compared, one with "?" compared
+    between the ranks that have it.
     """
 
     def sendable() -> dict[str, Any]:
         facts = dict(check())
         try:
             pickle.loads(pickle.dumps(facts))
-        except Exception as cause:  # noqa: BLE001, RUF100  # pickling runs code of the values' classes, which raises anything
-            raise ArgumentTypeError(f"{', '.join(facts)}: a value cannot be sent to other ranks ({cause})") from cause
+        except Exception as cause:  # noqa: BLE001, RUF100
+            # pickling runs code of the values' classes, which raises anything
+            raise ArgumentTypeError(
+                f"{', '.join(facts)}: a value cannot be sent to other ranks ({cause})"
+            ) from cause
         return facts
 
     reports = agree(sendable, group)
-    for name in dict.fromkeys(name for facts in reports for name in facts if not name.startswith("~")):
-        own = [(rank, facts.get(name)) for rank, facts in enumerate(reports) if name in facts or name[0] != "?"]
+    for name in dict.fromkeys(
+        name for facts in reports for name in facts if not name.startswith("~")
+    ):
+        own = [
+            (rank, facts.get(name))
+            for rank, facts in enumerate(reports)
+            if name in facts or name[0] != "?"
+        ]
         (first, known), said = own[0], name.removeprefix("?")
         for rank, value in own:
             if value != known:
                 raise RankMismatchError(
-                    f"{said}={known} on rank: {first} does not match with {said}={value} on rank: {rank}"
+                    f"{said}={known} on rank: {first} does not match with {said}={value} on rank: "
+                    f"{rank}"
                 )
     return reports
 
@@ -84,7 +105,8 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
 
     Raises:
         ArgumentTypeError: It is no process group.
-        ProcessGroupError: Inside another ``load_with_process_group``, or this rank is not in the group.
+        ProcessGroupError: Inside another ``load_with_process_group``, or this rank is not in the
+            group.
 
     Example:
         >>> import io
@@ -141,7 +163,9 @@ class ProcessGroupState:
 
 
 @lru_cache(maxsize=256)
-def mesh_of(group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+def mesh_of(
+    group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]
+) -> DeviceMesh:
     """The mesh of this shape over all ranks of the group, given row-major; subgroups are created at first use."""
     if len(shape) == 1:
         return DeviceMesh.from_group([group], device_type, ranks)

@@ -1,6 +1,7 @@
 """Metadata of a sharded tensor: its shards, the properties that they share, its size; and the checks of its shards.
 
-Field names and list types are those of ``torch.distributed._shard``, because they are compared and pickled by users.
+Field names and list types are those of ``torch.distributed._shard``, because they are compared and
+pickled by users.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ShardMetadata:
         placement: "rank:1/cuda:1" (a global rank and its device), a parsed one, or None if unknown.
 
     Raises:
-        ShardingSpecError: Offsets and sizes are no sequences of integers of one length, one is negative, or the
-            placement cannot be parsed.
+        ShardingSpecError: Offsets and sizes are no sequences of integers of one length, one is
+            negative, or the placement cannot be parsed.
 
     Example:
         >>> ShardMetadata([2, 0], [2, 5], "rank:1/cpu").box
@@ -45,18 +46,24 @@ class ShardMetadata:
     placement: RemoteDevice | None
 
     def __init__(
-        self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: str | RemoteDevice | None = None
+        self,
+        shard_offsets: Sequence[int],
+        shard_sizes: Sequence[int],
+        placement: str | RemoteDevice | None = None,
     ) -> None:
         expect_all("ShardMetadata", "shard_offsets", shard_offsets, int, error=ShardingSpecError)
         expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
         offsets, sizes = list(shard_offsets), list(shard_sizes)
         if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
             raise ShardingSpecError(
-                f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, {len(sizes)} sizes {sizes}"
+                f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, "
+                f"{len(sizes)} sizes {sizes}"
             )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
-        object.__setattr__(self, "placement", parse_placement(placement) if placement is not None else None)
+        object.__setattr__(
+            self, "placement", parse_placement(placement) if placement is not None else None
+        )
 
     def __hash__(self) -> int:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
@@ -76,7 +83,8 @@ class ShardMetadata:
         rank = self.placement.rank() if self.placement is not None else None
         if rank is None:
             raise ShardingSpecError(
-                f"{self.shard_offsets}: {self.placement} is not as 'rank:0/cpu' is; RPC worker names are not supported"
+                f"{self.shard_offsets}: {self.placement} is not as 'rank:0/cpu' is; RPC worker "
+                "names are not supported"
             )
         return int(rank)
 
@@ -88,7 +96,9 @@ def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
     try:
         return RemoteDevice(placement)
     except (ValueError, TypeError, RuntimeError) as bad:
-        raise ShardingSpecError(f"placement must read 'rank:<global rank>/<device>', got {placement!r}") from bad
+        raise ShardingSpecError(
+            f"placement must read 'rank:<global rank>/<device>', got {placement!r}"
+        ) from bad
 
 
 class MEM_FORMAT_ENCODING(Enum):
@@ -104,7 +114,8 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]  # by value of their encoding
+# by value of their encoding
+_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
 
 
 @dataclass(frozen=True)
@@ -136,11 +147,15 @@ class TensorProperties:
             ArgumentTypeError: It is no tensor.
         """
         expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
-        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
+        return TensorProperties(
+            tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.memory_format not in _MEMORY_FORMATS:
-            raise ShardingSpecError(f"memory format {self.memory_format} cannot be saved; known: {_MEMORY_FORMATS}")
+            raise ShardingSpecError(
+                f"memory format {self.memory_format} cannot be saved; known: {_MEMORY_FORMATS}"
+            )
         encoding = MEM_FORMAT_ENCODING(_MEMORY_FORMATS.index(self.memory_format))
         return {**vars(self), "memory_format": encoding}
 
@@ -184,13 +199,15 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         ShardingSpecError: Two do, or two differ in the number of dims; names both.
 
     Example:
-        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2], [2])])
+        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2],
+        [2])])
     """
     expect_all("validate_non_overlapping_shards_metadata", "shards", shards, ShardMetadata)
     for i, shard in enumerate(shards):
         if len(shard.shard_sizes) != len(shards[0].shard_sizes):
             raise ShardingSpecError(
-                f"shards differ in dims: 0 {_name(shards[0])}, shard {i} {_name(shard)} has {len(shard.shard_sizes)}"
+                f"shards differ in dims: 0 {_name(shards[0])}, shard {i} {_name(shard)} has "
+                f"{len(shard.shard_sizes)}"
             )
     pair = overlap([shard.box for shard in shards])
     if pair is not None:
@@ -206,8 +223,10 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
         tensor_dims: Global size.
 
     Raises:
-        ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of integers.
-        ShardingSpecError: No shards, a wrong number of dims, a shard beyond the size, or elements in no shard.
+        ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of
+            integers.
+        ShardingSpecError: No shards, a wrong number of dims, a shard beyond the size, or elements
+            in no shard.
 
     Example:
         >>> check_tensor([ShardMetadata([0], [2]), ShardMetadata([2], [2])], (4,))
@@ -220,13 +239,18 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     for i, shard in enumerate(shards_metadata):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(
-                f"shard {i} {_name(shard)} has {len(shard.shard_sizes)} dims, the tensor of size {size} has {len(size)}"
+                f"shard {i} {_name(shard)} has {len(shard.shard_sizes)} dims, the tensor of size "
+                f"{size} has {len(size)}"
             )
         if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
-            raise ShardingSpecError(f"shard {i} {_name(shard)} reaches beyond the tensor of size {size}")
+            raise ShardingSpecError(
+                f"shard {i} {_name(shard)} reaches beyond the tensor of size {size}"
+            )
     missing = gap([shard.box for shard in shards_metadata], size)
     if missing is not None:
-        raise ShardingSpecError(f"no shard holds the elements {format_box(missing)} of the tensor of size {size}")
+        raise ShardingSpecError(
+            f"no shard holds the elements {format_box(missing)} of the tensor of size {size}"
+        )
 
 
 def _name(shard: ShardMetadata) -> str:

@@ -1,7 +1,8 @@
 """Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec of given shards.
 
-A spec maps a global size to shards; it holds no data.  ``ShardingSpec.shard`` needs the class ShardedTensor, which is
-defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to its constructor.
+A spec maps a global size to shards; it holds no data. ``ShardingSpec.shard`` needs the class
+ShardedTensor, which is defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to
+its constructor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .metadata import (
 )
 
 
-class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API; it has no abstract method
+# a marker to derive from, as in torch's API; it has no abstract method
+class PlacementSpec(ABC):  # noqa: B024
     """Base class of the placements of an entity.
 
     Example:
@@ -74,7 +76,9 @@ class ShardingSpec(ABC):
     _scatter: ClassVar[Callable[..., Any]]
 
     @abstractmethod
-    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
         """All shards of a tensor of this size; the same on every rank.
 
         Args:
@@ -85,11 +89,14 @@ class ShardingSpec(ABC):
             ShardingSpecError: The spec does not fit a tensor of this size.
         """
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> Any:
+    def shard(
+        self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None
+    ) -> Any:
         """Plain on ``src_rank`` -> sharded by this spec; all ranks of the group call it.
 
         Args:
-            tensor: Global tensor, of the same size and dtype on every rank; the data of ``src_rank`` are used.
+            tensor: Global tensor, of the same size and dtype on every rank; the data of
+                ``src_rank`` are used.
             src_rank: Rank in ``process_group`` (a global rank if no group is given).
             process_group: Group of the ranks named in the spec; None is the default group.
 
@@ -110,20 +117,23 @@ def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_propert
 class ChunkShardingSpec(ShardingSpec):
     """One tensor dim sharded into one chunk per placement, of the sizes of ``torch.chunk``.
 
-    The last chunks may be smaller or empty.  Placements may be in any order, and a rank may hold several chunks.
+    The last chunks may be smaller or empty. Placements may be in any order, and a rank may hold
+    several chunks.
 
     Args:
-        dim: Tensor dim to shard; negative counts from the end.  A string is the name of a dim, which ``on_names``
-            turns into an index (torch's tensors have no names any more).
-        placements: Placement of each chunk: "rank:1/cuda:1" (a global rank and its device), or a parsed one.
+        dim: Tensor dim to shard; negative counts from the end. A string is the name of a dim, which
+            ``on_names`` turns into an index (torch's tensors have no names any more).
+        placements: Placement of each chunk: "rank:1/cuda:1" (a global rank and its device), or a
+            parsed one.
 
     Raises:
-        ShardingSpecError: ``dim`` is neither an integer nor a string, there is no placement, or one cannot be parsed.
+        ShardingSpecError: ``dim`` is neither an integer nor a string, there is no placement, or one
+            cannot be parsed.
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
-        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata]
-        [[3, 2], [2, 2]]
+        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]),
+        TensorProperties()).shards_metadata] [[3, 2], [2, 2]]
     """
 
     ShardingDim = int | str
@@ -132,7 +142,14 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __init__(self, dim: int | str, placements: Sequence[str | RemoteDevice]) -> None:
         expect("ChunkShardingSpec", "dim", dim, int, str, error=ShardingSpecError)
-        expect_all("ChunkShardingSpec", "placements", placements, str, RemoteDevice, error=ShardingSpecError)
+        expect_all(
+            "ChunkShardingSpec",
+            "placements",
+            placements,
+            str,
+            RemoteDevice,
+            error=ShardingSpecError,
+        )
         if not placements:
             raise ShardingSpecError("ChunkShardingSpec needs at least one placement, got none")
         object.__setattr__(self, "dim", dim)
@@ -159,10 +176,14 @@ class ChunkShardingSpec(ShardingSpec):
         if not isinstance(self.dim, str):
             return self
         if self.dim not in names:
-            raise ShardingSpecError(f"the tensor has no dim {self.dim!r}; the names of its dims are {tuple(names)}")
+            raise ShardingSpecError(
+                f"the tensor has no dim {self.dim!r}; the names of its dims are {tuple(names)}"
+            )
         return ChunkShardingSpec(list(names).index(self.dim), self.placements)
 
-    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
         """One shard per placement; an empty shard begins at the end of the dim.
 
         Raises:
@@ -173,10 +194,13 @@ class ChunkShardingSpec(ShardingSpec):
         ndim = len(tensor_sizes)
         if isinstance(self.dim, str):
             raise ShardingSpecError(
-                f"dim {self.dim!r} is a name, sizes {tuple(tensor_sizes)} have none: make it an index with on_names()"
+                f"dim {self.dim!r} is a name, sizes {tuple(tensor_sizes)} have none: make it an "
+                "index with on_names()"
             )
         if not -ndim <= self.dim < ndim:
-            raise ShardingSpecError(f"dim {self.dim} is not a dim of a tensor of size {tuple(tensor_sizes)}")
+            raise ShardingSpecError(
+                f"dim {self.dim} is not a dim of a tensor of size {tuple(tensor_sizes)}"
+            )
         dim = self.dim % ndim
         # 5 rows on 4 placements: chunks of 2, 2, 1 and 0 rows, which begin at 0, 2, 4 and 5.
         total = tensor_sizes[dim]
@@ -226,7 +250,9 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
         >>> [get_chunked_dim_size(5, 2, idx) for idx in range(4)]
         [2, 2, 1, 0]
     """
-    expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", (dim_size, split_size, idx), int)
+    expect_all(
+        "get_chunked_dim_size", "(dim_size, split_size, idx)", (dim_size, split_size, idx), int
+    )
     remaining = dim_size - idx * split_size  # chunk 2: 5 - 2 * 2 = 1; chunk 3: -1
     return min(max(remaining, 0), split_size)
 
@@ -255,7 +281,9 @@ def get_chunk_sharding_params(
     split = get_split_size(sharding_dim_size, world_size)
     for index, placement in enumerate(spec.placements):
         if placement.rank() == rank:
-            return min(split * index, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, index)
+            return min(split * index, sharding_dim_size), get_chunked_dim_size(
+                sharding_dim_size, split, index
+            )
     raise ShardingSpecError(f"rank {rank} holds no chunk; the placements are {spec.placements}")
 
 
@@ -267,8 +295,8 @@ class EnumerableShardingSpec(ShardingSpec):
         shards: Metadata of all shards of a tensor.
 
     Raises:
-        ShardingSpecError: No shards, an entry that is no ShardMetadata, shards that overlap (both are named), or
-            shards that differ in the number of dims.
+        ShardingSpecError: No shards, an entry that is no ShardMetadata, shards that overlap (both
+            are named), or shards that differ in the number of dims.
 
     Example:
         >>> spec = EnumerableShardingSpec([
@@ -280,7 +308,9 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        expect_all("EnumerableShardingSpec", "shards", self.shards, ShardMetadata, error=ShardingSpecError)
+        expect_all(
+            "EnumerableShardingSpec", "shards", self.shards, ShardMetadata, error=ShardingSpecError
+        )
         if not self.shards:
             raise ShardingSpecError("EnumerableShardingSpec needs at least one shard, got none")
         validate_non_overlapping_shards_metadata(self.shards)
@@ -289,45 +319,73 @@ class EnumerableShardingSpec(ShardingSpec):
     def __hash__(self) -> int:
         return hash(tuple(self.shards))
 
-    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
         """The shards as given, if they cover a tensor of this size exactly.
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
-            ShardingSpecError: They do not; names the shard that reaches beyond, or the elements in no shard.
+            ShardingSpecError: They do not; names the shard that reaches beyond, or the elements in
+                no shard.
         """
         _check_build_arguments(self, tensor_sizes, tensor_properties)
         check_tensor(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
-def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+def _infer_sharding_spec_from_shards_metadata(
+    shards_metadata: Sequence[ShardMetadata],
+) -> ShardingSpec:
     """The ChunkShardingSpec with these shards, in any order, if there is one; else an EnumerableShardingSpec."""
-    expect_all("_infer_sharding_spec_from_shards_metadata", "shards_metadata", shards_metadata, ShardMetadata)
+    expect_all(
+        "_infer_sharding_spec_from_shards_metadata",
+        "shards_metadata",
+        shards_metadata,
+        ShardMetadata,
+    )
     shards = list(shards_metadata)
     dims = range(len(shards[0].shard_sizes)) if shards else range(0)
-    if not dims or any(shard.placement is None or len(shard.shard_sizes) != len(dims) for shard in shards):
+    if not dims or any(
+        shard.placement is None or len(shard.shard_sizes) != len(dims) for shard in shards
+    ):
         return EnumerableShardingSpec(shards)
     # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
-    size = [max((stop for start, stop in (shard.box[d] for shard in shards) if start < stop), default=0) for d in dims]
+    size = [
+        max((stop for start, stop in (shard.box[d] for shard in shards) if start < stop), default=0)
+        for d in dims
+    ]
     sharded = [d for d in dims if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     if len(sharded) > 1:
         return EnumerableShardingSpec(shards)
-    dim = sharded[0] if sharded else 0  # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0
+    # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0
+    dim = sharded[0] if sharded else 0
     # It is ordered last: torch.chunk has its empty chunks there too.
-    ordered = sorted(shards, key=lambda shard: (shard.shard_sizes[dim] == 0, shard.shard_offsets[dim]))
-    chunked = ChunkShardingSpec(dim, [shard.placement for shard in ordered if shard.placement is not None])
+    ordered = sorted(
+        shards, key=lambda shard: (shard.shard_sizes[dim] == 0, shard.shard_offsets[dim])
+    )
+    chunked = ChunkShardingSpec(
+        dim, [shard.placement for shard in ordered if shard.placement is not None]
+    )
     expected = chunked.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
     pairs = zip(expected, ordered, strict=True)
-    same = all(a.shard_sizes == b.shard_sizes and (a.box == b.box or not a.shard_sizes[dim]) for a, b in pairs)
+    same = all(
+        a.shard_sizes == b.shard_sizes and (a.box == b.box or not a.shard_sizes[dim])
+        for a, b in pairs
+    )
     return chunked if same else EnumerableShardingSpec(shards)
 
 
 def spec_of(layout: Sequence[tuple[int, Box]], devices: dict[int, RemoteDevice]) -> ShardingSpec:
     """The simplest spec with this layout, of at most one shard per rank; with the placement of every global rank."""
-    shards = [ShardMetadata([start for start, _ in box], shape_of(box), devices[rank]) for rank, box in layout]
+    shards = [
+        ShardMetadata([start for start, _ in box], shape_of(box), devices[rank])
+        for rank, box in layout
+    ]
     inferred = _infer_sharding_spec_from_shards_metadata(shards)
     if isinstance(inferred, ChunkShardingSpec):
         return inferred
     # An empty shard is kept only in a ChunkShardingSpec, whose placements it belongs to.
-    return EnumerableShardingSpec([shard for shard in shards if volume(shard.box) > 0] or shards[:1])
+    return EnumerableShardingSpec(
+        [shard for shard in shards if volume(shard.box) > 0] or shards[:1]
+    )

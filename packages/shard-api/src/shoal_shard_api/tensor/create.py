@@ -1,6 +1,7 @@
 """The factories of ``torch`` with a sharding spec as first argument.
 
-Random factories draw the values that the same call without a spec draws from the same generator state.
+Random factories draw the values that the same call without a spec draws from the same generator
+state.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
     Args:
         sharding_spec: The shards of the tensor and their placements.
         size: Global size, as integers or one sequence.
-        properties: dtype, layout, requires_grad, pin_memory, memory_format, process_group, init_rrefs.
+        properties: dtype, layout, requires_grad, pin_memory, memory_format, process_group,
+            init_rrefs.
 
     Raises:
         ArgumentTypeError: The spec is no ShardingSpec, or the size is no sequence of integers.
@@ -62,13 +64,16 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
     return _filled(empty(sharding_spec, *size, **properties), 1)
 
 
-def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any) -> ShardedTensor:
+def full(
+    sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any
+) -> ShardedTensor:
     """A ShardedTensor of one value; other arguments and errors as for ``empty``.
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
         size: Global size.
-        fill_value: A number or bool; ``dtype`` is torch's default dtype where it is left out, whatever the value.
+        fill_value: A number or bool; ``dtype`` is torch's default dtype where it is left out,
+            whatever the value.
         properties: As for ``empty``.
 
     Example:
@@ -115,16 +120,19 @@ def init_from_local_shards(
 
     Args:
         local_shards: This rank's shards, placed on this rank; may be empty.
-        global_size: Global size, as integers or one sequence.  One dim may be None if every rank has one shard: the
-            shards are then concatenated along it in the order of the ranks.
+        global_size: Global size, as integers or one sequence. One dim may be None if every rank has
+            one shard: the shards are then concatenated along it in the order of the ranks.
         process_group: The ranks that hold the tensor; None is the default group.
         init_rrefs: Must be False.
 
     Raises:
-        ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of integers.
-        LocalShardError: Local shards differ in dtype, are not contiguous, or are placed on another rank.
+        ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of
+            integers.
+        LocalShardError: Local shards differ in dtype, are not contiguous, or are placed on another
+            rank.
         RankMismatchError: The size, or dtype, requires_grad or pinning, differs between ranks.
-        ShardingSpecError: The shards overlap, leave a gap, reach beyond the size, or are outside the group.
+        ShardingSpecError: The shards overlap, leave a gap, reach beyond the size, or are outside
+            the group.
 
         Each is raised on every rank.
 
@@ -148,10 +156,15 @@ def _filled(tensor: ShardedTensor, value: Any) -> ShardedTensor:
 def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
     """The tensor, filled by the operator with which torch's factory draws; shoal_dtensor draws as one device does."""
     if tensor.dim() == 0:
-        raise NotExpressibleError("a random ShardedTensor needs at least one dim: draw a plain tensor")
+        raise NotExpressibleError(
+            "a random ShardedTensor needs at least one dim: draw a plain tensor"
+        )
     if not tensor.dtype.is_floating_point:
-        raise UnsupportedOpError(f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}")
-    with torch.no_grad(), implicit_reshard():  # a layout without placements is drawn as Shard(0) and moved
+        raise UnsupportedOpError(
+            f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}"
+        )
+    # a layout without placements is drawn as Shard(0) and moved
+    with torch.no_grad(), implicit_reshard():
         DTensorCall(ShardedTensor, draw, [tensor]).run((tensor,), {})
     return tensor
 
@@ -159,7 +172,9 @@ def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) 
 def _list_properties(*factories: Any) -> None:
     """Have the signatures that ``help`` and tools show name the properties of a ShardedTensor."""
     signatures = [inspect.signature(kind.__new__) for kind in (ShardedTensorBase, ShardedTensor)]
-    properties = [p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    properties = [
+        p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
     for factory in factories:
         own = inspect.signature(factory)
         shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]

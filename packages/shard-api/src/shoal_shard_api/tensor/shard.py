@@ -25,7 +25,8 @@ from ..spec.metadata import (
     validate_non_overlapping_shards_metadata,
 )
 
-# The properties that all shards of a tensor share; their layout is torch.strided, or they were no shards.
+# The properties that all shards of a tensor share; their layout is torch.strided, or they were no
+# shards.
 _COMPARED = ("dtype", "requires_grad", "pin_memory")
 
 
@@ -52,16 +53,25 @@ class Shard:
     def __post_init__(self) -> None:
         expect_plain("Shard", "tensor", self.tensor)
         expect("Shard", "metadata", self.metadata, ShardMetadata)
-        placement, size, expected = self.metadata.placement, list(self.tensor.shape), self.metadata.shard_sizes
+        placement, size, expected = (
+            self.metadata.placement,
+            list(self.tensor.shape),
+            self.metadata.shard_sizes,
+        )
         if size != expected:
-            raise LocalShardError(f"the tensor of {self.metadata} has size {size}, its metadata {expected}")
+            raise LocalShardError(
+                f"the tensor of {self.metadata} has size {size}, its metadata {expected}"
+            )
         if placement is not None and placement.device().type != self.tensor.device.type:
             raise LocalShardError(
-                f"the tensor of {self.metadata} is on {self.tensor.device}, its placement is {placement}"
+                f"the tensor of {self.metadata} is on {self.tensor.device}, its placement is "
+                f"{placement}"
             )
 
     @classmethod
-    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
+    def from_tensor_and_offsets(
+        cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
         """The shard on a global rank of a local tensor that begins at ``shard_offsets``, placed on the tensor's device.
 
         Raises:
@@ -70,10 +80,15 @@ class Shard:
         """
         expect_plain("Shard.from_tensor_and_offsets", "tensor", tensor)
         expect("Shard.from_tensor_and_offsets", "rank", rank, int)
-        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"))
+        return cls(
+            tensor,
+            ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"),
+        )
 
 
-def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def narrow_tensor_by_index(
+    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
     """A view of ``sizes`` elements along each dim, beginning at ``offsets``.
 
     Args:
@@ -83,7 +98,8 @@ def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: 
 
     Raises:
         ArgumentTypeError: ``tensor`` is no tensor.
-        ShardingSpecError: Offsets or sizes are not one integer for each dim, or reach beyond the tensor.
+        ShardingSpecError: Offsets or sizes are not one integer for each dim, or reach beyond the
+            tensor.
 
     Example:
         >>> narrow_tensor_by_index(torch.arange(6).view(2, 3), [0, 1], [2, 1]).tolist()
@@ -110,8 +126,12 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     expect("narrow_tensor", "tensor", tensor, torch.Tensor)
     expect("narrow_tensor", "metadata", metadata, ShardMetadata)
     box = metadata.box
-    if len(box) != tensor.dim() or any(stop > size for (_, stop), size in zip(box, tensor.shape, strict=True)):
-        raise ShardingSpecError(f"shard {format_box(box)} is not inside a tensor of size {tuple(tensor.shape)}")
+    if len(box) != tensor.dim() or any(
+        stop > size for (_, stop), size in zip(box, tensor.shape, strict=True)
+    ):
+        raise ShardingSpecError(
+            f"shard {format_box(box)} is not inside a tensor of size {tuple(tensor.shape)}"
+        )
     return tensor[slices_of(box)]
 
 
@@ -120,7 +140,10 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
     by_box = {shard.metadata.box: shard for shard in shards}
     expected = [each.box for each in own_shards(metadata)]
     if len(by_box) != len(shards) or set(by_box) != set(expected):
-        wanted, got = [format_box(box) for box in expected], [format_box(shard.metadata.box) for shard in shards]
+        wanted, got = (
+            [format_box(box) for box in expected],
+            [format_box(shard.metadata.box) for shard in shards],
+        )
         raise LocalShardError(f"rank {dist.get_rank()} must pass the shards {wanted}, got {got}")
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
@@ -129,18 +152,24 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
     """Check dtype, requires_grad, pinning and contiguity of a shard against the tensor's properties."""
-    tensor, where = shard.tensor, f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
+    tensor, where = (
+        shard.tensor,
+        f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}",
+    )
     if not tensor.is_contiguous():
-        raise LocalShardError(f"{where}: its tensor of size {list(tensor.size())} is not contiguous")
+        raise LocalShardError(
+            f"{where}: its tensor of size {list(tensor.size())} is not contiguous"
+        )
     actual = TensorProperties.create_from_tensor(tensor)
     for name in _COMPARED:
         if getattr(actual, name) != getattr(properties, name):
             raise LocalShardError(
-                f"{where}: its {name} is {getattr(actual, name)}, the sharded tensor's is {getattr(properties, name)}"
+                f"{where}: its {name} is {getattr(actual, name)}, the sharded tensor's is "
+                f"{getattr(properties, name)}"
             )
 
 
-# --- from the shards of every rank to the tensor ---------------------------------------------------------------------
+# --- from the shards of every rank to the tensor --------------------------------------------------
 
 
 def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, ...]:
@@ -156,7 +185,9 @@ def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, .
     return dims
 
 
-def describe(shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup) -> ShardedTensorMetadata:
+def describe(
+    shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
+) -> ShardedTensorMetadata:
     """Metadata of the global tensor, the same on every rank, which call it with their shards."""
 
     def facts() -> dict[str, Any]:
@@ -185,10 +216,14 @@ def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
         raise ShardingSpecError(f"at most one dim of the global size may be None, got {size}")
     expect_all("init_from_local_shards", "local_shards", shards, Shard)
     if None in size and len(shards) != 1:
-        raise LocalShardError(f"a size with a dim to infer, {size}, needs one shard on every rank; got {len(shards)}")
+        raise LocalShardError(
+            f"a size with a dim to infer, {size}, needs one shard on every rank; got {len(shards)}"
+        )
     for shard in shards:
         if shard.metadata.rank != rank:
-            raise LocalShardError(f"a local shard is placed on {shard.metadata.placement}, but this is rank {rank}")
+            raise LocalShardError(
+                f"a local shard is placed on {shard.metadata.placement}, but this is rank {rank}"
+            )
         check_properties(shard, TensorProperties.create_from_tensor(shards[0].tensor))
 
 
@@ -199,28 +234,35 @@ def _concatenated(
     at, metadata = 0, []
     for rank, (shard,) in zip(ranks, per_rank, strict=True):
         if len(shard.shard_sizes) != len(size):
-            raise ShardingSpecError(f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}")
+            raise ShardingSpecError(
+                f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}"
+            )
         offsets = [at if n is None else 0 for n in size]
         at += shard.shard_sizes[size.index(None)]
         metadata.append([ShardMetadata(offsets, shard.shard_sizes, shard.placement)])
     return tuple(at if n is None else n for n in size), metadata
 
 
-def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensorMetadata:
+def checked_metadata(
+    metadata: ShardedTensorMetadata, group: dist.ProcessGroup
+) -> ShardedTensorMetadata:
     """The metadata of dense shards that are on ranks of the group and cover its size; else a ShardingSpecError."""
-    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)  # a spec of a user's own returns anything
+    # a spec of a user's own returns anything
+    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)
     ranks = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
         if shard.rank not in ranks:
             raise ShardingSpecError(
-                f"shard {index} on {shard.placement}: global rank {shard.rank} is not among the group's, {list(ranks)}"
+                f"shard {index} on {shard.placement}: global rank {shard.rank} is not among the "
+                f"group's, {list(ranks)}"
             )
     validate_non_overlapping_shards_metadata(metadata.shards_metadata)
     check_tensor(metadata.shards_metadata, metadata.size)
     properties = metadata.tensor_properties
     if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
         raise ShardingSpecError(
-            f"shards are torch.strided and contiguous_format, not {properties.layout} and {properties.memory_format}"
+            f"shards are torch.strided and contiguous_format, not {properties.layout} and "
+            f"{properties.memory_format}"
         )
     return replace(metadata, size=torch.Size(metadata.size))
 
@@ -228,14 +270,21 @@ def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) 
 def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     """Uninitialised local tensors of this rank's shards; one empty tensor if it has none, for its node in autograd."""
     properties = metadata.tensor_properties
-    sizes: list[tuple[list[int], Any]] = [(each.shard_sizes, device_of(each)) for each in own_shards(metadata)]
-    current = device_of(metadata.shards_metadata[0]).type  # this rank's current device of that type
+    sizes: list[tuple[list[int], Any]] = [
+        (each.shard_sizes, device_of(each)) for each in own_shards(metadata)
+    ]
+    # this rank's current device of that type
+    current = device_of(metadata.shards_metadata[0]).type
     options: dict[str, Any] = {"dtype": properties.dtype, "pin_memory": properties.pin_memory}
-    new = (torch.empty(size, device=device, **options) for size, device in sizes or [([0], current)])
+    new = (
+        torch.empty(size, device=device, **options) for size, device in sizes or [([0], current)]
+    )
     return [local.requires_grad_(properties.requires_grad) for local in new]
 
 
-def on_placements(local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+def on_placements(
+    local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata
+) -> list[torch.Tensor]:
     """This rank's local tensors on the devices of the metadata's placements; copied only to another device."""
     devices = [device_of(each) for each in own_shards(metadata)] or [local_tensors[0].device]
     return [local.to(device) for local, device in zip(local_tensors, devices, strict=True)]
@@ -256,5 +305,7 @@ def device_of(shard: ShardMetadata) -> torch.device:
 def group_of(process_group: dist.ProcessGroup | None, init_rrefs: bool) -> dist.ProcessGroup:
     """The group of a new tensor; UnsupportedOpError for ``init_rrefs=True``, remote references (docs/adr/0010)."""
     if init_rrefs:
-        raise UnsupportedOpError("init_rrefs: remote references over RPC are not supported; use gather or reshard")
+        raise UnsupportedOpError(
+            "init_rrefs: remote references over RPC are not supported; use gather or reshard"
+        )
     return resolve(process_group)

@@ -1,7 +1,8 @@
 """ShardedTensor: one global tensor whose shards are on the ranks of a process group, as its spec says.
 
-The shards carry the autograd history and the gradients.  The tensor around them has the global size and no storage.
-Operations are in ops/, data movement in ranks/reshard.py, constructors in sharded_tensor_base.py.
+The shards carry the autograd history and the gradients. The tensor around them has the global size
+and no storage. Operations are in ops/, data movement in ranks/reshard.py, constructors in
+sharded_tensor_base.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from shoal_mesh.internal import kind_of
 from ..arguments import expect
 from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, via_dtensor
-from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
+from ..ranks.process_groups import (
+    ProcessGroupState,
+    agree_on,
+    check_rank,
+    comm_of,
+    members,
+    resolve,
+)
 from ..ranks.reshard import collect, gather, move
 from ..spec.metadata import ShardMetadata
 from ..spec.specs import ShardingSpec
@@ -33,9 +41,10 @@ from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 class ShardedTensor(ShardedTensorConstructors):
     """A global tensor whose shards are on the ranks of a process group.
 
-    The constructor, called by all ranks of the group, allocates uninitialised shards, as ``torch.empty`` does; it does
-    not communicate.  Operations work as on a plain tensor; a plain tensor among their arguments is taken to be
-    replicated: equal on all ranks, except for the indices of embedding and embedding_bag (``replicated_indices``).
+    The constructor, called by all ranks of the group, allocates uninitialised shards, as
+    ``torch.empty`` does; it does not communicate. Operations work as on a plain tensor; a plain
+    tensor among their arguments is taken to be replicated: equal on all ranks, except for the
+    indices of embedding and embedding_bag (``replicated_indices``).
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
@@ -45,9 +54,11 @@ class ShardedTensor(ShardedTensorConstructors):
         properties: dtype, layout, requires_grad, pin_memory, memory_format.
 
     Raises:
-        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, the group no process group.
+        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, the
+            group no process group.
         ProcessGroupError: There is no default group, or this rank is not in the group.
-        ShardingSpecError: The spec does not fit the size, or places shards on ranks outside the group.
+        ShardingSpecError: The spec does not fit the size, or places shards on ranks outside the
+            group.
 
     Example:
         >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -58,15 +69,21 @@ class ShardedTensor(ShardedTensorConstructors):
 
     ProcessGroupState = ProcessGroupState
 
-    def _with(self, local_tensors: Sequence[torch.Tensor], *, stride: Sequence[int] | None = None) -> ShardedTensor:
+    def _with(
+        self, local_tensors: Sequence[torch.Tensor], *, stride: Sequence[int] | None = None
+    ) -> ShardedTensor:
         """The tensor with this layout and other local tensors, which may have another dtype."""
         metadata = self._metadata
         like = local_tensors[0]
-        properties = replace(metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad)
+        properties = replace(
+            metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad
+        )
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
         stride = stride or self.stride()
-        return self._wrap(self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride)
+        return self._wrap(
+            self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride
+        )
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -85,7 +102,8 @@ class ShardedTensor(ShardedTensorConstructors):
         """
         if len(self._local_shards) != 1:
             raise UnsupportedOpError(
-                f"local_tensor() needs exactly one local shard, rank {dist.get_rank()} has {len(self._local_shards)}; "
+                f"local_tensor() needs exactly one local shard, rank {dist.get_rank()} has "
+                f"{len(self._local_shards)}; "
                 "use local_shards()"
             )
         return self._local_shards[0].tensor
@@ -119,13 +137,15 @@ class ShardedTensor(ShardedTensorConstructors):
         Raises:
             UnsupportedOpError: Always.
         """
-        raise UnsupportedOpError("remote references over RPC are not supported; use gather, full_tensor or reshard")
+        raise UnsupportedOpError(
+            "remote references over RPC are not supported; use gather, full_tensor or reshard"
+        )
 
     def resharded(self, spec: ShardingSpec) -> ShardedTensor:
         """Sharded -> sharded by ``spec``: a new tensor of the same values; differentiable, all ranks call it.
 
-        One all-to-all sends every element once, from its old to its new rank.  Equal layouts do not communicate: the
-        result then shares the shards.
+        One all-to-all sends every element once, from its old to its new rank. Equal layouts do not
+        communicate: the result then shares the shards.
 
         Raises:
             SpecTypeError: It is no ShardingSpec.
@@ -133,15 +153,19 @@ class ShardedTensor(ShardedTensorConstructors):
         """
         expect("ShardedTensor.resharded", "spec", spec, ShardingSpec, error=SpecTypeError)
         properties = self.metadata().tensor_properties
-        metadata = checked_metadata(spec.build_metadata(self.size(), properties), self._process_group)
+        metadata = checked_metadata(
+            spec.build_metadata(self.size(), properties), self._process_group
+        )
         local_tensors = move(self._local_tensors, self._layout, metadata.layout, self._comm)
-        return self._wrap(spec, metadata, on_placements(local_tensors, metadata), self._process_group)
+        return self._wrap(
+            spec, metadata, on_placements(local_tensors, metadata), self._process_group
+        )
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Sharded -> sharded by another spec, in place; returns this tensor; all ranks call it.
 
-        A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd graph.  Any other tensor
-        keeps its history.  ``resharded`` returns a new tensor instead.
+        A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd
+        graph. Any other tensor keeps its history. ``resharded`` returns a new tensor instead.
 
         Raises:
             ArgumentTypeError: It is no ShardingSpec.
@@ -153,12 +177,15 @@ class ShardedTensor(ShardedTensorConstructors):
             moved = self.resharded(resharding_spec)
         vars(self).update(vars(moved))
         if leaf and requires_grad:
-            self._set_local_tensors([local.detach().requires_grad_() for local in self._local_tensors])
+            self._set_local_tensors(
+                [local.detach().requires_grad_() for local in self._local_tensors]
+            )
         if gradient is not None:
             self.grad = gradient.resharded(resharding_spec)
         return self
 
-    def gather(  # type: ignore[override]  # torch's ShardedTensor takes Tensor.gather's name for this
+    # torch's ShardedTensor takes Tensor.gather's name for this
+    def gather(  # type: ignore[override]
         self,
         dst: int = 0,
         out: torch.Tensor | None = None,
@@ -175,7 +202,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
-            LocalShardError: ``out`` is missing on ``dst``, given on another rank, of another size, or not writable.
+            LocalShardError: ``out`` is missing on ``dst``, given on another rank, of another size,
+                or not writable.
             ProcessGroupError: ``dst`` is not a rank of the group.
             RankMismatchError: ``dst`` or ``dtype`` differs between ranks.
 
@@ -190,7 +218,9 @@ class ShardedTensor(ShardedTensorConstructors):
 
         agree_on(self._process_group, facts)
         with torch.no_grad():
-            local_tensors = [local if dtype is None else local.to(dtype) for local in self._local_tensors]
+            local_tensors = [
+                local if dtype is None else local.to(dtype) for local in self._local_tensors
+            ]
             gather(local_tensors, self._layout, self.size(), dst, self._comm, out)
 
     def _check_gather(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> None:
@@ -202,17 +232,25 @@ class ShardedTensor(ShardedTensorConstructors):
             if out is not None:
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
-        plain = type(out) in (torch.Tensor, torch.nn.Parameter) and out.size() == self.size() and not out.is_meta
-        if not plain or any(n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)):
+        plain = (
+            type(out) in (torch.Tensor, torch.nn.Parameter)
+            and out.size() == self.size()
+            and not out.is_meta
+        )
+        if not plain or any(
+            n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)
+        ):
             kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
-                f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on dst={dst}, got {kind}"
+                f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on "
+                f"dst={dst}, got {kind}"
             )
 
     def full_tensor(self) -> torch.Tensor:
         """Sharded -> replicated: the global tensor as a plain one on every rank; differentiable, all ranks call it.
 
-        Every rank's gradient of the result is taken to be the same; each keeps that of its own shards.
+        Every rank's gradient of the result is taken to be the same; each keeps that of its own
+        shards.
         """
         return collect(self._local_tensors, self._layout, self.size(), self._comm)
 
@@ -221,7 +259,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
         Args:
             args: As for ``Tensor.to``; a ShardedTensor stands for its dtype and device.
-            kwargs: As for ``Tensor.to``; ``process_group`` is the group of the result, with the same ranks.
+            kwargs: As for ``Tensor.to``; ``process_group`` is the group of the result, with the
+                same ranks.
 
         Returns:
             This tensor if nothing changes, else a new one; placements name each rank's own device.
@@ -231,23 +270,39 @@ class ShardedTensor(ShardedTensorConstructors):
             RankMismatchError: The ranks move to different types of devices.
         """
         group = kwargs.pop("process_group", None)
-        args = tuple(arg._local_tensors[0] if isinstance(arg, ShardedTensor) else arg for arg in args)
+        args = tuple(
+            arg._local_tensors[0] if isinstance(arg, ShardedTensor) else arg for arg in args
+        )
         local_tensors = [local.to(*args, **kwargs) for local in self._local_tensors]
-        if group is None and all(new is old for new, old in zip(local_tensors, self._local_tensors, strict=True)):
+        if group is None and all(
+            new is old for new, old in zip(local_tensors, self._local_tensors, strict=True)
+        ):
             return self
         spec: ShardingSpec | None = self._sharding_spec
         metadata, device = self._metadata, local_tensors[0].device
         if device != self._local_tensors[0].device:
-            reports = agree_on(self._process_group, lambda: {"device type": device.type, "~device": device})
-            devices = dict(zip(members(self._process_group), (report["~device"] for report in reports), strict=True))
+            reports = agree_on(
+                self._process_group, lambda: {"device type": device.type, "~device": device}
+            )
+            devices = dict(
+                zip(
+                    members(self._process_group),
+                    (report["~device"] for report in reports),
+                    strict=True,
+                )
+            )
             shards = [
-                ShardMetadata(each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}")
+                ShardMetadata(
+                    each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}"
+                )
                 for each in metadata.shards_metadata
             ]
             spec, metadata = None, replace(metadata, shards_metadata=shards)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
         metadata = replace(metadata, tensor_properties=properties)
-        return self._wrap(spec, metadata, local_tensors, resolve(group) if group else self._process_group)
+        return self._wrap(
+            spec, metadata, local_tensors, resolve(group) if group else self._process_group
+        )
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
@@ -263,14 +318,24 @@ class ShardedTensor(ShardedTensorConstructors):
         process_group: Any = None,
     ) -> ShardedTensor:
         """The tensor with its shards on this rank's CUDA device, by default the current one; see ``to``."""
-        target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
-        return self.to(target, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+        target = (
+            torch.device("cuda", torch.cuda.current_device())
+            if device is None
+            else torch.device(device)
+        )
+        return self.to(
+            target,
+            non_blocking=non_blocking,
+            memory_format=memory_format,
+            process_group=process_group,
+        )
 
     def to_dtensor(self) -> Any:
         """The DTensor of the same shards, which it shares; differentiable, no communication.
 
         Raises:
-            NotExpressibleError: The layout has no placements: several shards on one rank, or no grid.
+            NotExpressibleError: The layout has no placements: several shards on one rank, or no
+                grid.
 
         Example:
             >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -301,36 +366,49 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
-        clones = [local.detach().clone().requires_grad_(local.requires_grad) for local in self._local_tensors]
+            # the memo of copy.deepcopy holds anything
+            return memo[id(self)]  # type: ignore[no-any-return]
+        clones = [
+            local.detach().clone().requires_grad_(local.requires_grad)
+            for local in self._local_tensors
+        ]
         copied, gradient = self._with(clones), self.grad
         memo[id(self)] = copied
         if gradient is not None:
             copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])
         if getattr(self, "_is_param", False):
-            copied.__dict__["_is_param"] = True  # set by torch.nn.Parameter on tensors of other classes
+            # set by torch.nn.Parameter on tensors of other classes
+            copied.__dict__["_is_param"] = True
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = {
-            "shards": [Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards],
+            "shards": [
+                Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards
+            ],
             "metadata": self.metadata(),
             "spec": self._sharding_spec,
             "group": ProcessGroupState.of(self._process_group),
-            "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},  # set by torch.nn.Parameter
+            # set by torch.nn.Parameter
+            "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},
         }
         return load_pickled, (type(self), state)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         return write_items(fqn, self.__create_chunk_list__(), self.size(), self._local_tensors[0])
 
-    # Shards with elements alone: an empty one has the offsets of the next, which a checkpoint's index has once.
+    # Shards with elements alone: an empty one has the offsets of the next, which a checkpoint's
+    # index has once.
     def __create_chunk_list__(self) -> list[Any]:
         return chunks_of(shard.metadata.box for shard in self._local_shards if shard.tensor.numel())
 
@@ -338,14 +416,23 @@ class ShardedTensor(ShardedTensorConstructors):
         filled = (shard for shard in self._local_shards if shard.tensor.numel())
         local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in filled}
         if index.offset is None or tuple(index.offset) not in local:
-            raise CheckpointError(f"{index.fqn}: no local shard begins at {index.offset}; they begin at {[*local]}")
+            raise CheckpointError(
+                f"{index.fqn}: no local shard begins at {index.offset}; they begin at {[*local]}"
+            )
         return local[tuple(index.offset)].detach()  # it is read, or written in place
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100  # torch's
-        kind = "Parameter containing ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"
+    # torch's
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100
+        kind = (
+            "Parameter containing ShardedTensor"
+            if getattr(self, "_is_param", False)
+            else "ShardedTensor"
+        )
         return (
-            f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
-            f"spec={self._sharding_spec}, local={[(s.metadata.shard_offsets, s.tensor) for s in self._local_shards]})"
+            f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, "
+            f"requires_grad={self.requires_grad}, "
+            f"spec={self._sharding_spec}, "
+            f"local={[(s.metadata.shard_offsets, s.tensor) for s in self._local_shards]})"
         )
 
 

@@ -45,8 +45,8 @@ class ShardedTensorBase(torch.Tensor):
         memory_format: torch.contiguous_format.
 
     Raises:
-        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, or a property has a wrong
-            type.
+        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, or a
+            property has a wrong type.
         ShardingSpecError: The spec does not fit the size.
 
     Example:
@@ -80,7 +80,11 @@ class ShardedTensorBase(torch.Tensor):
         expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
         dtype = dtype or torch.get_default_dtype()
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        return cls._wrap(sharding_spec, sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties), [])
+        return cls._wrap(
+            sharding_spec,
+            sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties),
+            [],
+        )
 
     @classmethod
     def _wrap(
@@ -93,20 +97,30 @@ class ShardedTensorBase(torch.Tensor):
         stride: Sequence[int] | None = None,
     ) -> Self:
         """The tensor of local tensors that fit the metadata, in its order; with a group, new ones for no tensors."""
-        # A rank without shards has one empty tensor, so that it has a node in the autograd graph and takes part in the
-        # collectives of backward.
+        # A rank without shards has one empty tensor, so that it has a node in the autograd graph
+        # and takes part in the collectives of backward.
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
         own = own_shards(metadata) if group is not None else []
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
         props = metadata.tensor_properties
-        memory: dict[str, Any] = {"layout": props.layout, "device": device, "pin_memory": props.pin_memory}
+        memory: dict[str, Any] = {
+            "layout": props.layout,
+            "device": device,
+            "pin_memory": props.pin_memory,
+        }
         self: Self = make_wrapper(cls, metadata.size, stride, dtype=props.dtype, **memory)
-        self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(
+            metadata.shards_metadata
+        )
         self._metadata, self._process_group = metadata, group
         self._layout = metadata.layout if group is not None else ()
-        self._local_shards = [Shard(local, each) for local, each in zip(local_tensors, own, strict=False)]
-        self._anchor = None if own or group is None or not local_tensors else _anchor(local_tensors[0])
+        self._local_shards = [
+            Shard(local, each) for local, each in zip(local_tensors, own, strict=False)
+        ]
+        self._anchor = (
+            None if own or group is None or not local_tensors else _anchor(local_tensors[0])
+        )
         return self
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -114,7 +128,9 @@ class ShardedTensorBase(torch.Tensor):
         properties = self._metadata.tensor_properties
         if properties.requires_grad == self.requires_grad:
             return self._metadata
-        return replace(self._metadata, tensor_properties=replace(properties, requires_grad=self.requires_grad))
+        return replace(
+            self._metadata, tensor_properties=replace(properties, requires_grad=self.requires_grad)
+        )
 
     def local_shards(self) -> list[Shard]:
         """This rank's shards, in the order of the metadata; an empty list on a rank without shards."""
@@ -127,7 +143,9 @@ class ShardedTensorBase(torch.Tensor):
     @property
     def _local_tensors(self) -> list[torch.Tensor]:
         """Tensors of the local shards, or one empty tensor on a rank without shards."""
-        return [shard.tensor for shard in self._local_shards] or ([] if self._anchor is None else [self._anchor])
+        return [shard.tensor for shard in self._local_shards] or (
+            [] if self._anchor is None else [self._anchor]
+        )
 
     def _set_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> None:
         """Replace the local tensors by others of the same sizes: after an in-place op, by those with its grad_fn."""
@@ -145,14 +163,18 @@ class ShardedTensorBase(torch.Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
         """The tensor of these shards and metadata, which are not compared between ranks; no communication."""
-        expect(cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata)
+        expect(
+            cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata
+        )
         expect_all(cls.__name__, "local_shards", local_shards, Shard)
         expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
         shards = sharded_tensor_metadata.shards_metadata
         for shard in local_shards:
             if shard.metadata not in shards:
                 raise LocalShardError(f"the shard {shard.metadata} is not in the metadata {shards}")
-        self = cls._wrap(sharding_spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards])
+        self = cls._wrap(
+            sharding_spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards]
+        )
         self._local_shards = list(local_shards)
         return self
 
@@ -183,11 +205,13 @@ class ShardedTensorBase(torch.Tensor):
         return self.metadata().tensor_properties.pin_memory
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one of its C type
+    # torch declares the disabled one of its C type
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise UnsupportedOpError(
-            f"{func} cannot see the shards of a ShardedTensor; leave __torch_function__ enabled, or use local_tensor()"
+            f"{func} cannot see the shards of a ShardedTensor; leave __torch_function__ enabled, "
+            "or use local_tensor()"
         )
 
 
@@ -206,7 +230,9 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """See ShardedTensor."""
         group = group_of(process_group, init_rrefs)
-        metadata = checked_metadata(ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group)
+        metadata = checked_metadata(
+            ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group
+        )
         return cls._wrap(sharding_spec, metadata, [], group)
 
     @classmethod
@@ -240,12 +266,15 @@ class ShardedTensorConstructors(ShardedTensorBase):
         metadata = checked_metadata(sharding_spec.build_metadata(size, properties), group)
         own = own_shards(metadata)
         if len(own) > 1:
-            raise LocalShardError(f"rank {dist.get_rank()} has {len(own)} shards, one local tensor was given")
+            raise LocalShardError(
+                f"rank {dist.get_rank()} has {len(own)} shards, one local tensor was given"
+            )
         shards = [Shard(local_tensor, each) for each in own]
         return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
 
     @classmethod
-    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
+    # torch's order of arguments
+    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]
         cls,
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
@@ -263,7 +292,11 @@ class ShardedTensorConstructors(ShardedTensorBase):
 
     @classmethod
     def _scatter(
-        cls, spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, process_group: dist.ProcessGroup | None
+        cls,
+        spec: ShardingSpec,
+        tensor: torch.Tensor,
+        src_rank: int,
+        process_group: dist.ProcessGroup | None,
     ) -> Self:
         """Plain on ``src_rank`` -> sharded: see ``ShardingSpec.shard``."""
         group = resolve(process_group)
@@ -271,7 +304,9 @@ class ShardedTensorConstructors(ShardedTensorBase):
         check_rank("ShardingSpec.shard", "src_rank", src_rank, group)
         properties = TensorProperties.create_from_tensor(tensor)
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
-        local_tensors = scatter(tensor.detach(), metadata.layout, src_rank, comm_of(group, tensor.device.type))
+        local_tensors = scatter(
+            tensor.detach(), metadata.layout, src_rank, comm_of(group, tensor.device.type)
+        )
         result = cls._wrap(spec, metadata, on_placements(local_tensors, metadata), group)
         result.requires_grad = tensor.requires_grad
         return result
@@ -286,7 +321,9 @@ def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
     """The unpickled ShardedTensor, on the group of ``load_with_process_group`` or the default group."""
     group = resolve(_get_current_process_group())
     state["group"].check(group)
-    result = cls._wrap(state["spec"], state["metadata"], [shard.tensor for shard in state["shards"]], group)
+    result = cls._wrap(
+        state["spec"], state["metadata"], [shard.tensor for shard in state["shards"]], group
+    )
     result.requires_grad = state["metadata"].tensor_properties.requires_grad
     result.__dict__.update(state["marks"])
     return result

@@ -1,6 +1,7 @@
 """A module's parameters become DTensors and its forward a lowering, and back.
 
-A parameter that several modules hold stays one: the plain one refers to the DTensor that replaced it, for later calls.
+A parameter that several modules hold stays one: the plain one refers to the DTensor that replaced
+it, for later calls.
 """
 
 from __future__ import annotations
@@ -34,9 +35,17 @@ from ..lowering.lowered import Lowered
 from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import Boundary
 from ..sharding.module_kinds import computed_parameters
-from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
+from ..sharding.module_sharding import (
+    COMPLETION,
+    Adapter,
+    Experts,
+    FusedBlocks,
+    LatentFeatures,
+    ModuleSharding,
+)
 
-TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
+# the style of what no plan names; one that a plan names takes its place
+TIED = "tied weight"
 _SUCCESSOR = "_shoal_successor"
 _UNDECLARED = "_shoal_undeclared_styles"
 
@@ -52,26 +61,30 @@ def apply_sharding(
 ) -> nn.Module:
     """The module, parallel on a mesh as the record declares; changed in place.
 
-    On ranks from `src_data_rank` parameters are broadcast; None keeps every rank's own values.  With `lower=False`
-    everything runs through DTensor dispatch.  `scatter` is what the parameters of several modules travel by, with the
-    same source; the caller sends it.
+    On ranks from `src_data_rank` parameters are broadcast; None keeps every rank's own values. With
+    `lower=False` everything runs through DTensor dispatch. `scatter` is what the parameters of
+    several modules travel by, with the same source; the caller sends it.
 
     Raises:
-        LayoutError: if the mesh has several axes, or the instance has a forward that the style would hide.
+        LayoutError: if the mesh has several axes, or the instance has a forward that the style
+            would hide.
         PlanError: if the module already has the style, or another that shards it.
         TiedWeightError: if a shared parameter already has another layout.
         UnsupportedModuleError: if a parameter is computed from others.
     """
     if mesh.ndim != sharding.axes:
         raise LayoutError(
-            f"{sharding.style} acts on {sharding.axes} mesh {'axis' if sharding.axes == 1 else 'axes'}, the mesh has "
-            f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), or as many as the "
+            f"{sharding.style} acts on {sharding.axes} mesh "
+            f"{'axis' if sharding.axes == 1 else 'axes'}, the mesh has "
+            f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), "
+            "or as many as the "
             "style acts on with style.on((axis, axis)), or pass the sub-mesh"
         )
     inner = forward_of(module)
     if inner is None and "forward" in module.__dict__:
         raise LayoutError(
-            f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
+            f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; "
+            "a style would hide it"
         )
     if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
         inner = None
@@ -91,7 +104,8 @@ def apply_sharding(
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
             _distribute(module, sharding, mesh, together, blocks, buffers)
-    if fused is not None:  # `load_state_dict` takes fused parameters, plain or DTensors of any layout
+    # `load_state_dict` takes fused parameters, plain or DTensors of any layout
+    if fused is not None:
         hook = partial(as_blocks, fused, mesh)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
     set_forward(module, lowering(module, sharding, mesh, inner))
@@ -106,16 +120,20 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
         for name, param in owner._parameters.items():
             if holds_tensors(param):
                 raise UnsupportedModuleError(
-                    f"{sharding.style}: {name} of {type(owner).__name__} is a {type(param).__name__}, a tensor of "
+                    f"{sharding.style}: {name} of {type(owner).__name__} is a "
+                    f"{type(param).__name__}, a tensor of "
                     "tensors (as quantized weights are), of which only its library knows shards. "
                     f"{HOW_TO_QUANTIZE}. Or leave the module out of the plan"
                 )
         names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
             raise UnsupportedModuleError(
-                f"{sharding.style}: {', '.join(names)} of {type(module).__name__} is computed from other parameters "
-                "(a parametrization, weight_norm, pruning), which are not sharded. Make it permanent first "
-                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove), or leave the "
+                f"{sharding.style}: {', '.join(names)} of {type(module).__name__} is computed from "
+                "other parameters "
+                "(a parametrization, weight_norm, pruning), which are not sharded. Make it "
+                "permanent first "
+                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
+                "prune.remove), or leave the "
                 "module out of the plan"
             )
 
@@ -127,7 +145,8 @@ def _lowering(
     # What a class's own forward does not know.
     required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
     if sharding.lowering is not None and issubclass(sharding.lowering, Boundary):
-        return sharding.lowering  # stands around whatever was there before
+        # stands around whatever was there before
+        return sharding.lowering
     if sharding.lowering is None or not (lower or required):
         return Boundary
     if inner is None:
@@ -141,7 +160,12 @@ def _lowering(
 
 
 def _distribute(
-    module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, scatter: Scatter, blocks: set[str], buffers: bool
+    module: nn.Module,
+    sharding: ModuleSharding,
+    mesh: DeviceMesh,
+    scatter: Scatter,
+    blocks: set[str],
+    buffers: bool,
 ) -> None:
     for prefix, owner in sharding.owners(module):
         dot = f"{prefix}." if prefix else ""
@@ -156,7 +180,11 @@ def _distribute(
 
 
 def _distributed(
-    name: str, param: nn.Parameter, placements: tuple[Placement, ...], mesh: DeviceMesh, scatter: Scatter
+    name: str,
+    param: nn.Parameter,
+    placements: tuple[Placement, ...],
+    mesh: DeviceMesh,
+    scatter: Scatter,
 ) -> nn.Parameter:
     """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
@@ -164,14 +192,18 @@ def _distributed(
         asked = Spec(mesh, placements, current.shape, current.spec.stride, current.dtype)
         if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
             raise LayoutError(
-                f"parameter {name!r} is to become {placements} on {mesh}, but it is {current.placements} on "
-                f"{current.device_mesh} already; a style places plain parameters, and those of fully_shard and "
+                f"parameter {name!r} is to become {placements} on {mesh}, but it is "
+                f"{current.placements} on "
+                f"{current.device_mesh} already; a style places plain parameters, and those of "
+                "fully_shard and "
                 "replicate, which it finds by their modules"
             )
         if not current.spec.same_layout(asked):
             raise TiedWeightError(
-                f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and already "
-                f"{current.placements} on {current.device_mesh}; styles of modules that share a parameter must agree"
+                f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and "
+                "already "
+                f"{current.placements} on {current.device_mesh}; styles of modules that share a "
+                "parameter must agree"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distributed_by(scatter, param.detach(), mesh, placements)
@@ -185,7 +217,9 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
     """What to say where a module already has a style that excludes another: the same one, or both shard parameters."""
     earlier = [style] if style in module.__dict__.get(_UNDECLARED, ()) else []
     for sharding, _ in shardings_of(module):
-        if sharding.style == style or (sharding.distributes and distributes and sharding.style != TIED):
+        if sharding.style == style or (
+            sharding.distributes and distributes and sharding.style != TIED
+        ):
             earlier.append(sharding.style)
     if not earlier:
         return None
@@ -211,7 +245,8 @@ def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh
 @torch.no_grad()
 def plain_module(module: nn.Module) -> nn.Module:
     """The module with plain, unsharded parameters and its own forward again; shared parameters stay shared."""
-    plain: dict[int, tuple[DTensor, nn.Parameter]] = {}  # by id, which is unique among tensors that live
+    # by id, which is unique among tensors that live
+    plain: dict[int, tuple[DTensor, nn.Parameter]] = {}
     for owner in module.modules():
         for sharding, mesh in shardings_of(owner):
             if sharding.fused is not None and sharding.fused.splits(mesh.size()):
@@ -233,9 +268,10 @@ def plain_module(module: nn.Module) -> nn.Module:
     return module
 
 
-# --- fused parameters whose blocks differ, as one DTensor per block, and fused again ----------------------------------
-# `weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one buffer.  Blocks are
-# rows: a fused weight of shape (in, out) is transposed when it is split, and back when it is fused.
+# --- fused parameters whose blocks differ, as one DTensor per block, and fused again --------------
+# `weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one
+# buffer.  Blocks are rows: a fused weight of shape (in, out) is transposed when it is split, and
+# back when it is fused.
 
 
 def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
@@ -244,9 +280,13 @@ def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
 
 def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
     """Each block of a fused tensor."""
-    rows = torch.split_with_sizes(_rows_first(tensor, fused), [heads.features for heads in fused.blocks.values()])
+    rows = torch.split_with_sizes(
+        _rows_first(tensor, fused), [heads.features for heads in fused.blocks.values()]
+    )
     return [
-        distribute_tensor(of_block.contiguous(), heads.mesh(mesh), heads.placements(mesh), src_data_rank=None)
+        distribute_tensor(
+            of_block.contiguous(), heads.mesh(mesh), heads.placements(mesh), src_data_rank=None
+        )
         for heads, of_block in zip(fused.blocks.values(), rows, strict=True)
     ]
 
@@ -265,7 +305,9 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
     for kind in fused.names:
         params: list[Any] = [module._parameters[name] for name in fused.parts(kind)]
         if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
-            for param, shard in zip(params, _adjacent([param.detach() for param in params]), strict=True):
+            for param, shard in zip(
+                params, _adjacent([param.detach() for param in params]), strict=True
+            ):
                 param.data = shard
 
 
@@ -274,15 +316,20 @@ def split_blocks(
 ) -> set[str]:
     """Replace the fused parameters of a module by one DTensor parameter per block; the names of these.
 
-    Before anything is changed, it refuses a parameter that is a DTensor already, or has gradient hooks.
+    Before anything is changed, it refuses a parameter that is a DTensor already, or has gradient
+    hooks.
     """
     for kind in fused.names:
         param = module._parameters.get(kind)
         if isinstance(param, DTensor):
-            raise TiedWeightError(f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split")
+            raise TiedWeightError(
+                f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split"
+            )
         if param is not None and "" not in fused.blocks and has_hooks(param):
-            raise LayoutError(  # they would have to see all blocks at once
-                f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one parameter for each of "
+            # they would have to see all blocks at once
+            raise LayoutError(
+                f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one "
+                "parameter for each of "
                 f"{list(fused.blocks)}; remove the hooks, and register them on those afterwards"
             )
     for kind in fused.names:
@@ -293,8 +340,11 @@ def split_blocks(
             continue
         full = param.detach()
         if src_data_rank is not None:
-            # One broadcast of the fused parameter; then every rank takes its shards, also of heads that ranks share.
-            full = distribute_tensor(full, mesh, (Replicate(),), src_data_rank=src_data_rank).to_local()
+            # One broadcast of the fused parameter; then every rank takes its shards, also of heads
+            # that ranks share.
+            full = distribute_tensor(
+                full, mesh, (Replicate(),), src_data_rank=src_data_rank
+            ).to_local()
         shards = _adjacent(_shards(full, fused, mesh))
         module._parameters[kind] = None
         for name, shard in zip(fused.parts(kind), shards, strict=True):
@@ -303,7 +353,12 @@ def split_blocks(
 
 
 def as_blocks(
-    fused: FusedBlocks, mesh: DeviceMesh, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    fused: FusedBlocks,
+    mesh: DeviceMesh,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: object,
 ) -> None:
     """Before loading: a fused entry of the state dict becomes what the module has in its place."""
     for kind in fused.names:
@@ -313,11 +368,14 @@ def as_blocks(
             if isinstance(full, DTensor):  # as a checkpoint of another plan has it
                 full = full.redistribute(spec.mesh, spec.placements, shard_order=order)
             else:
-                full = distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None, shard_order=order)
+                full = distribute_tensor(
+                    full, spec.mesh, spec.placements, src_data_rank=None, shard_order=order
+                )
             state_dict[prefix + kind] = full
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
-                plain = full_of(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
+                # also a DTensor, as a checkpoint of another plan has it
+                plain = full_of(state_dict.pop(prefix + kind))
             for name, shard in zip(fused.parts(kind), _shards(plain, fused, mesh), strict=True):
                 state_dict[prefix + name] = shard
 
@@ -343,7 +401,9 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
         grads = [param.grad for param in present if param.grad is not None]
         if present:
             whole, complete = together([*present]), len(grads) == len(present)
-            module._parameters[kind] = successor_of(present[0], whole, together(grads) if complete else None)
+            module._parameters[kind] = successor_of(
+                present[0], whole, together(grads) if complete else None
+            )
 
 
 def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Parameter:

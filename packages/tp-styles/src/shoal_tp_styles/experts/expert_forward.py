@@ -5,12 +5,13 @@ tokens replicated   x: R -> y: P -> R      each rank computes its experts for al
 tokens sharded      x: S(0) -> y: S(0)     rows to the ranks of their experts by an all-to-all of exact sizes, and back
                                            by another; one gather of the counts before them
 
-On two axes the second one shards hidden features: y is partial there too, and is reduced with the rest.  The weights of
-the choices are applied where the token is, so that their gradient, which the router gets, needs no rows of other ranks.
+On two axes the second one shards hidden features: y is partial there too, and is reduced with the
+rest. The weights of the choices are applied where the token is, so that their gradient, which the
+router gets, needs no rows of other ranks.
 
-A shared expert may be computed while tokens are under way to the routed experts, by a block as it is written: the block
-calls its experts first, and while their rows travel, the shared expert runs on the block's input, and in backward its
-own backward while their gradients do.
+A shared expert may be computed while tokens are under way to the routed experts, by a block as it
+is written: the block calls its experts first, and while their rows travel, the shared expert runs
+on the block's input, and in backward its own backward while their gradients do.
 """
 
 from __future__ import annotations
@@ -44,28 +45,41 @@ def local_shards(
 ) -> dict[str, Tensor | None]:
     """The local shards of all parameters, by path, where the axis `experts` shards those, and `hidden` their features.
 
-    A parameter that an axis replicates is used by every rank along it in a part of the computation, so its gradients
-    are summed. A bias behind the sum over hidden features is added on the first rank of their axis alone.
+    A parameter that an axis replicates is used by every rank along it in a part of the computation,
+    so its gradients are summed. A bias behind the sum over hidden features is added on the first
+    rank of their axis alone.
     """
-    along = (sharding.parameters, sharding.second_axis or {}) if experts is not None else ({}, sharding.parameters)
+    along = (
+        (sharding.parameters, sharding.second_axis or {})
+        if experts is not None
+        else ({}, sharding.parameters)
+    )
     groups: dict[Comm | None, dict[str, Tensor | None]] = {}
     for name, param in module.named_parameters():
         parts = hidden if name not in along[1] else None
         if experts is not None and name not in along[0]:
-            assert parts is None, "every parameter of experts whose hidden features are sharded belongs to experts"
+            assert parts is None, (
+                "every parameter of experts whose hidden features are sharded belongs to experts"
+            )
             parts = experts
         groups.setdefault(parts, {})[name] = param
     local: dict[str, Tensor | None] = {}
     for comm, params in groups.items():
         local |= local_parameters(params, comm)
         if comm is hidden and hidden is not None and hidden.rank > 0:
-            local |= {name: None if (shard := local[name]) is None else shard * 0 for name in params}
+            local |= {
+                name: None if (shard := local[name]) is None else shard * 0 for name in params
+            }
     return local
 
 
-def forward_of_own(module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any) -> Any:
+def forward_of_own(
+    module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any
+) -> Any:
     """The module's forward, with local shards (by path) for its parameters, and this rank's experts for all `count`."""
-    numbers = [n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count]
+    numbers = [
+        n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count
+    ]
     values = {**local, **dict.fromkeys(numbers, len(own))}
     if isinstance(module, nn.ModuleList):
         values["_modules"] = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
@@ -84,10 +98,13 @@ class SlicedExperts(Lowered):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module, args = self.module, tuple(map(self.entering, args))
         kwargs = {name: self.entering(value) for name, value in kwargs.items()}
-        out = own_forward(module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs)
+        out = own_forward(
+            module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs
+        )
         if type(out) is not Tensor:
             raise UnsupportedModuleError(
-                f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; expected one tensor, "
+                f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; "
+                "expected one tensor, "
                 "the weighted sum over the experts of each token"
             )
         return reduce(out, self.comm)
@@ -119,7 +136,8 @@ class RoutedExperts(Lowered):
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])  # 3 experts as (2, 1): rank 1 has 2:3
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
-        # The axis that shards the hidden features, and the axes along which inputs are replicated and outputs partial.
+        # The axis that shards the hidden features, and the axes along which inputs are replicated
+        # and outputs partial.
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
         everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
         self.shared: Comm | None = self.tensor if self.sharded else everywhere
@@ -142,11 +160,14 @@ class RoutedExperts(Lowered):
         yield Collective("all_gather", 8 * (experts.count + 2) * sizes[0], ranks=sizes[0])
         yield from [Collective("all_to_all", routed, ranks=sizes[0])] * 2
         if call.output.requires_grad:
-            yield from [Collective("all_to_all", routed, backward=True, ranks=sizes[0])] * (1 + x.requires_grad)
+            yield from [Collective("all_to_all", routed, backward=True, ranks=sizes[0])] * (
+                1 + x.requires_grad
+            )
         if len(sizes) > 1:
             yield from _shared_over(call, sizes[1])
 
-    @eager_only  # how many rows there are is in the values
+    # how many rows there are is in the values
+    @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(*args, *kwargs.values())
 
@@ -154,12 +175,18 @@ class RoutedExperts(Lowered):
         """The module's output: for tokens and their choices, or for rows sorted by expert and their counts."""
         if isinstance(x, DTensor):
             if self.mesh.ndim > 1:
-                raise LayoutError(f"{self.sharding.style}: on two axes the input is a plain tensor, got {x.spec}")
-            x = local_input(x, self.port_in, self.mesh, grad=self.port_in.desired if self.sharded else Partial())
+                raise LayoutError(
+                    f"{self.sharding.style}: on two axes the input is a plain tensor, got {x.spec}"
+                )
+            x = local_input(
+                x, self.port_in, self.mesh, grad=self.port_in.desired if self.sharded else Partial()
+            )
         elif self.shared is not None:
             x = copy(x, self.shared)
         if (weights is None) is not self.experts.grouped:
-            raise LayoutError(f"{self.sharding.style}: the experts are called by position, as {EXPERTS}")
+            raise LayoutError(
+                f"{self.sharding.style}: the experts are called by position, as {EXPERTS}"
+            )
         out = self.grouped(x, chosen) if weights is None else self.combined(x, chosen, weights)
         return out if self.shared is None else reduce(out, self.shared)
 
@@ -167,13 +194,16 @@ class RoutedExperts(Lowered):
         """What the experts give for each token, weighted and summed over its choices."""
         if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
             raise LayoutError(
-                f"{self.sharding.style}: expected choices and weights of shape (*tokens, choices) for an input of "
+                f"{self.sharding.style}: expected choices and weights of shape (*tokens, choices) "
+                "for an input of "
                 f"shape {tuple(x.shape)}, got {tuple(chosen.shape)} and {tuple(weights.shape)}"
             )
         if self.shared is not None:
             weights = copy(weights, self.shared)
         tokens = x.reshape(-1, x.shape[-1])
-        pairs, bounds = sorted_choices(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
+        pairs, bounds = sorted_choices(
+            chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count
+        )
         every, rank = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
         counts = [counts_of(row[:-1]) for row in every]
         if self.experts.capacity is not None:
@@ -181,8 +211,10 @@ class RoutedExperts(Lowered):
         pairs = first_pairs(pairs, every[rank][:-1], counts[rank])
         if not self.sharded:  # the pairs of this rank's experts
             pairs = pairs[sum(counts[0][: self.own.start]) : sum(counts[0][: self.own.stop])]
-        token_ids = pairs // max(chosen.shape[-1], 1)  # 2 choices a token: pair 5 is token 2's second one
-        rows = self.routed(tokens.index_select(0, token_ids), counts)  # 2 0 1 pairs, experts 1:3: pairs[2:3]
+        # 2 choices a token: pair 5 is token 2's second one
+        token_ids = pairs // max(chosen.shape[-1], 1)
+        # 2 0 1 pairs, experts 1:3: pairs[2:3]
+        rows = self.routed(tokens.index_select(0, token_ids), counts)
         rows = rows * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
         out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token_ids, rows)
         return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
@@ -190,10 +222,15 @@ class RoutedExperts(Lowered):
     def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert; partial where all ranks have all rows."""
         fits = sizes.shape == (self.experts.count,)  # sizes 2 0 1 have the bounds 0 2 2 3
-        every = self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows)) if fits else []
+        every = (
+            self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows))
+            if fits
+            else []
+        )
         if not fits or any(row[-2] > row[-1] for row in every):
             raise LayoutError(
-                f"{self.sharding.style}: expected the rows of each of {self.experts.count} experts, {len(rows)} in "
+                f"{self.sharding.style}: expected the rows of each of {self.experts.count} "
+                f"experts, {len(rows)} in "
                 f"all, got {sizes.tolist()}"
             )
         counts = [counts_of(row[:-1]) for row in every]
@@ -203,7 +240,8 @@ class RoutedExperts(Lowered):
             return out if used == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - used))
         start, end = every[0][self.own.start], every[0][self.own.stop]  # 0 2 2 3, experts 1:3: 2, 3
         out = self.routed(rows.narrow(0, start, end - start), counts)
-        return functional.pad(out, (0, 0, start, len(rows) - end))  # row 2:3 of 3: two rows of zeros before it
+        # row 2:3 of 3: two rows of zeros before it
+        return functional.pad(out, (0, 0, start, len(rows) - end))
 
     def read(self, bounds: Tensor, rows: int) -> list[list[int]]:
         """Bounds and number of rows of each rank that has tokens of its own: the one time that the host waits."""
@@ -227,20 +265,26 @@ class RoutedExperts(Lowered):
         local = local_shards(module, self.sharding, self.comm, self.tensor)
         if not self.own:
             return rows + _anchor(local)
-        if not len(rows):  # one row of zeros, of which nothing is kept: the parameters get gradients of zero
+        # one row of zeros, of which nothing is kept: the parameters get gradients of zero
+        if not len(rows):
             one = [[int(index == 0) for index in range(len(self.own))]]  # [[1, 0]] of two experts
-            padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
+            # of the rows, so that their backward runs on all ranks
+            padded = functional.pad(rows, (0, 0, 0, 1))
             return self.computed(padded, one).narrow(0, 0, 0)
-        # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part, so of expert 0.
+        # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part,
+        # so of expert 0.
         ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
-        ids = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True) % len(self.own)
+        ids = torch.searchsorted(
+            ends, torch.arange(len(rows), device=rows.device), right=True
+        ) % len(self.own)
         forward = partial(forward_of_own, module, local, self.experts.count, self.own)
         if not self.experts.grouped:
             ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
             out: Tensor = forward(rows, ids.unsqueeze(-1), ones)
         else:
             order = torch.argsort(ids, stable=True)
-            sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)  # 2 0 1, 1 1 0: 3 1 1
+            # 2 0 1, 1 1 0: 3 1 1
+            sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
             out = forward(rows.index_select(0, order), sizes).index_select(0, torch.argsort(order))
         return out + _anchor(local) if self.experts.listed else out
 
@@ -255,14 +299,18 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
 
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:
     """Zero, and so are its gradients: every parameter gets one, also of experts without rows."""
-    return torch.stack([param.reshape(-1)[:0].sum() for param in local.values() if param is not None]).sum()
+    return torch.stack(
+        [param.reshape(-1)[:0].sum() for param in local.values() if param is not None]
+    ).sum()
 
 
-# --- a block whose shared expert runs beside the dispatch of tokens ---------------------------------------------------
+# --- a block whose shared expert runs beside the dispatch of tokens -------------------------------
 
 # Autograd's names of views that keep all elements in order.
 _VIEWS = {
-    f"{view}Backward{i}" for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze") for i in (0, 1)
+    f"{view}Backward{i}"
+    for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
+    for i in (0, 1)
 }
 
 
@@ -282,8 +330,10 @@ class OverlappedBlock(Boundary):
         experts = lowered_of(block.get_submodule(members.experts))
         if not isinstance(experts, RoutedExperts) or not experts.sharded:
             raise LayoutError(
-                f"SharedExpertOverlap: {members.experts} of {type(block).__name__} dispatches no tokens; give it "
-                "ExpertParallel() with input_layouts=Shard(0), or leave SharedExpertOverlap out of the plan"
+                f"SharedExpertOverlap: {members.experts} of {type(block).__name__} dispatches no "
+                "tokens; give it "
+                "ExpertParallel() with input_layouts=Shard(0), or leave SharedExpertOverlap out of "
+                "the plan"
             )
         above, _, name = members.shared.rpartition(".")
         siblings: dict[str, Any] = block.get_submodule(above)._modules
@@ -299,8 +349,9 @@ class OverlappedBlock(Boundary):
 class _Computed:
     """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch.
 
-    It is computed where the block calls it in a recomputation: of the experts, to which what runs inside of them would
-    belong, or of the shared expert itself, which still calls this object when the block is done.
+    It is computed where the block calls it in a recomputation: of the experts, to which what runs
+    inside of them would belong, or of the shared expert itself, which still calls this object when
+    the block is done.
     """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
@@ -323,10 +374,16 @@ class _Computed:
         if self.in_turn:
             return self.shared(input)  # type: ignore[no-any-return]  # a module's call has no type
         if self.output is None or not _is_same(input, self.tokens):
-            wrong = "before the experts" if self.output is None else "with another tensor than the block's input"
+            wrong = (
+                "before the experts"
+                if self.output is None
+                else "with another tensor than the block's input"
+            )
             raise LayoutError(
-                f"SharedExpertOverlap: {self.members.shared} is called {wrong}. A block first calls "
-                f"{self.members.experts}, then {self.members.shared} with its own input or a view of it; change its "
+                f"SharedExpertOverlap: {self.members.shared} is called {wrong}. A block first "
+                "calls "
+                f"{self.members.experts}, then {self.members.shared} with its own input or a view "
+                "of it; change its "
                 "forward so, or leave SharedExpertOverlap out of the plan"
             )
         return self.output if input is self.tokens else self.output.view(*input.shape[:-1], -1)
@@ -337,7 +394,8 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
     if input is tokens or type(input) is not Tensor or type(tokens) is not Tensor:
         return input is tokens
     of_input, of_tokens = (
-        (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x.is_contiguous(), x.requires_grad) for x in (input, tokens)
+        (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x.is_contiguous(), x.requires_grad)
+        for x in (input, tokens)
     )
     return of_input == of_tokens and (not tokens.requires_grad or _source(input) is _source(tokens))
 

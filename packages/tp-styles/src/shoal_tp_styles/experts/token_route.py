@@ -1,12 +1,14 @@
 """Which token goes to which expert, pairs sorted by expert; and `ExpertExchange`: rows to the experts' ranks and back.
 
-The all-to-alls have exact sizes. With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3), named by rank and expert:
+The all-to-alls have exact sizes. With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3), named by
+rank and expert:
 
     rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
     rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
 
-Where something is computed beside the exchange, the graph has two nodes for it. What is computed between them comes
-between them in backward too, in the other order: `_Arrived` starts to send gradients back, `_Started` waits for them.
+Where something is computed beside the exchange, the graph has two nodes for it. What is computed
+between them comes between them in backward too, in the other order: `_Arrived` starts to send
+gradients back, `_Started` waits for them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from shoal_mesh.internal import Pending
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Indices into the flattened (tokens, choices), those of expert 0 first, and (experts + 1,) bounds of each one's.
 
-    The host waits for neither.  Indices that are no expert's count as before the first or behind the last.
+    The host waits for neither. Indices that are no expert's count as before the first or behind the
+    last.
 
     Example:
         >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
@@ -36,7 +39,9 @@ def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     flat = chosen.reshape(-1)
     ordered, pairs = torch.sort(flat, stable=True)
-    return pairs, torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype))
+    return pairs, torch.searchsorted(
+        ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
+    )
 
 
 def counts_of(bounds: list[int]) -> list[int]:
@@ -53,7 +58,9 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
     """
     if kept == counts_of(bounds):
         return pairs[bounds[0] : bounds[-1]]
-    return torch.cat([pairs[start : start + count] for start, count in zip(bounds, kept, strict=False)])
+    return torch.cat(
+        [pairs[start : start + count] for start, count in zip(bounds, kept, strict=False)]
+    )
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
@@ -77,7 +84,8 @@ class ExpertExchange(NamedTuple):
     comm: Comm  # the ranks that hold the experts
     sends: list[int]  # rows to each rank
     receives: list[int]  # rows from each rank
-    own: list[list[int]]  # (ranks, own experts) rows of each of this rank's experts from each rank
+    # (ranks, own experts) rows of each of this rank's experts from each rank
+    own: list[list[int]]
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
@@ -85,7 +93,9 @@ class ExpertExchange(NamedTuple):
         ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
         held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
         own = [row[held[comm.rank]] for row in counts]
-        return cls(comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own)
+        return cls(
+            comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own
+        )
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
         """`S -> S`: rows sorted by expert, as received, by rank and expert; `beside` runs while they travel."""
@@ -94,20 +104,25 @@ class ExpertExchange(NamedTuple):
         under_way: list[Pending] = []
         token = apply(_Started, rows, self, under_way)
         beside()
-        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]  # of a Function
+        # of a Function
+        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]
 
     def back(self, rows: Tensor) -> Tensor:
         """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
         return self._sent(rows, back=True)
 
     def _sent(self, rows: Tensor, *, back: bool) -> Tensor:
-        flat = differentiable.all_to_all_v(rows.reshape(-1), self.comm, *self._elements(rows.shape[-1], back))
+        flat = differentiable.all_to_all_v(
+            rows.reshape(-1), self.comm, *self._elements(rows.shape[-1], back)
+        )
         return flat.view(sum(self.sends if back else self.receives), rows.shape[-1])
 
     def start(self, rows: Tensor, *, back: bool) -> Pending:
         """Rows that are under way to their experts, or back."""
         width = rows.shape[-1]
-        pending = all_to_all_v(rows.reshape(-1), self.comm, *self._elements(width, back), async_op=True)
+        pending = all_to_all_v(
+            rows.reshape(-1), self.comm, *self._elements(width, back), async_op=True
+        )
         return pending.then(lambda flat: flat.view(-1, width))
 
     def _elements(self, width: int, back: bool) -> tuple[list[int], list[int]]:
@@ -120,7 +135,9 @@ class _Started(Function):
     """Rows -> a tensor without elements that stands for them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, exchange: ExpertExchange, under_way: list[Pending]
+    ) -> Tensor:
         ctx.under_way = under_way
         under_way.append(exchange.start(rows, back=False))
         return rows.new_empty(0)
@@ -134,7 +151,9 @@ class _Arrived(Function):
     """What stands for the rows -> the rows that this rank gets."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]) -> Tensor:
+    def forward(
+        ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]
+    ) -> Tensor:
         ctx.exchange, ctx.under_way = exchange, under_way
         return under_way.pop().wait()
 

@@ -3,7 +3,15 @@
 May import: _torch.
 """
 
-from .functional import cross_entropy, kl_div, load_balance, log_prob, log_softmax, log_sum_exp, nll_loss
+from .functional import (
+    cross_entropy,
+    kl_div,
+    load_balance,
+    log_prob,
+    log_softmax,
+    log_sum_exp,
+    nll_loss,
+)
 from .linear_cross_entropy import linear_cross_entropy
 
 __all__ = [

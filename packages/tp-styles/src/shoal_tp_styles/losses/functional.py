@@ -1,10 +1,11 @@
 """Losses on logits whose vocabulary (class dim) is sharded over ranks.  No rank ever holds full logits.
 
-Everything rests on one differentiable step, `_RowStatistics`, in two collectives of one number per row and sum; what a
-loss computes from these (weights, smoothing, ignored rows, means) is plain arithmetic.  Logits are DTensors sharded
-along the class dim on one mesh axis (shards may differ in size), or plain local shards together with `vocab`.  Other
-axes may shard the rows.  Targets and weights are DTensors, or plain and equal on all ranks; results are plain: sums and
-means equal on all ranks, and one entry for each of this rank's rows where nothing is reduced.
+Everything rests on one differentiable step, `_RowStatistics`, in two collectives of one number per
+row and sum; what a loss computes from these (weights, smoothing, ignored rows, means) is plain
+arithmetic. Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
+size), or plain local shards together with `vocab`. Other axes may shard the rows. Targets and
+weights are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on
+all ranks, and one entry for each of this rank's rows where nothing is reduced.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class _RowStatistics(Function):
     def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, vocab: Vocab) -> Any:
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         rows = x.shape[:-1]
-        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)  # (rows,); of logits 0 2 | 1 3: 2 and 3
+        # (rows,); of logits 0 2 | 1 3: 2 and 3
+        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
         all_reduce_(peak, vocab.comm, "max")
-        # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as on one device.
+        # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as
+        # on one device.
         peak = peak.masked_fill_(peak == -torch.inf, 0)
         zero = work.new_zeros(rows)
         sums = [vocab.sum_of_classes((work - peak.unsqueeze(-1)).exp_())]
@@ -49,7 +52,8 @@ class _RowStatistics(Function):
         sums.append(zero if own is None else pick(work, *own))
         sums.append(zero if q is None else vocab.sum_of_classes(work * q))
         stacked = all_reduce(torch.stack(sums), vocab.comm)  # (3, rows), in one message
-        lse = stacked[0].log().add_(peak)  # logits 0 2 | 1 3, peak 3: log(1.553) + 3 = 3.440
+        # logits 0 2 | 1 3, peak 3: log(1.553) + 3 = 3.440
+        lse = stacked[0].log().add_(peak)
         ctx.save_for_backward(x, lse, *(own or (None, None)), q)
         ctx.set_materialize_grads(False)
         return lse, stacked[1], stacked[2]
@@ -59,15 +63,25 @@ class _RowStatistics(Function):
         first_order_only("losses on a sharded vocabulary have first derivatives only")
         x, lse, index, inside, q = ctx.saved_tensors
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        return logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q).to(x.dtype), None, None, None
+        return (
+            logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q).to(x.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def logit_gradient(
-    shifted: Tensor, grads: Sequence[Tensor | None], index: Tensor | None, inside: Tensor, q: Tensor | None
+    shifted: Tensor,
+    grads: Sequence[Tensor | None],
+    index: Tensor | None,
+    inside: Tensor,
+    q: Tensor | None,
 ) -> Tensor:
     """The gradient of logits from those of their statistics, in the memory of the logits minus their log-sum-exp."""
     to_lse, to_picked, to_q = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
-    dz = shifted.zero_() if to_lse is None else shifted.exp_().mul_(to_lse)  # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
+    # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
+    dz = shifted.zero_() if to_lse is None else shifted.exp_().mul_(to_lse)
     if to_picked is not None and index is not None and dz.shape[-1]:
         dz.scatter_add_(-1, index.unsqueeze(-1), to_picked * inside.unsqueeze(-1))
     if to_q is not None and q is not None:
@@ -77,15 +91,18 @@ def logit_gradient(
 
 def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     """Index of each target among this rank's classes (0 for those of other ranks), and whether it is one of them."""
-    local = target - vocab.first  # 5, 1 and 9 on the rank with 4:8: 1, -3, 5
-    inside = (local >= 0) & (local < vocab.own)  # of 1, -3, 5 with 4 classes here: True, False, False
+    # 5, 1 and 9 on the rank with 4:8: 1, -3, 5
+    local = target - vocab.first
+    # of 1, -3, 5 with 4 classes here: True, False, False
+    inside = (local >= 0) & (local < vocab.own)
     return local.masked_fill(~inside, 0), inside
 
 
 def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
     """Per row of this rank's logits, the one at an index of `own_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
-        return x.sum(-1)  # zeros, whose backward runs on all ranks
+        # zeros, whose backward runs on all ranks
+        return x.sum(-1)
     return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
 
 
@@ -114,15 +131,18 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
 
     Args:
         input: logits `(C,)`, `(N, C)` or `(N, C, d1, ...)`, C sharded over ranks.
-        target: class indices, or probabilities of the full shape (a DTensor sharded like the logits is not moved).
+        target: class indices, or probabilities of the full shape (a DTensor sharded like the logits
+            is not moved).
         weight: one per class, `(C,)`, replicated.
         ignore_index: class index of rows that enter no sum.
         reduction: "none", "mean" or "sum".
         label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
-        vocab: the classes of each rank, for plain local logits (or how many are real, where there is padding).
+        vocab: the classes of each rank, for plain local logits (or how many are real, where there
+            is padding).
 
     Returns:
-        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for half-precision logits.
+        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for
+        half-precision logits.
 
     Raises:
         LayoutError: if probabilities need a gradient.
@@ -141,19 +161,31 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     weights, q = plain(weight), None
     if target.is_floating_point():
         if target.requires_grad:
-            raise LayoutError("cross_entropy on a sharded vocabulary: no gradient of probability targets; detach them")
+            raise LayoutError(
+                "cross_entropy on a sharded vocabulary: no gradient of probability targets; detach "
+                "them"
+            )
         if isinstance(target, DTensor) and isinstance(input, DTensor):
-            q = _placed_as(input, target).to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
+            q = (
+                _placed_as(input, target)
+                .to_local()
+                .movedim(class_dim, -1)
+                .narrow(-1, 0, classes.own)
+            )
         else:
             q = classes.shard(rows.shard(target.movedim(class_dim, -1)))
-        if label_smoothing > 0:  # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
+        # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
+        if label_smoothing > 0:
             q = q * (1 - label_smoothing) + label_smoothing / classes.total
         if weights is not None:
             q = q * classes.shard(weights)
         mass = all_reduce(classes.sum_of_classes(q), classes.comm)
         lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
-        loss = lse * mass - by_q  # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
-        return reduced(loss, max(prod(loss.shape if rows.shape is None else rows.shape), 1), reduction, rows)
+        # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
+        loss = lse * mass - by_q
+        return reduced(
+            loss, max(prod(loss.shape if rows.shape is None else rows.shape), 1), reduction, rows
+        )
     labels = rows.shard(target)
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
@@ -173,11 +205,16 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and what the rows weigh together in a mean; those with `ignore_index` have neither.
 
-    `statistics` are per row the log-sum-exp, the label's logit, and the sum of all logits, weighted as the classes are.
+    `statistics` are per row the log-sum-exp, the label's logit, and the sum of all logits, weighted
+    as the classes are.
     """
     lse, picked, total = statistics
     ignored = labels == ignore_index
-    of_target = torch.ones_like(lse) if weights is None else weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
+    of_target = (
+        torch.ones_like(lse)
+        if weights is None
+        else weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
+    )
     of_target = of_target.masked_fill(ignored, 0)
     loss = (lse - picked) * of_target
     if smoothing > 0:
@@ -189,7 +226,9 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
 
 
 def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
-    return tensor.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
+    return tensor.redistribute(
+        logits.device_mesh, logits.placements, shard_order=logits.shard_order
+    )
 
 
 def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows) -> Tensor:
@@ -206,7 +245,9 @@ def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: Logi
     return total / weight
 
 
-def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+def log_prob(
+    logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None
+) -> Tensor:
     """Log-probability of one given token per row.
 
     Args:
@@ -285,10 +326,16 @@ def nll_loss(
     class_dim = 0 if log_probs.ndim == 1 else 1
     x, classes, rows = local_logits(log_probs, vocab, class_dim)
     labels = rows.shard(target)
-    picked = differentiable.all_reduce_replicated(pick(x, *own_classes(labels, classes)), classes.comm)
+    picked = differentiable.all_reduce_replicated(
+        pick(x, *own_classes(labels, classes)), classes.comm
+    )
     # Log-probabilities are logits whose log-sum-exp is zero.
     statistics = torch.zeros_like(picked), picked, picked
-    return reduced(*of_labels(statistics, labels, plain(weight), ignore_index, 0.0, 0.0, classes), reduction, rows)
+    return reduced(
+        *of_labels(statistics, labels, plain(weight), ignore_index, 0.0, 0.0, classes),
+        reduction,
+        rows,
+    )
 
 
 def kl_div(
@@ -305,7 +352,8 @@ def kl_div(
         logits: of the student, sharded along `dim`.
         target_logits: of the teacher, sharded alike; taken as constant.
         dim: the class dim.
-        reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim, "mean" by the rows.
+        reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim,
+            "mean" by the rows.
         vocab: the classes of each rank, for plain local logits.
     """
     x, classes, rows = local_logits(logits, vocab, dim)
@@ -317,7 +365,8 @@ def kl_div(
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
-    divergence = lse - by_q - entropy  # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
+    # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
+    divergence = lse - by_q - entropy
     shape = divergence.shape if rows.shape is None else rows.shape
     if reduction == "batchmean":
         return reduced(divergence, shape[0], "mean", rows)  # (8, 16) rows: by 8
@@ -327,15 +376,17 @@ def kl_div(
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
     """How much a router prefers the experts that it fills, over the tokens of all ranks: 1 where it is even.
 
-    `experts * sum over experts of (share of choices * mean probability)`, as in the Switch Transformer; shares and
-    means are those of all tokens, which the mean of the ranks' own losses is not. Every rank gets the same value.
-    Gradients are those of the sum of the ranks' values: right where data parallelism averages them over the same ranks;
-    where they are summed, divide the loss by the number of ranks.
+    `experts * sum over experts of (share of choices * mean probability)`, as in the Switch
+    Transformer; shares and means are those of all tokens, which the mean of the ranks' own losses
+    is not. Every rank gets the same value. Gradients are those of the sum of the ranks' values:
+    right where data parallelism averages them over the same ranks; where they are summed, divide
+    the loss by the number of ranks.
 
     Args:
         probabilities: `(*tokens, experts)` of this rank's tokens, after the softmax.
         chosen: `(*tokens, choices)` the experts that each token goes to.
-        along: a communicator, or (mesh, axes), whose ranks have tokens of their own; None: this rank has all tokens.
+        along: a communicator, or (mesh, axes), whose ranks have tokens of their own; None: this
+            rank has all tokens.
 
     Raises:
         LayoutError: if the two are not of the same tokens.
@@ -346,16 +397,22 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
     """
     if probabilities.shape[:-1] != chosen.shape[:-1]:
         raise LayoutError(
-            f"load_balance: expected probabilities (*tokens, experts) and choices (*tokens, choices), got "
+            "load_balance: expected probabilities (*tokens, experts) and choices (*tokens, "
+            "choices), got "
             f"{tuple(probabilities.shape)} and {tuple(chosen.shape)}"
         )
     experts = probabilities.shape[-1]
     rows = probabilities.reshape(-1, experts)
-    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)  # choices of each; the last is tokens
-    shares[:experts].index_add_(0, chosen.reshape(-1), torch.ones_like(chosen.reshape(-1), dtype=rows.dtype))
+    # choices of each; the last is tokens
+    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
+    shares[:experts].index_add_(
+        0, chosen.reshape(-1), torch.ones_like(chosen.reshape(-1), dtype=rows.dtype)
+    )
     shares[experts] = len(rows)
     total = rows.sum(0)
     if along is not None:
         shares, total = all_reduce(shares, along), differentiable.all_reduce(total, along)
     tokens = shares[experts].clamp(min=1)
-    return experts * (shares[:experts] / (tokens * max(chosen.shape[-1], 1)) * (total / tokens)).sum()
+    return (
+        experts * (shares[:experts] / (tokens * max(chosen.shape[-1], 1)) * (total / tokens)).sum()
+    )

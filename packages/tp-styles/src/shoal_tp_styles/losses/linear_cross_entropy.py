@@ -1,7 +1,8 @@
 """`linear_cross_entropy`: the last product and the loss as one function; logits exist for some rows at a time.
 
-Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes are 4 GB in float32, and as much again
-for their gradient.  Kept for backward are the operands and one number per row; backward computes the blocks again.
+Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes are 4 GB in
+float32, and as much again for their gradient. Kept for backward are the operands and one number per
+row; backward computes the blocks again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .._torch import autocast_dtype, traced_apply
 from .functional import Reduction, logit_gradient, of_labels, own_classes, pick, reduced
 from .logits import LogitRows, Vocab, plain
 
-BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
+# logits of a block of rows: 16 MiB in float32
+BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class _LogitBlocks:
     """What all blocks of rows share."""
 
     vocab: Vocab  # the classes of each rank
-    cap: float | None  # logits are `cap * tanh(logits / cap)`; None for no bound
+    # logits are `cap * tanh(logits / cap)`; None for no bound
+    cap: float | None
     block: int  # rows whose logits exist at a time
 
     def blocks(self, rows: int) -> list[slice]:
@@ -52,7 +55,13 @@ class _LinearStatistics(Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913  # what autograd hands over
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, q: Tensor | None, task: _LogitBlocks
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        target: Tensor,
+        q: Tensor | None,
+        task: _LogitBlocks,
     ) -> Any:
         index, inside = own_classes(target, task.vocab)
         parts = []
@@ -60,9 +69,14 @@ class _LinearStatistics(Function):
             z = task.logits(x[rows], w, b)
             total = z.new_zeros(z.shape[0]) if q is None else z @ q.to(z.dtype)
             parts.append(torch.stack([z.logsumexp(-1), pick(z, index[rows], inside[rows]), total]))
-        sums = torch.cat(parts, 1) if parts else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
+        sums = (
+            torch.cat(parts, 1)
+            if parts
+            else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
+        )
         peak = all_reduce(sums[0], task.vocab.comm, "max")
-        peak = peak.masked_fill_(peak == -torch.inf, 0)  # as on one device, a row of -inf has the log-sum -inf
+        # as on one device, a row of -inf has the log-sum -inf
+        peak = peak.masked_fill_(peak == -torch.inf, 0)
         sums[0] = (sums[0] - peak).exp_()
         lse, picked, total = all_reduce_(sums, task.vocab.comm)
         lse = lse.log().add_(peak)
@@ -77,7 +91,8 @@ class _LinearStatistics(Function):
         x, w, b, index, inside, q, lse = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = torch.zeros_like(x) if needs_x else None
-        # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last ones.
+        # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last
+        # ones.
         dw = torch.zeros_like(w, dtype=lse.dtype) if needs_w else None
         db = torch.zeros_like(b, dtype=lse.dtype) if needs_b else None
         for rows in ctx.task.blocks(x.shape[0]):
@@ -85,7 +100,9 @@ class _LinearStatistics(Function):
             slope = None if ctx.task.cap is None else 1 - (z / ctx.task.cap).square_()
             # Of the logits, in their memory; then of what the product gave.
             of_rows = [None if grad is None else grad[rows] for grad in grads]
-            dz = logit_gradient(z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q)
+            dz = logit_gradient(
+                z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q
+            )
             dz = dz if slope is None else dz.mul_(slope)
             if db is not None:
                 db += dz.sum(0)
@@ -98,10 +115,18 @@ class _LinearStatistics(Function):
                 dw += dz.t() @ x[rows]
         if dx is not None:
             all_reduce_(dx, ctx.task.vocab.comm)
-        return dx, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None, None
+        return (
+            dx,
+            None if dw is None else dw.to(w.dtype),
+            None if db is None else db.to(b.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses of language models add
+# torch's signature, and what losses of language models add
+def linear_cross_entropy(  # noqa: PLR0913
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -121,22 +146,25 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     Two all-reduces of up to three numbers per row forward, one of the shape of `input` backward.
 
     Args:
-        input: (..., features): plain and equal on the ranks that shard the classes, or a DTensor whose rows other mesh
-            axes may shard.
-        linear_weight: (classes, features), a DTensor sharded by classes on one mesh axis; or this rank's rows of it.
+        input: (..., features): plain and equal on the ranks that shard the classes, or a DTensor
+            whose rows other mesh axes may shard.
+        linear_weight: (classes, features), a DTensor sharded by classes on one mesh axis; or this
+            rank's rows of it.
         target: (...) class indices.
         linear_bias: (classes,), sharded like the weight.
         weight: one per class, (classes,), replicated.
         reduction: "none", "mean" or "sum".
         ignore_index: class index of rows that enter no sum; -100 if left out.
         label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
-        z_loss: times the square of each row's log-sum-exp, added to its loss (weighted and ignored as the row is).
+        z_loss: times the square of each row's log-sum-exp, added to its loss (weighted and ignored
+            as the row is).
         logit_cap: bound of the logits, `cap * tanh(logits / cap)`.
         block_rows: rows whose logits exist at a time; about 4 million logits if left out.
         vocab: the classes of each rank, for plain local weights.
 
     Returns:
-        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for half-precision inputs.
+        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for
+        half-precision inputs.
 
     Raises:
         LayoutError: if the classes are not sharded on exactly one mesh axis, or shapes do not fit.
@@ -155,23 +183,37 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
         vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
     (x, w, b), rows = _operands(input, linear_weight, linear_bias, vocab)
     labels, weights = rows.shard(target), plain(weight)
-    q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
+    q = (
+        None
+        if not label_smoothing
+        else w.new_ones(vocab.own)
+        if weights is None
+        else vocab.shard(weights)
+    )
     task = _LogitBlocks(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
-    found = traced_apply(_LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task)
+    found = traced_apply(
+        _LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task
+    )
     statistics = tuple(each.view(labels.shape) for each in found)
     ignored = -100 if ignore_index is None else ignore_index
-    return reduced(*of_labels(statistics, labels, weights, ignored, label_smoothing, z_loss, vocab), reduction, rows)
+    return reduced(
+        *of_labels(statistics, labels, weights, ignored, label_smoothing, z_loss, vocab),
+        reduction,
+        rows,
+    )
 
 
 def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
     if input.shape[:-1] != target.shape or weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
         raise LayoutError(
-            "linear_cross_entropy takes input (..., features), linear_weight (classes, features) and class indices "
+            "linear_cross_entropy takes input (..., features), linear_weight (classes, features) "
+            "and class indices "
             f"(...); got {tuple(input.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
     if target.is_floating_point():
         raise LayoutError(
-            "linear_cross_entropy takes class indices; for probabilities call cross_entropy on the logits"
+            "linear_cross_entropy takes class indices; for probabilities call cross_entropy on the "
+            "logits"
         )
 
 
@@ -180,7 +222,8 @@ def _operands(
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
     """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
     rows = LogitRows.of(input, -1)
-    if isinstance(input, DTensor):  # the ranks that shard the classes all need the same rows, with all features
+    # the ranks that shard the classes all need the same rows, with all features
+    if isinstance(input, DTensor):
         mesh = input.device_mesh
         placements = [
             Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
@@ -191,7 +234,8 @@ def _operands(
     sharded = {axis for _, axes in rows.order for axis in axes}
 
     def own(param: Tensor) -> Tensor:
-        if isinstance(param, DTensor):  # other rows give other summands of a replicated weight's gradient
+        # other rows give other summands of a replicated weight's gradient
+        if isinstance(param, DTensor):
             grads = [Partial() if axis in sharded else p for axis, p in enumerate(param.placements)]
             param = param.to_local(grad_placements=grads)
         return param.narrow(0, 0, vocab.own)

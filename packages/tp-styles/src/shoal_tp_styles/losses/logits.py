@@ -1,6 +1,7 @@
 """The layout of logits: `Vocab`, the classes of each rank, and `LogitRows`, all dims but the classes.
 
-Other mesh axes may shard the rows: every rank computes the loss of its own rows, and sums are summed over those axes.
+Other mesh axes may shard the rows: every rank computes the loss of its own rows, and sums are
+summed over those axes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Vocab:
     Attributes:
         comm: communicator over which the classes are sharded.
         sizes: number of classes on each of its ranks.
-        real: number of classes that are not padding; padding comes last, never wins and enters no sum.
+        real: number of classes that are not padding; padding comes last, never wins and enters no
+            sum.
     """
 
     comm: Comm
@@ -37,14 +39,18 @@ class Vocab:
         """The sharding of a DTensor's class dim.
 
         Raises:
-            LayoutError: if the class dim is not sharded on exactly one mesh axis, or another axis holds partial values.
+            LayoutError: if the class dim is not sharded on exactly one mesh axis, or another axis
+                holds partial values.
         """
         if not isinstance(logits, DTensor):
-            raise LayoutError("plain logits need vocab=Vocab(comm, sizes): which classes each rank holds")
+            raise LayoutError(
+                "plain logits need vocab=Vocab(comm, sizes): which classes each rank holds"
+            )
         sharding = logits.spec.dim_sharding(dim)
         if len(sharding.axes) != 1 or logits.spec.partials:
             raise LayoutError(
-                f"the class dim {dim} of the logits must be sharded on exactly one mesh axis, got {logits.spec}"
+                f"the class dim {dim} of the logits must be sharded on exactly one mesh axis, got "
+                f"{logits.spec}"
             )
         return cls(logits.device_mesh.comm(sharding.axes[0]), tuple(sharding.sizes), real)
 
@@ -76,14 +82,17 @@ class Vocab:
             return tensor.sum(-1)
         arithmetic.own_blocks(self.comm.size, sum(self.sizes), "the classes of a loss")
         if self.total != sum(self.sizes) or len(set(self.sizes)) > 1:
-            raise LayoutError(f"invariant_arithmetic: ranks hold equally many classes without padding, got {self}")
+            raise LayoutError(
+                f"invariant_arithmetic: ranks hold equally many classes without padding, got {self}"
+            )
         return tree_sum(tensor.movedim(-1, 0))
 
     def shard(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """This rank's shard of a tensor with one entry per class along `dim`."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        # A rank with padding alone holds no class, and begins where the classes end: of 9 real classes in shards of
+        # A rank with padding alone holds no class, and begins where the classes end: of 9 real
+        # classes in shards of
         # 4 4 4 the ranks hold 4 4 1, of 7 they hold 4 3 0.
         return tensor.narrow(dim, min(self.first, self.total - self.own), self.own)
 
@@ -108,10 +117,13 @@ def plain(tensor: Tensor | None) -> Tensor | None:
 class LogitRows:
     """The layout of the rows of logits."""
 
-    mesh: DeviceMesh | None = None  # of the logits; None for plain ones, of which every rank has all rows
-    placements: tuple[Placement, ...] = ()  # of a tensor with one entry per row (no class dim), one per mesh axis
+    # of the logits; None for plain ones, of which every rank has all rows
+    mesh: DeviceMesh | None = None
+    # of a tensor with one entry per row (no class dim), one per mesh axis
+    placements: tuple[Placement, ...] = ()
     order: Order = ()  # its shard order
-    shape: tuple[int, ...] | None = None  # global shape of such a tensor; None where every rank has all rows
+    # global shape of such a tensor; None where every rank has all rows
+    shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, logits: Tensor, class_dim: int) -> LogitRows:

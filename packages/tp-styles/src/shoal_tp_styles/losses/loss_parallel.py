@@ -1,7 +1,8 @@
 """`loss_parallel`: losses on DTensor logits whose classes are sharded, without gathering them.
 
-Inside the block `functional.py` computes `torch.nn.functional.cross_entropy` and `nll_loss`, also for what calls them.
-It is a mode of the thread that enters it: blocks nest, and the backward may run outside.
+Inside the block `functional.py` computes `torch.nn.functional.cross_entropy` and `nll_loss`, also
+for what calls them. It is a mode of the thread that enters it: blocks nest, and the backward may
+run outside.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from .logits import LogitRows
 def loss_parallel() -> Iterator[None]:
     """Compute losses on logits sharded along the classes without gathering them; other axes may shard the rows.
 
-    Label smoothing, class weights, `ignore_index`, probability targets and every reduction are those of
-    `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows where nothing is reduced.  DTensor
-    logits give the same numbers outside of the block; inside no rank gathers them.
+    Label smoothing, class weights, `ignore_index`, probability targets and every reduction are
+    those of `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows where
+    nothing is reduced. DTensor logits give the same numbers outside of the block; inside no rank
+    gathers them.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -45,9 +47,17 @@ def loss_parallel() -> Iterator[None]:
 
 class _Mode(FunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})} if func in _REPLACED else {}
+        given = (
+            {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
+            if func in _REPLACED
+            else {}
+        )
         logits = given.get("input")
         if isinstance(logits, DTensor):
             class_dim = 0 if logits.ndim == 1 else 1
@@ -56,7 +66,9 @@ class _Mode(FunctionMode):
         return super().__torch_function__(func, types, args, dict(kwargs or {}))
 
 
-def _loss(function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]) -> DTensor:
+def _loss(
+    function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]
+) -> DTensor:
     """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated."""
     average, reduces = given.pop("size_average", None), given.pop("reduce", None)
     if average is not None or reduces is not None:  # torch's older way of saying it
@@ -64,7 +76,9 @@ def _loss(function: Callable[..., Tensor], logits: DTensor, class_dim: int, give
     loss = function(given.pop("input"), given.pop("target"), **given)
     mesh, rows = logits.device_mesh, LogitRows.of(logits, class_dim)
     if given.get("reduction") == "none" and rows.shape is not None:
-        return DTensor.from_local(loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order)
+        return DTensor.from_local(
+            loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order
+        )
     return DTensor.from_local(loss, mesh, (Replicate(),) * mesh.ndim)
 
 

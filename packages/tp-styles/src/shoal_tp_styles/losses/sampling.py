@@ -35,9 +35,14 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     if classes.own:
         best, index = x.max(-1)
     else:
-        best, index = x.new_full(x.shape[:-1], -torch.inf), torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
+        best, index = (
+            x.new_full(x.shape[:-1], -torch.inf),
+            torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device),
+        )
     values = all_gather(best.unsqueeze(0), classes.comm, 0)
-    indices = all_gather((index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0)
+    indices = all_gather(
+        (index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0
+    )
     top = values.amax(0)
     return indices.masked_fill(values != top, classes.total).amin(0)
 
@@ -52,8 +57,8 @@ def sample(
 ) -> Tensor:
     """One token per row, drawn from softmax(logits / temperature): the same on all ranks and for any classes.
 
-    A uniform number per row (that of rank 0) is compared with the cumulative probabilities, which each rank computes
-    for its own classes from the mass of the classes before them.
+    A uniform number per row (that of rank 0) is compared with the cumulative probabilities, which
+    each rank computes for its own classes from the mass of the classes before them.
 
     Args:
         logits, dim, vocab: as for `argmax`.
@@ -81,7 +86,8 @@ def sample(
     total = mass[..., -1] if classes.own else x.new_zeros(rows)
     ends = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
     before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(total)
-    point = x.new_empty(rows).uniform_(generator=generator)  # `rand` takes no symbolic sizes beside a generator
+    # `rand` takes no symbolic sizes beside a generator
+    point = x.new_empty(rows).uniform_(generator=generator)
     if classes.comm.rank:
         point.zero_()
     all_reduce_(point, classes.comm)

@@ -1,17 +1,20 @@
 """Differentiable collectives on plain activations of one mesh axis; each function's backward is the reverse move.
 
-Between modules a plain tensor has a layout that only its modules know, and so has its gradient: that of a replicated
-tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Dims stay in memory as they
-lie: what is drawn later fills elements in that order, as on one device.
+Between modules a plain tensor has a layout that only its modules know, and so has its gradient:
+that of a replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's
+shard. Dims stay in memory as they lie: what is drawn later fills elements in that order, as on one
+device.
 
-Readers of the same replicated tensor `x` (q, k and v; gate and up) share one reduction of their partial gradients.  The
-first one, the leader, gives beside its output a *token*: an alias of `x` whose gradient edge is the leader's own node.
-Later readers run on the token, so autograd delivers their partials to the leader, which adds its own and reduces the
-sum.  The token is an attribute of the tensor object `x`: its lifetime does not depend on other references (all ranks
-take the same decision), it dies with `x`, and no cycle arises, as the leader saves aliases, never `x` itself.  A leaf
-is never shared, because its gradient edge leads back to it.  A write to `x` (its version or storage changes), another
-communicator, layout or dtype, or a change of grad mode ends the sharing.  In compiled code the readers are single nodes
-of the graph (`whole_when_compiled`), and the tensors on which autograd traces it carry the tokens.
+Readers of the same replicated tensor `x` (q, k and v; gate and up) share one reduction of their
+partial gradients. The first one, the leader, gives beside its output a *token*: an alias of `x`
+whose gradient edge is the leader's own node. Later readers run on the token, so autograd delivers
+their partials to the leader, which adds its own and reduces the sum. The token is an attribute of
+the tensor object `x`: its lifetime does not depend on other references (all ranks take the same
+decision), it dies with `x`, and no cycle arises, as the leader saves aliases, never `x` itself. A
+leaf is never shared, because its gradient edge leads back to it. A write to `x` (its version or
+storage changes), another communicator, layout or dtype, or a change of grad mode ends the sharing.
+In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and the tensors
+on which autograd traces it carry the tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class _Token(TensorNote):
     token: Tensor
 
 
-def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
+def find_token(
+    tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False
+) -> Tensor | None:
     """The token, with or without gradient, that an earlier reader with the same key left, if it still holds.
 
     `in_tree`: readers add their partials up block by block, as those inside `sums_in_tree` have to.
@@ -62,7 +67,12 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
     if sums_are_in_tree() and not in_tree:
         return None
     entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
-    if not entry or entry.key != key or entry.version != tensor._version or entry.memory != _memory(tensor):
+    if (
+        not entry
+        or entry.key != key
+        or entry.version != tensor._version
+        or entry.memory != _memory(tensor)
+    ):
         return None
     return entry.token if entry.token.requires_grad is grad else None
 
@@ -81,7 +91,8 @@ def _memory(tensor: Tensor) -> object:
 
 Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
 ShardedDim = tuple[Comm, int, Sizes]
-Move = Callable[..., Tensor]  # of a tensor, a communicator, and where it is sharded: (comm, dim, sizes)
+# of a tensor, a communicator, and where it is sharded: (comm, dim, sizes)
+Move = Callable[..., Tensor]
 
 
 def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
@@ -94,8 +105,10 @@ def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
 def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:
     """The error of an output with shards of different sizes that would leave as plain tensors."""
     return LayoutError(
-        f"{style}: dim {dim} of the output has {size} elements, not a multiple of the {comm.size} ranks along "
-        f"{'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use use_local_output=False, or a layout "
+        f"{style}: dim {dim} of the output has {size} elements, not a multiple of the {comm.size} "
+        "ranks along "
+        f"{'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use "
+        "use_local_output=False, or a layout "
         "with explicit sizes: Shard(dim, sizes=...)"
     )
 

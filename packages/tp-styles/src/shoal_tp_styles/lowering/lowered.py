@@ -1,6 +1,7 @@
 """`Lowered`: a `ModuleForward` that computes on local shards as a record declares.
 
-It refers to the module's parameter dict.  Copying or pickling a module rebuilds its callable from the `ModuleSharding`.
+It refers to the module's parameter dict. Copying or pickling a module rebuilds its callable from
+the `ModuleSharding`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Lowered(ModuleForward):
         params: the module's own dict of parameters.
         sharding: the record it was built from.
         comm: the communicator of the one axis of its mesh.
-        port_in, port_out: the ports of the first input and output (replicated where none is declared).
+        port_in, port_out: the ports of the first input and output (replicated where none is
+            declared).
     """
 
     __slots__ = ("comm", "params", "port_in", "port_out", "sharding")
@@ -94,7 +96,9 @@ class Lowered(ModuleForward):
         """What the module shows of itself when it is printed, and its styles."""
         sharding = self.sharding
         declares = sharding.parameters or sharding.inputs or sharding.outputs or sharding.lowering
-        style = f"{sharding.style} on {'x'.join(map(str, self.mesh.axis_names))}" if declares else ""
+        style = (
+            f"{sharding.style} on {'x'.join(map(str, self.mesh.axis_names))}" if declares else ""
+        )
         return ", ".join(filter(None, [super().extra_repr(), style]))
 
     def parameter(self, name: str) -> Any:
@@ -112,10 +116,13 @@ class Lowered(ModuleForward):
         if is_tracing() or not isinstance(tensor, DTensor) or tensor.placements != wanted:
             got = tensor.placements if isinstance(tensor, DTensor) else type(tensor).__name__
             raise LayoutError(
-                f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from other parameters "
-                "since its plan was applied (weight_norm, pruning, a parametrization); outside of compiled code the "
+                f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from "
+                "other parameters "
+                "since its plan was applied (weight_norm, pruning, a parametrization); outside of "
+                "compiled code the "
                 f"module reads a DTensor with {wanted} there, got {got}. Make the result permanent "
-                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module out of the plan"
+                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module "
+                "out of the plan"
             )
         return tensor
 
@@ -142,16 +149,25 @@ class Lowered(ModuleForward):
         return clone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), params=self.params), (self.module, self.sharding, self.mesh, self.inner)
+        return partial(type(self), params=self.params), (
+            self.module,
+            self.sharding,
+            self.mesh,
+            self.inner,
+        )
 
-    if not TYPE_CHECKING:  # which would take any name for an attribute
+    # which would take any name for an attribute
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # A module that is unpickled has no state when its forward is built, which is resolved when it is used.
+            # A module that is unpickled has no state when its forward is built, which is resolved
+            # when it is used.
             if any(name in getattr(kind, "__slots__", ()) for kind in type(self).__mro__):
                 self.resolve()
                 return object.__getattribute__(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
@@ -168,12 +184,13 @@ def spec_of(param: Tensor, name: str) -> Spec:
         return param.spec
     check_plain(param)
     raise LayoutError(
-        f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must stay a DTensor. "
+        f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must "
+        "stay a DTensor. "
         "Call unparallelize_module to get a plain module back."
     )
 
 
-# --- what is declared -------------------------------------------------------------------------------------------------
+# --- what is declared -----------------------------------------------------------------------------
 
 _MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
     (Shard, Replicate): "all_gather",
@@ -184,7 +201,11 @@ _MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
 
 
 def moves(
-    x: Any, source: Placement, target: Placement, grad: Placement | None = None, once: Hashable = None
+    x: Any,
+    source: Placement,
+    target: Placement,
+    grad: Placement | None = None,
+    once: Hashable = None,
 ) -> Iterator[Collective]:
     """The collectives of a tensor that moves, and of its gradient, which comes back as `grad`, else as `target`."""
     if not isinstance(x, Tensor):
@@ -205,7 +226,11 @@ def _of_gradient(placement: Placement) -> Placement:
 def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
     """What an input runs; readers of a replicated one share the gather, and the reduction of its partial gradient."""
     x, port = call.input(index), call.sharding.input_port(index)
-    if x is None or not port.desired.is_replicate() or call.sharding.output_port().layout.is_replicate():
+    if (
+        x is None
+        or not port.desired.is_replicate()
+        or call.sharding.output_port().layout.is_replicate()
+    ):
         yield from moves(x, port.layout, port.desired)
     else:
         once = None if x.is_leaf and x.requires_grad else (id(x), port.layout)
@@ -221,7 +246,8 @@ def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Coll
     dim = port.desired.dim % out.ndim
     features = getattr(call.sharding.input_port().desired, "dim", -1) % out.ndim
     if dim != features and port.desired.sizes is None and out.shape[dim] % call.ranks:
-        yield from moves(out, port.layout, Replicate())  # plain tensors do not carry the sizes of shards
+        # plain tensors do not carry the sizes of shards
+        yield from moves(out, port.layout, Replicate())
         yield from moves(out, Replicate(), port.desired)
     else:
         yield from moves(out, port.layout, port.desired)

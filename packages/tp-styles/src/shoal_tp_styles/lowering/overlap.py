@@ -3,7 +3,8 @@
     gathered_product   x: S(d) -> x: R, x W^T    while one chunk is multiplied, the next are gathered
     reduced_product    x -> x W^T: R | S(d)      while the product of one chunk is reduced, the next is multiplied
 
-The values are those of one product.  Where dim 0 is the sharded one, a chunk holds some rows of every rank's shard.
+The values are those of one product. Where dim 0 is the sharded one, a chunk holds some rows of
+every rank's shard.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ def gathered_product(
     shape = list(x.shape)
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
     blocks = (sizes or x.shape[:1] * comm.size) if along_rows else x.shape[:1]
-    # Along the rows, 2 of each of 4 ranks: blocks 2 2 2 2, which start at 0 2 4 6; else all rows are one block.
-    # (1, 4, 0, 3) in three chunks, as `tensor_split` makes them: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
-    lengths = [tuple(size // count + (chunk < size % count) for size in blocks) for chunk in range(count)]
+    # Along the rows, 2 of each of 4 ranks: blocks 2 2 2 2, which start at 0 2 4 6; else all rows
+    # are one block. (1, 4, 0, 3) in three chunks, as `tensor_split` makes them: (1, 2, 0, 1), (0,
+    # 1, 0, 1), (0, 1, 0, 1).
+    lengths = [
+        tuple(size // count + (chunk < size % count) for size in blocks) for chunk in range(count)
+    ]
     pending = []
     for part, each in zip(x.tensor_split(count), lengths, strict=True):
-        pending.append(gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True))
+        pending.append(
+            gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True)
+        )
     full, product = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
     starts = [0, *accumulate(blocks)][:-1]
     for gathered, each in zip(pending, lengths, strict=True):
@@ -59,7 +65,10 @@ def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks:
     """The product of `x` (..., in) with a weight (out, in), reduced over the ranks as `where` says."""
     if isinstance(where, tuple):
         parts = _chunks(x, where, chunks)
-        scattered = [reduce_scatter_dim(linear(rows, weight), *target, async_op=True) for rows, target in parts]
+        scattered = [
+            reduce_scatter_dim(linear(rows, weight), *target, async_op=True)
+            for rows, target in parts
+        ]
         return torch.cat([each.wait() for each in scattered])
     product = x.new_empty([*x.shape[:-1], weight.shape[0]])
     pending, count = [], _count(chunks, x.shape[0])
@@ -84,8 +93,12 @@ def in_chunks(
     """
     count = 1
     if full is not None and full.ndim > 1:
-        shard = placement if isinstance(placement, Shard) and placement.dim in (0, -full.ndim) else None
-        rows, sizes = (full.shape[0], None) if shard is None else (full.shape[0] // call.ranks, shard.sizes)
+        shard = (
+            placement if isinstance(placement, Shard) and placement.dim in (0, -full.ndim) else None
+        )
+        rows, sizes = (
+            (full.shape[0], None) if shard is None else (full.shape[0] // call.ranks, shard.sizes)
+        )
         count = _count(chunks_of(call.sharding), rows, sizes)
     for each in collectives:
         yield each._replace(chunks=count) if (each.op, each.backward) in chunked else each
@@ -107,8 +120,11 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
         for rows in x.tensor_split(_count(chunks, x.shape[0])):
             yield rows, where
         return
-    # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 | 3.
-    shards = torch.split_with_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
+    # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 |
+    # 3.
+    shards = torch.split_with_sizes(
+        x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes)
+    )
     count = _count(chunks, max(len(shard) for shard in shards))
     for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
         yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))

@@ -1,12 +1,14 @@
 """Parameters in local computation: DTensors in, their local shards out, gradients back into `.grad`.
 
-With `local_parameters` any function of plain tensors is a lowering: autograd differentiates what it computes.
+With `local_parameters` any function of plain tensors is a lowering: autograd differentiates what it
+computes.
 
-Where autograd would do no more than accumulate, a backward adds to the local shard of `.grad` itself and returns None:
-autograd's own way (a DTensor, a hook, a detach through dispatch) takes 10 us per parameter, as long as a small product.
-The leaf's accumulation node runs all the same, with its hooks (of DDP's reducer); `.grad` is complete then.  A gradient
-is returned wherever it could be seen or is wanted for something else: hooks of the parameter, `torch.autograd.grad`,
-parameters that are no leaves, compilation, a `.grad` with another spec.
+Where autograd would do no more than accumulate, a backward adds to the local shard of `.grad`
+itself and returns None: autograd's own way (a DTensor, a hook, a detach through dispatch) takes 10
+us per parameter, as long as a small product. The leaf's accumulation node runs all the same, with
+its hooks (of DDP's reducer); `.grad` is complete then. A gradient is returned wherever it could be
+seen or is wanted for something else: hooks of the parameter, `torch.autograd.grad`, parameters that
+are no leaves, compilation, a `.grad` with another spec.
 """
 
 from __future__ import annotations
@@ -37,23 +39,27 @@ from .._torch import use_count
 from .collective_functions import sum_over_ranks
 
 HOW_TO_QUANTIZE = (
-    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) and quantize then: "
+    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) "
+    "and quantize then: "
     "values and scales become shards of the same rows and columns"
 )
-_BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another dtype
+# of a product that is added to a gradient of another dtype
+_BLOCK_BYTES = 4 * 2**20
 
 
 def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:
     """The gradient to return to autograd, or None after it has been added to `.grad`.
 
-    `route` is not "unused", `spec` the parameter's in the forward, and nothing else refers to the local gradient.
+    `route` is not "unused", `spec` the parameter's in the forward, and nothing else refers to the
+    local gradient.
     """
     if local.dtype is not spec.dtype:
         local = local.to(spec.dtype)
     if route == "accumulate" and param.spec is spec:
         accumulated = param.grad
         if accumulated is None:
-            try:  # asking for `grad_dtype` costs more than being refused where nobody has chosen one
+            # asking for `grad_dtype` costs more than being refused where nobody has chosen one
+            try:
                 param.grad = DTensor.__new__(DTensor, local, spec)
             except RuntimeError:
                 dtype = param.grad_dtype
@@ -65,7 +71,9 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     return DTensor.__new__(DTensor, local, spec)
 
 
-def deliver_product(route: GradRoute, param: Any, spec: Spec, left: Tensor, right: Tensor) -> DTensor | None:
+def deliver_product(
+    route: GradRoute, param: Any, spec: Spec, left: Tensor, right: Tensor
+) -> DTensor | None:
     """`deliver_grad` of `left @ right`.  Where `.grad` has another dtype, some rows at a time, never all as one tensor.
 
     `left` is (rows of the local shard, samples), `right` (samples, columns of the local shard).
@@ -75,9 +83,15 @@ def deliver_product(route: GradRoute, param: Any, spec: Spec, left: Tensor, righ
             zeros = left.new_zeros(left.shape[0], right.shape[1], dtype=param.grad_dtype)
             param.grad = DTensor.__new__(DTensor, zeros, spec.with_(dtype=zeros.dtype))
         accumulated = param.grad
-        if accumulated is not None and accumulated.dtype is not spec.dtype and _adds_to(accumulated, spec):
+        if (
+            accumulated is not None
+            and accumulated.dtype is not spec.dtype
+            and _adds_to(accumulated, spec)
+        ):
             rows = max(1, _BLOCK_BYTES // max(1, right.shape[1] * right.element_size()))
-            for total, block in zip(torch.split(local_shard(accumulated), rows), torch.split(left, rows), strict=True):
+            for total, block in zip(
+                torch.split(local_shard(accumulated), rows), torch.split(left, rows), strict=True
+            ):
                 total.add_(block.mm(right))
             return None
     return deliver_grad(route, param, spec, left.mm(right))
@@ -90,7 +104,7 @@ def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
     return accumulated.spec is spec or accumulated.spec is spec.with_(dtype=accumulated.dtype)
 
 
-# --- of any function of plain tensors ---------------------------------------------------------------------------------
+# --- of any function of plain tensors -------------------------------------------------------------
 
 
 class _DeliveredShards(Function):
@@ -109,11 +123,13 @@ class _DeliveredShards(Function):
         routes: list[GradRoute] = []
         wanted: list[Tensor | None] = [None] * len(grads)
         seen: set[int] = set()
-        for i, (param, grad, (node, _)) in enumerate(zip(ctx.params, grads, ctx.next_functions, strict=True)):
+        for i, (param, grad, (node, _)) in enumerate(
+            zip(ctx.params, grads, ctx.next_functions, strict=True)
+        ):
             routes.append("unused" if grad is None or node is None else grad_route(node, param))
             if routes[-1] != "unused" and grad is not None:
-                # Nobody else refers to it: `x + y` gets one tensor for both, maybe the user's.  Autograd asks the
-                # same before it makes a gradient the `.grad` of a parameter.
+                # Nobody else refers to it: `x + y` gets one tensor for both, maybe the user's.
+                # Autograd asks the same before it makes a gradient the `.grad` of a parameter.
                 own = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
                 wanted[i] = grad.contiguous() if own else grad.clone()
                 seen.add(id(grad))
@@ -142,18 +158,21 @@ def check_plain(param: Tensor) -> None:
     """Raise LayoutError if a parameter that is no DTensor was quantized since its module is lowered."""
     if holds_tensors(param):
         raise LayoutError(
-            f"a parameter of a parallel module became a {type(param).__name__}, a tensor of tensors, which local "
+            f"a parameter of a parallel module became a {type(param).__name__}, a tensor of "
+            "tensors, which local "
             f"computation cannot read. {HOW_TO_QUANTIZE}"
         )
 
 
-def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
+def local_parameters(
+    params: dict[str, Tensor | None], comm: Comm | None = None
+) -> dict[str, Tensor | None]:
     """The local shards of parameters, by name (None stays None), with gradients.
 
     Args:
         params: DTensor or plain parameters.
-        comm: given where the local gradients of these parameters are partial sums over an axis: they are summed,
-            in one collective for all of them.
+        comm: given where the local gradients of these parameters are partial sums over an axis:
+            they are summed, in one collective for all of them.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -176,7 +195,9 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
     return local
 
 
-def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapping[str, Any]]) -> Any:
+def while_replaced(
+    call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapping[str, Any]]
+) -> Any:
     """What a call returns while tables of a module (its parameters, buffers, attributes) have other values."""
     saved = [(table, {name: table[name] for name in values}) for table, values in changes]
     try:
@@ -194,5 +215,9 @@ def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwar
     for path, value in values.items():
         prefix, _, name = path.rpartition(".")
         owner = module.get_submodule(prefix) if prefix else module
-        changes += [(each, {name: value}) for each in (owner._parameters, owner._buffers, vars(owner)) if name in each]
+        changes += [
+            (each, {name: value})
+            for each in (owner._parameters, owner._buffers, vars(owner))
+            if name in each
+        ]
     return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)

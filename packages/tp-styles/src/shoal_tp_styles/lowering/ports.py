@@ -1,12 +1,13 @@
 """Tensors that enter and leave a module.
 
-By way of DTensor any layout becomes any layout: for `Boundary`, which runs a module's own forward, DTensor inputs and
-unusual layouts.  The usual ones of plain tensors are direct collectives:
+By way of DTensor any layout becomes any layout: for `Boundary`, which runs a module's own forward,
+DTensor inputs and unusual layouts. The usual ones of plain tensors are direct collectives:
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
 
-A port that is left out is that of the lowering's first input, or output; `lowered.py` declares the collectives.
+A port that is left out is that of the lowering's first input, or output; `lowered.py` declares the
+collectives.
 """
 
 from __future__ import annotations
@@ -54,13 +55,20 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
         return _redistributed(tensor, port.desired)
     if isinstance(tensor, Tensor):
         return _redistributed(from_local(tensor, port.layout, mesh), port.desired)
-    raise LayoutError(f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a tensor")
+    raise LayoutError(
+        f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a "
+        "tensor"
+    )
 
 
 def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
     if isinstance(placement, Shard) and placement.dim < 0:
         placement = placement.on_dim(placement.dim + tensor.ndim)
-    return tensor if tensor.placements == (placement,) else tensor.redistribute(placements=(placement,))
+    return (
+        tensor
+        if tensor.placements == (placement,)
+        else tensor.redistribute(placements=(placement,))
+    )
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
@@ -68,7 +76,9 @@ def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -
     return input_dtensor(tensor, port, mesh).to_local(grad_placements=(grad,))
 
 
-def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None) -> Tensor:
+def leaving(
+    lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None
+) -> Tensor:
     """An output in the port's desired layout: a DTensor, or its local shard where plain tensors leave.
 
     `shape` is the global shape of a plain tensor where ranks may hold shards of different sizes.
@@ -82,15 +92,19 @@ def leaving(lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] |
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
     """The local shard of an output; `source` the plain tensor it was, if its layout on other axes is the same."""
     (placement,) = tensor.placements
-    # The next module knows the sizes of shards of features, the last dim, from its weight; others it could not know.
+    # The next module knows the sizes of shards of features, the last dim, from its weight; others
+    # it could not know.
     if (
         isinstance(placement, Shard)
         and placement.sizes is None
         and placement.dim < tensor.ndim - 1
         and not tensor.spec.even
     ):
-        raise uneven_output(style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0))
-    # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a replicated one.
+        raise uneven_output(
+            style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0)
+        )
+    # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a
+    # replicated one.
     grad: Placement = Replicate() if isinstance(placement, Partial) else placement
     local = tensor.to_local(grad_placements=(grad,))
     watch = None if is_compiling() else current_watch()
@@ -99,7 +113,9 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
     return local
 
 
-def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
+def from_local(
+    tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None = None
+) -> DTensor:
     """A plain local shard as DTensor; `shape` is the global shape where shards may differ in size."""
     stride = None if shape is None else global_stride(tensor, shape)
     return DTensor.from_local(tensor, mesh, (placement,), shape=shape, stride=stride)
@@ -113,24 +129,46 @@ class Boundary(Lowered):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding, module, inner = self.sharding, self.module, self.inner
         if isinstance(module, nn.EmbeddingBag):
-            offsets, layout = args[1] if len(args) > 1 else kwargs.get("offsets"), self.port_in.layout
-            if isinstance(layout, Shard) and offsets is not None and not isinstance(offsets, DTensor):
+            offsets, layout = (
+                args[1] if len(args) > 1 else kwargs.get("offsets"),
+                self.port_in.layout,
+            )
+            if (
+                isinstance(layout, Shard)
+                and offsets is not None
+                and not isinstance(offsets, DTensor)
+            ):
                 raise LayoutError(
-                    f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its own, lower=False) "
-                    f"takes the offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside "
-                    f"input_layouts={layout}. Give DTensors, or input_layouts=Replicate() and all tokens, or 2-D "
+                    f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its "
+                    "own, lower=False) "
+                    f"takes the offsets of all ranks' tokens, got a plain {type(offsets).__name__} "
+                    "beside "
+                    f"input_layouts={layout}. Give DTensors, or input_layouts=Replicate() and all "
+                    "tokens, or 2-D "
                     "tokens, whose rows are the bags"
                 )
         args = self._through(args, sharding.inputs, self._enter, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
                 kwargs[name] = self._enter(kwargs[name], port)
-        out = inner(*args, **kwargs) if inner is not None else type(module).forward(module, *args, **kwargs)
+        out = (
+            inner(*args, **kwargs)
+            if inner is not None
+            else type(module).forward(module, *args, **kwargs)
+        )
         if sharding.outputs is None:
             return out
         many = isinstance(out, (tuple, list))
-        results = self._through(tuple(out) if many else (out,), sharding.outputs, self._leave, "outputs")
-        return type(out)(results) if many and type(out) in (tuple, list) else results if many else results[0]
+        results = self._through(
+            tuple(out) if many else (out,), sharding.outputs, self._leave, "outputs"
+        )
+        return (
+            type(out)(results)
+            if many and type(out) in (tuple, list)
+            else results
+            if many
+            else results[0]
+        )
 
     def _through(
         self,
@@ -144,7 +182,8 @@ class Boundary(Lowered):
             return values
         if self.sharding.strict and len(values) != len(ports):
             raise LayoutError(
-                f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
+                f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for "
+                f"{len(ports)} are given; "
                 "use None for those that pass through"
             )
         moved = tuple(
@@ -183,24 +222,31 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     port = port or lowered.port_in
     where = sharded_dim(port.layout, lowered.comm)
     if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
-        if current_arithmetic() is not None:  # reduced before those of other readers are added
+        # reduced before those of other readers are added
+        if current_arithmetic() is not None:
             return copy(local_input(x, port, lowered.mesh, grad=port.desired), lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 
 
-def sharded_input(lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None) -> Tensor:
+def sharded_input(
+    lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None
+) -> Tensor:
     """`R | S(d) -> S(features)`: the input sharded as the weight is, or into `sizes`; or as it is, if it arrives so."""
     port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
             return x
         if port.layout.is_replicate() and isinstance(port.desired, Shard):
-            return split(x, lowered.comm, port.desired.dim % x.ndim, sizes or _shards_of_weight(lowered)[1])
+            return split(
+                x, lowered.comm, port.desired.dim % x.ndim, sizes or _shards_of_weight(lowered)[1]
+            )
     return local_input(x, port, lowered.mesh, grad=port.desired)
 
 
-def sharded_output(lowered: Lowered, out: Tensor, sizes: Sizes = None, port: Port | None = None) -> Tensor:
+def sharded_output(
+    lowered: Lowered, out: Tensor, sizes: Sizes = None, port: Port | None = None
+) -> Tensor:
     """`S(features) -> port`: what leaves a module of which each rank holds some features, as the weight, or `sizes`."""
     port, local = port or lowered.port_out, lowered.sharding.local_outputs
     if local and port.layout == port.desired:
@@ -221,10 +267,13 @@ def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
     return spec.shape[dim], spec.sizes(dim)
 
 
-def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None) -> Tensor:
+def partial_output(
+    lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None
+) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
-    The bias, a replicated parameter or its name, is added after the reduction, along the dim of the input's features.
+    The bias, a replicated parameter or its name, is added after the reduction, along the dim of the
+    input's features.
     """
     port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}
@@ -243,12 +292,17 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
             if whole is not None and dim == features:
                 whole = own_shard(whole, comm, 0, sizes)
             out = _plus(out, whole, features)
-            return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
+            return (
+                out
+                if local
+                else from_local(out, port.desired, lowered.mesh, None if even else shape)
+            )
         if local:
             raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
     whole = local_parameters(param)["bias"]
     if isinstance(port.desired, Partial):
-        if whole is not None and comm.rank > 0:  # the first rank adds it; here are zeros that take its gradient
+        # the first rank adds it; here are zeros that take its gradient
+        if whole is not None and comm.rank > 0:
             whole = whole - whole.detach()
         return leaving(lowered, _plus(partial, whole, features), Port(Partial(), port.desired))
     full = _plus(reduce(partial, comm), whole, features)

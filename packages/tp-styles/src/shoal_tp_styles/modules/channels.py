@@ -4,10 +4,10 @@ columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
 groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
-Transposed convolutions are convolutions whose weight is (in, out, ...).  By columns there are also Bilinear and Linears
-with a weight of (in, out), by rows the latter.  Norms, PReLU and convolutions of several groups treat every group of
-channels alone: a rank holds complete groups, reads their input channels and computes their output channels.  Ranks may
-hold unequally many, also none.
+Transposed convolutions are convolutions whose weight is (in, out, ...). By columns there are also
+Bilinear and Linears with a weight of (in, out), by rows the latter. Norms, PReLU and convolutions
+of several groups treat every group of channels alone: a rank holds complete groups, reads their
+input channels and computes their output channels. Ranks may hold unequally many, also none.
 """
 
 from __future__ import annotations
@@ -34,27 +34,44 @@ Compute = Callable[..., Tensor]
 
 
 def _convolved(
-    module: Any, inputs: Sequence[Tensor], weight: Any, bias: Any, output_size: Any = None, *, groups: int = 1
+    module: Any,
+    inputs: Sequence[Tensor],
+    weight: Any,
+    bias: Any,
+    output_size: Any = None,
+    *,
+    groups: int = 1,
 ) -> Tensor:
     """The convolution of a module, with other channels and as many groups, of which there may be none.
 
-    x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), of a transposed one (in, out / groups, *kernel).
-    What kernels refuse, an empty shard, goes by way of a channel of zeros, so that a rank without channels takes part
-    in every collective, forward and backward.
+    x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), of a transposed one (in, out /
+    groups, *kernel). What kernels refuse, an empty shard, goes by way of a channel of zeros, so
+    that a rank without channels takes part in every collective, forward and backward.
     """
     (x,), spatial = inputs, weight.ndim - 2
     into, out_of = (0, 1) if module.transposed else (1, 0)  # dims of the weight
-    channels, empty = x.ndim - spatial - 1, not groups or not weight.shape[out_of]  # there may be no batch dim
+    # there may be no batch dim
+    channels, empty = x.ndim - spatial - 1, not groups or not weight.shape[out_of]
     if empty or not weight.shape[into]:
-        # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1, 2, 5).
+        # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1,
+        # 2, 5).
         held = weight.shape[into] * groups
-        weight = with_zeros(with_zeros(weight, 0, int(len(weight) == 0)), 1, int(weight.shape[1] == 0))
+        weight = with_zeros(
+            with_zeros(weight, 0, int(len(weight) == 0)), 1, int(weight.shape[1] == 0)
+        )
         bias = None if bias is None else with_zeros(bias, 0, weight.shape[out_of] - len(bias))
         groups = max(groups, 1)
         x = with_zeros(x, channels, weight.shape[into] * groups - held)
     if module.transposed:
-        padding, extra = module.padding, (output_size, module.stride, module.padding, module.kernel_size, spatial)
-        more: tuple[Any, ...] = (module._output_padding(x, *extra, module.dilation), groups, module.dilation)
+        padding, extra = (
+            module.padding,
+            (output_size, module.stride, module.padding, module.kernel_size, spatial),
+        )
+        more: tuple[Any, ...] = (
+            module._output_padding(x, *extra, module.dilation),
+            groups,
+            module.dilation,
+        )
     else:
         padding, more = module.padding, (module.dilation, groups)
         if module.padding_mode != "zeros":
@@ -74,8 +91,12 @@ def with_zeros(tensor: Tensor, dim: int, more: int) -> Tensor:
 
 _COMPUTE: dict[type[nn.Module], Compute] = {
     **dict.fromkeys(CONVOLUTIONS, _convolved),
-    nn.Bilinear: lambda module, inputs, weight, bias: functional.bilinear(inputs[0], inputs[1], weight, bias),
-    TransposedLinear: lambda module, inputs, weight, bias: functional.linear(inputs[0], weight.t(), bias),
+    nn.Bilinear: lambda module, inputs, weight, bias: functional.bilinear(
+        inputs[0], inputs[1], weight, bias
+    ),
+    TransposedLinear: lambda module, inputs, weight, bias: functional.linear(
+        inputs[0], weight.t(), bias
+    ),
 }
 
 
@@ -85,18 +106,27 @@ class Channels(Lowered):
     __slots__ = ("compute", "rows")
 
     def resolve(self) -> None:
-        self.compute: Compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
+        self.compute: Compute = next(
+            _COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE
+        )
         self.rows: bool = isinstance(self.port_out.layout, Partial)
 
     def __call__(self, input: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-        count = len(self.sharding.inputs or ())  # two of Bilinear; what follows is for the computation
+        # two of Bilinear; what follows is for the computation
+        count = len(self.sharding.inputs or ())
         if self.rows:
             arrived, local = [ports.sharded_input(self, input)], self.local("weight")
         else:
             arrived = [ports.replicated_input(self, x) for x in (input, *others[: count - 1])]
             local = self.local("weight", "bias")
-        out = self.compute(self.module, arrived, local["weight"], local.get("bias"), *others[count - 1 :], **kwargs)
-        return ports.partial_output(self, out, "bias") if self.rows else ports.sharded_output(self, out)
+        out = self.compute(
+            self.module, arrived, local["weight"], local.get("bias"), *others[count - 1 :], **kwargs
+        )
+        return (
+            ports.partial_output(self, out, "bias")
+            if self.rows
+            else ports.sharded_output(self, out)
+        )
 
 
 class ChannelsOfGroups(NamedTuple):
@@ -113,10 +143,13 @@ class ChannelsOfGroups(NamedTuple):
     def of(cls, module: Any, multiple_of: int) -> Self:
         """Of a module, whose ranks hold multiples of so many output channels; of a group norm any complete groups."""
         if isinstance(module, CONVOLUTIONS):
-            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups  # 6, 12 by 6: 1, 2
-            unit = lcm(out_of, multiple_of) // out_of  # groups of 2 channels, multiples of 4: 2 groups
+            # 6, 12 by 6: 1, 2
+            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
+            # groups of 2 channels, multiples of 4: 2 groups
+            unit = lcm(out_of, multiple_of) // out_of
             rows = into if module.transposed else out_of
-            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))  # (N, C, H, W): dim -3
+            # (N, C, H, W): dim -3
+            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))
         if isinstance(module, nn.GroupNorm):
             size = module.num_channels // module.num_groups  # 6 channels in 3 groups: 2
             return cls(module.num_groups, 1, size, size, size)
@@ -132,12 +165,15 @@ class GroupedChannels(Lowered):
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
         # 6 groups of 2 output channels, multiples of 4, on 4 ranks: 2, 2, 2, 0
-        groups = shard_sizes(self.options.groups, Shard(0, multiple_of=self.options.unit), self.comm.size)
+        groups = shard_sizes(
+            self.options.groups, Shard(0, multiple_of=self.options.unit), self.comm.size
+        )
         self.groups: int = groups[self.comm.rank]
         # 5 groups of 2 input and 3 output channels on 4 ranks: 4 4 2 0 and 6 6 3 0.
         self.into: tuple[int, ...] = tuple(count * self.options.into for count in groups)
         self.out_of: tuple[int, ...] = tuple(count * self.options.out_of for count in groups)
-        kinds = (*CONVOLUTIONS, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d)  # whose forward all batch norms have
+        # whose forward all batch norms have
+        kinds = (*CONVOLUTIONS, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d)
         self.runs_locally: bool = any(keeps_forward(self.module, kind) for kind in kinds)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,9 +181,12 @@ class GroupedChannels(Lowered):
         x = ports.sharded_input(self, input, self.into)
         if x.shape[dim] != self.into[self.comm.rank]:
             raise LayoutError(
-                f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, of "
-                f"{self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard the module before it "
-                f"by the same channels: ColwiseParallel().aligned({self.options.unit * self.options.into})"
+                f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, "
+                "of "
+                f"{self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard "
+                "the module before it "
+                "by the same channels: "
+                f"ColwiseParallel().aligned({self.options.unit * self.options.into})"
             )
         out = self.computed(x, *args, **kwargs) if self.runs_locally else self.on_dtensors(x)
         return ports.sharded_output(self, out, self.out_of)
@@ -157,7 +196,9 @@ class GroupedChannels(Lowered):
         module, options = self.module, self.options
         if isinstance(module, CONVOLUTIONS):
             p = self.local("weight", "bias")
-            return _convolved(module, [x], p["weight"], p["bias"], *args, groups=self.groups, **kwargs)
+            return _convolved(
+                module, [x], p["weight"], p["bias"], *args, groups=self.groups, **kwargs
+            )
         values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
         if not self.groups:
             for name, tensor in values.items():

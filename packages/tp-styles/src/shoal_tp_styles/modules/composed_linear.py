@@ -30,7 +30,15 @@ from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered, declare_input, declare_output, nbytes
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import from_local
-from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleCall
+from ..sharding.module_sharding import (
+    Adapter,
+    Collective,
+    FusedBlocks,
+    Heads,
+    HeadShard,
+    LatentFeatures,
+    ModuleCall,
+)
 
 
 class AdapterLinear(Lowered):
@@ -44,7 +52,8 @@ class AdapterLinear(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         adapter, weight = call.sharding.options_of(Adapter), call.module.get_parameter("weight")
-        width = weight.shape[0 if call.sharding.shards("lora_A") else 1]  # B is (out, rank), A is (rank, in)
+        # B is (out, rank), A is (rank, in)
+        width = weight.shape[0 if call.sharding.shards("lora_A") else 1]
         yield from declare_input(call)
         yield from declare_output(call, "bias" if adapter.train_base else None)
         yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
@@ -54,12 +63,23 @@ class AdapterLinear(Lowered):
         if self.rows:
             x, sharded, whole = ports.sharded_input(self, input), ("weight", "lora_A"), "lora_B"
         else:
-            x, sharded, whole = ports.replicated_input(self, input), ("weight", "bias", "lora_B"), "lora_A"
-        # Each rank multiplies the replicated factor with what it holds, so the factor's gradients are partial sums.
+            x, sharded, whole = (
+                ports.replicated_input(self, input),
+                ("weight", "bias", "lora_B"),
+                "lora_A",
+            )
+        # Each rank multiplies the replicated factor with what it holds, so the factor's gradients
+        # are partial sums.
         p: Any = {**self.local(*sharded), **self.local(whole, comm=self.comm)}
         scale = self.sharding.options_of(Adapter).scale
-        out: Tensor = linear(x, p["weight"], p.get("bias")) + scale * linear(linear(x, p["lora_A"]), p["lora_B"])
-        return ports.partial_output(self, out, "bias") if self.rows else ports.sharded_output(self, out)
+        out: Tensor = linear(x, p["weight"], p.get("bias")) + scale * linear(
+            linear(x, p["lora_A"]), p["lora_B"]
+        )
+        return (
+            ports.partial_output(self, out, "bias")
+            if self.rows
+            else ports.sharded_output(self, out)
+        )
 
 
 class LatentLinear(Lowered):
@@ -68,14 +88,19 @@ class LatentLinear(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         if call.output.requires_grad:
-            read = nbytes(call.output) // call.output.shape[-1] * call.sharding.options_of(LatentFeatures).rotary
+            read = (
+                nbytes(call.output)
+                // call.output.shape[-1]
+                * call.sharding.options_of(LatentFeatures).rotary
+            )
             yield Collective("all_reduce", read, backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
-        latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)  # 576, rotary 64: 512, 64
+        # 576, rotary 64: 512, 64
+        latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)
         return torch.cat([latent, copy(read, self.comm)], -1)
 
 
@@ -91,9 +116,14 @@ class _Concatenate(Function):
         first = shards[0]
         end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for shard in shards:
-            if shard.data_ptr() != end or not shard.is_contiguous() or shard.untyped_storage().data_ptr() != storage:
+            if (
+                shard.data_ptr() != end
+                or not shard.is_contiguous()
+                or shard.untyped_storage().data_ptr() != storage
+            ):
                 return torch.cat(shards)
-            end += shard.numel() * shard.element_size()  # (2, 4) float32 at 1000: the next one at 1032
+            # (2, 4) float32 at 1000: the next one at 1032
+            end += shard.numel() * shard.element_size()
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
@@ -111,16 +141,19 @@ class FusedLowering(Lowered):
         splits = fused.splits(self.comm.size)
         meshes = [heads.mesh(self.mesh) for heads in fused.blocks.values()]
         comms = [mesh.comm(1) if mesh.ndim > 1 else None for mesh in meshes]
-        # Of weight and bias: each parameter that they are made of -> the ranks that hold the same heads as this one.
+        # Of weight and bias: each parameter that they are made of -> the ranks that hold the same
+        # heads as this one.
         self.comms: dict[str, dict[str, Comm | None]] = {
-            kind: dict(zip(fused.parts(kind), comms, strict=True)) if splits else {kind: None} for kind in fused.names
+            kind: dict(zip(fused.parts(kind), comms, strict=True)) if splits else {kind: None}
+            for kind in fused.names
         }
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
         """The local matrix (or bias) of all blocks, as rows."""
         comms = self.comms[kind]
-        local = self.local(*(name for name, comm in comms.items() if comm is None))  # one node for all
+        # one node for all
+        local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
             if comm is not None:
                 local |= self.local(name, comm=comm)
@@ -144,13 +177,17 @@ class FusedColumn(FusedLowering):
             for heads in fused.blocks.values():
                 if heads.replicated(call.ranks):  # the gradients of one head
                     size = nbytes(param) // fused.features * heads.size
-                    yield Collective("all_reduce", size, backward=True, ranks=call.ranks // heads.count)
+                    yield Collective(
+                        "all_reduce", size, backward=True, ranks=call.ranks // heads.count
+                    )
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
         fused, ranks = self.sharding.options_of(FusedBlocks), self.comm.size
         if any(heads.replicated(ranks) for heads in fused.blocks.values()):
             return ()
-        return [shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()]
+        return [
+            shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()
+        ]
 
     def __call__(self, input: Tensor) -> Tensor:
         input = ports.replicated_input(self, input)
@@ -208,10 +245,17 @@ class AttentionHeads(FusedLowering):
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
-        # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that follows draws.
+        # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that
+        # follows draws.
         partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)  # as (5, 2, 32)
         # The output's layout refers to the dims of the caller's tensors.
-        partial = partial.squeeze(1) if not batched else partial.transpose(0, 1) if module.batch_first else partial
+        partial = (
+            partial.squeeze(1)
+            if not batched
+            else partial.transpose(0, 1)
+            if module.batch_first
+            else partial
+        )
         out = ports.partial_output(self, partial, module.out_proj.bias)
         if attention is None or not need_weights:
             return out, None
@@ -222,35 +266,47 @@ class AttentionHeads(FusedLowering):
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
         bias = self.concatenate("in_proj_bias")
         weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
-        if same and weight is not None:  # 4 heads of 8: 96 rows, 32 each of queries, keys and values
-            projected = functional.linear(copy(inputs[0], self.comm), weight, bias).chunk(3, -1)  # (batch, length, 32)
+        # 4 heads of 8: 96 rows, 32 each of queries, keys and values
+        if same and weight is not None:
+            # (batch, length, 32)
+            projected = functional.linear(copy(inputs[0], self.comm), weight, bias).chunk(3, -1)
         else:
             # One weight each where keys or values have dims of their own.
             weights: Any = separate.values() if weight is None else weight.chunk(3)
-            operands = zip(inputs, weights, [None] * 3 if bias is None else bias.chunk(3), strict=True)
+            operands = zip(
+                inputs, weights, [None] * 3 if bias is None else bias.chunk(3), strict=True
+            )
             projected = tuple(functional.linear(copy(x, self.comm), w, b) for x, w, b in operands)
         head: Any = self.module.head_dim
-        return [x.view(*x.shape[:-1], x.shape[-1] // head, head).transpose(1, 2) for x in projected]  # to (2, 4, 5, 8)
+        # to (2, 4, 5, 8)
+        return [x.view(*x.shape[:-1], x.shape[-1] // head, head).transpose(1, 2) for x in projected]
 
     def dropped(self, attention: Tensor) -> Tensor:
         """Attention weights after dropout, which draws the values that one device with all heads would draw."""
         module: Any = self.module
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
         shape = attention.shape[0], module.num_heads, *attention.shape[2:]
-        out: Any = functional.dropout(from_local(attention, placement, self.mesh, shape), module.dropout)
-        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]  # a DTensor's
+        out: Any = functional.dropout(
+            from_local(attention, placement, self.mesh, shape), module.dropout
+        )
+        # a DTensor's
+        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]
 
 
-def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool) -> Tensor | None:
+def _mask(
+    q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool
+) -> Tensor | None:
     """What is added to the scores, broadcast over `(batch, heads, queries, keys)`."""
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     if mask is not None and mask.ndim == 3:
         raise UnsupportedModuleError(
-            "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"
+            "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all "
+            "heads"
         )
     total: Tensor | None = None
-    of_keys = None if padding is None else padding.view(-1, 1, 1, k.shape[-2])  # (2, 5): (2, 1, 1, 5)
+    # (2, 5): (2, 1, 1, 5)
+    of_keys = None if padding is None else padding.view(-1, 1, 1, k.shape[-2])
     for given in (mask, of_keys):
         if given is not None:
             if given.dtype == torch.bool:

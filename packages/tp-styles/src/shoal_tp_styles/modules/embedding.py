@@ -38,9 +38,13 @@ def check_ids(tokens: Tensor, rows: int) -> None:
     """Refuse ids that no rank has a row for, on all ranks; they would be zeros. Accelerators report them later."""
     valid = (tokens >= 0) & (tokens < rows)
     if is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor):
-        torch.ops.aten._assert_async.msg(valid.all(), f"an id is out of bounds for a table of {rows} rows")
+        torch.ops.aten._assert_async.msg(
+            valid.all(), f"an id is out of bounds for a table of {rows} rows"
+        )
     elif not valid.all():
-        raise IndexError(f"id {tokens[~valid][0].item()} is out of bounds for a table of {rows} rows")
+        raise IndexError(
+            f"id {tokens[~valid][0].item()} is out of bounds for a table of {rows} rows"
+        )
 
 
 class _Table(Lowered):
@@ -53,7 +57,9 @@ class _Table(Lowered):
                 f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
             )
         if getattr(module, "sparse", False):
-            raise UnsupportedModuleError(f"{style}: {module} has sparse gradients, which DTensors do not hold")
+            raise UnsupportedModuleError(
+                f"{style}: {module} has sparse gradients, which DTensors do not hold"
+            )
 
 
 class ColumnEmbedding(_Table):
@@ -66,20 +72,26 @@ class ColumnEmbedding(_Table):
         """This rank's features of the tokens."""
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
-        return functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
+        return functional.embedding(
+            tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq
+        )
 
 
 class OwnRows(Function):
     """tokens: R, rows of this rank from `first` on -> y: P.  Tokens of other ranks give zeros.
 
-    Of 8 rows on 2 ranks, on the second (first = 4): tokens 1 5 7 -> own rows 4 1 3, of which 4 is behind the last one.
+    Of 8 rows on 2 ranks, on the second (first = 4): tokens 1 5 7 -> own rows 4 1 3, of which 4 is
+    behind the last one.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool
+    ) -> Tensor:
         rows = table.shape[0]
         local_rows = tokens - first
-        # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
+        # Tokens of other ranks point to the row behind the last one, which exists in the gradient
+        # only.
         local_rows = torch.where((local_rows >= 0) & (local_rows < rows), local_rows, rows)
         ctx.save_for_backward(local_rows)
         padding = -1 if padding is None or not 0 <= padding - first < rows else padding - first
@@ -88,7 +100,8 @@ class OwnRows(Function):
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
         looked_up = functional.embedding(local_rows.clamp(max=rows - 1), table)
-        if is_compiling() or selectively_checkpointed():  # which may have saved the rows: they are not written to
+        # which may have saved the rows: they are not written to
+        if is_compiling() or selectively_checkpointed():
             return looked_up.masked_fill(outside, 0)
         return looked_up.masked_fill_(outside, 0)
 
@@ -97,12 +110,16 @@ class OwnRows(Function):
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, scale = ctx.table
-        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), local_rows, rows + 1, padding, scale)[:rows]
+        dense = torch.ops.aten.embedding_dense_backward(
+            grad.contiguous(), local_rows, rows + 1, padding, scale
+        )[:rows]
         return None, dense, None, None, None
 
 
 @whole_when_compiled
-def _own_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
+def _own_rows(
+    tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool
+) -> Tensor:
     out: Tensor = apply(OwnRows, tokens, table, first, padding, scale)
     return out
 
@@ -133,31 +150,45 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
     if offsets is not None and isinstance(arriving.layout, Shard):
         if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
             raise LayoutError(
-                f"{lowered.sharding.style}: offsets count the tokens of this rank where both are plain and "
-                f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; got a "
+                f"{lowered.sharding.style}: offsets count the tokens of this rank where both are "
+                "plain and "
+                f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; "
+                "got a "
                 f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
             )
         if not isinstance(input, DTensor):
             return _bags_of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
-    starts = None if offsets is None else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
+    starts = (
+        None
+        if offsets is None
+        else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
+    )
     whole = None if weights is None else ports.replicated_input(lowered, weights)
     return ports.replicated_input(lowered, input), starts, whole, lowered.port_out
 
 
-def _bags_of_ranks(lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
+def _bags_of_ranks(
+    lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int
+) -> _Bags:
     """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
     comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
     last = int(bool(module.include_last_offset))
     counts = [input.shape[dim], offsets.shape[0] - last]
-    # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
+    # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last
+    # offset 4.
     described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
     rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
-    fits = [not first and (end == tokens if last or not bags else end <= tokens) for tokens, bags, first, end in rows]
+    fits = [
+        not first and (end == tokens if last or not bags else end <= tokens)
+        for tokens, bags, first, end in rows
+    ]
     outside = [rank for rank, fit in enumerate(fits) if not fit]
     if outside:
         raise LayoutError(
-            f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own tokens (at their end "
-            f"with include_last_offset), got (tokens, bags, first, last) {[(*rows[r],) for r in outside]} on ranks "
+            f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own "
+            "tokens (at their end "
+            "with include_last_offset), got (tokens, bags, first, last) "
+            f"{[(*rows[r],) for r in outside]} on ranks "
             f"{outside} along {'x'.join(comm.axes)}"
         )
     tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
@@ -173,7 +204,8 @@ def _bags_of_ranks(lowered: Lowered, input: Tensor, offsets: Tensor, weights: Te
 class EmbeddingBag(_Table):
     """An embedding bag whose features, or vocabulary, are sharded.
 
-    By columns every mode works, since bags are local; by rows sums and means, which are sums over the ranks.
+    By columns every mode works, since bags are local; by rows sums and means, which are sums over
+    the ranks.
     """
 
     __slots__ = ("rows",)
@@ -184,14 +216,22 @@ class EmbeddingBag(_Table):
         self.rows: bool = isinstance(self.port_out.layout, Partial)
         if self.rows and (module.mode == "max" or module.scale_grad_by_freq):
             raise UnsupportedModuleError(
-                f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', scale_grad_by_freq); "
+                f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', "
+                "scale_grad_by_freq); "
                 "use ColwiseParallel"
             )
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
-        port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
+        given = {
+            **dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)),
+            **call.kwargs,
+        }
+        port, offsets, weights = (
+            call.sharding.input_port(),
+            given.get("offsets"),
+            given.get("per_sample_weights"),
+        )
         yield from moves(given["input"], port.layout, port.desired)
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
@@ -206,7 +246,9 @@ class EmbeddingBag(_Table):
         tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
         if self.rows:
             check_ids(tokens, self.spec("weight").shape[0])
-            return ports.partial_output(self, self.summed(tokens, starts, weights), None, port=leaving)
+            return ports.partial_output(
+                self, self.summed(tokens, starts, weights), None, port=leaving
+            )
         out = own_forward(self.module, self.local("weight"), tokens, starts, weights)
         return ports.sharded_output(self, out, port=leaving)
 
@@ -215,8 +257,10 @@ class EmbeddingBag(_Table):
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         rows, own = weight.shape[0], tokens - self.spec("weight").offset(0)
-        counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)  # no id is -1
-        # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at all.
+        # no id is -1
+        counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)
+        # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at
+        # all.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         own = torch.where(counted & (own >= 0) & (own < rows), own, rows)
         how = {"mode": "sum", "include_last_offset": module.include_last_offset}

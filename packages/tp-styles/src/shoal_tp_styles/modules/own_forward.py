@@ -28,34 +28,52 @@ from ..lowering.ports import Boundary, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
-Compute = Callable[[Any, Tensor, Params], Tensor]  # of a module, its input and its local parameters
+# of a module, its input and its local parameters
+Compute = Callable[[Any, Tensor, Params], Tensor]
 
 # The computation, and the parameters that it reads.
 TOKENWISE: dict[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     nn.LayerNorm: (
-        lambda module, x, p: functional.layer_norm(x, module.normalized_shape, p["weight"], p["bias"], module.eps),
+        lambda module, x, p: functional.layer_norm(
+            x, module.normalized_shape, p["weight"], p["bias"], module.eps
+        ),
         ("weight", "bias"),
     ),
     nn.RMSNorm: (
-        lambda module, x, p: functional.rms_norm(x, module.normalized_shape, p["weight"], module.eps),
+        lambda module, x, p: functional.rms_norm(
+            x, module.normalized_shape, p["weight"], module.eps
+        ),
         ("weight",),
     ),
-    nn.Linear: (lambda module, x, p: functional.linear(x, p["weight"], p["bias"]), ("weight", "bias")),
+    nn.Linear: (
+        lambda module, x, p: functional.linear(x, p["weight"], p["bias"]),
+        ("weight", "bias"),
+    ),
     **dict.fromkeys(
         (nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
         (lambda module, x, _: type(module).forward(module, x), ()),
     ),
 }
 # Of other modules: all parameters.
-_OTHER: Any = (lambda module, x, p: own_forward(module, p | local_parameters(module._buffers), x), None)
+_OTHER: Any = (
+    lambda module, x, p: own_forward(module, p | local_parameters(module._buffers), x),
+    None,
+)
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module of another library is, by name and parameters, a norm over the last dim."""
     name = type(module).__name__
     params = {key: param for key, param in module._parameters.items() if param is not None}
-    plain = params.keys() <= {"weight", "bias"} and all(param.ndim == 1 for param in params.values())
-    return plain and name.endswith(("RMSNorm", "LayerNorm")) and not module._modules and not module._buffers
+    plain = params.keys() <= {"weight", "bias"} and all(
+        param.ndim == 1 for param in params.values()
+    )
+    return (
+        plain
+        and name.endswith(("RMSNorm", "LayerNorm"))
+        and not module._modules
+        and not module._buffers
+    )
 
 
 class Tokenwise(Lowered):
@@ -69,7 +87,9 @@ class Tokenwise(Lowered):
         self.read: tuple[str, ...] | None  # None: all parameters
         self.compute, self.read = TOKENWISE.get(type(module), _OTHER)
         # Dims of the input that belong to one token; elementwise modules have none.
-        self.features: int = 0 if self.read == () else len(getattr(module, "normalized_shape", (1,)))
+        self.features: int = (
+            0 if self.read == () else len(getattr(module, "normalized_shape", (1,)))
+        )
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -79,12 +99,16 @@ class Tokenwise(Lowered):
         global_shape = (*input.shape,) if isinstance(input, DTensor) else None
         input = sharded_input(self, input)
         if not isinstance(input, Tensor):
-            raise LayoutError(f"{self.sharding.style}: expected a tensor as the input, got {type(input).__name__}")
+            raise LayoutError(
+                f"{self.sharding.style}: expected a tensor as the input, got {type(input).__name__}"
+            )
         dim = getattr(self.port_in.desired, "dim", 0)
         if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
             raise LayoutError(
-                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a feature dim of "
-                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
+                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a "
+                "feature dim of "
+                f"{type(self.module).__name__}, which reads all features of a token; shard one of "
+                "the dims before it"
             )
         out = self.computed(input)
         if self.sharding.local_outputs:
@@ -112,7 +136,8 @@ class SequenceDropout(Boundary):
 class LocalForward(Boundary):
     """The module's forward, with the local shards of its own parameters in their place.
 
-    The options are names of integers that count sharded heads or features; the forward reads this rank's part of each.
+    The options are names of integers that count sharded heads or features; the forward reads this
+    rank's part of each.
     """
 
     __slots__ = ("counts",)
@@ -124,14 +149,19 @@ class LocalForward(Boundary):
             count = getattr(self.module, name)
             if count % ranks:
                 raise LayoutError(
-                    f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, which {ranks} ranks do "
-                    "not share equally; use fewer ranks, or ColwiseParallel(output_layouts=Replicate()) on the "
+                    f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, "
+                    f"which {ranks} ranks do "
+                    "not share equally; use fewer ranks, or "
+                    "ColwiseParallel(output_layouts=Replicate()) on the "
                     "projections, whose outputs all ranks then hold"
                 )
             self.counts[name] = count // ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, local = partial(super().__call__, *args, **kwargs), local_parameters(dict(self.params))
+        forward, local = (
+            partial(super().__call__, *args, **kwargs),
+            local_parameters(dict(self.params)),
+        )
         return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
@@ -140,20 +170,29 @@ class ContextAttention(Boundary):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with watching_functions(), RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions)):
+        with (
+            watching_functions(),
+            RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions)),
+        ):
             return super().__call__(*args, **kwargs)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        method, ranks, steps = call.sharding.options_of(ContextOptions).method, call.ranks, call.ranks - 1
+        method, ranks, steps = (
+            call.sharding.options_of(ContextOptions).method,
+            call.ranks,
+            call.ranks - 1,
+        )
         found = _attentions(call) if ranks > 1 else []
         if found:  # whether the arguments of all ranks fit
             yield Collective("all_gather", 4 * ranks)
         for q, k, v in found:
             block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
-            sums = block * max(4 // k.element_size(), 1)  # those of low precision travel in float32
+            # those of low precision travel in float32
+            sums = block * max(4 // k.element_size(), 1)
             for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):
-                if method == "ring":  # in a step each rank sends a block, `1 / ranks` of the whole
+                # in a step each rank sends a block, `1 / ranks` of the whole
+                if method == "ring":
                     yield from [Collective("all_to_all", block // steps, backward)] * steps
                     if backward:
                         yield from [Collective("all_to_all", sums // steps, backward)] * ranks

@@ -2,11 +2,13 @@
 
 batch         x: S(batch), state: S(batch) -> output and states: S(batch); parameters are replicated, their gradients
               partial sums, which are reduced together, in one collective
-hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) | R
+hidden units x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) |
+R
 
-A step reads all of the hidden state before it.  Where the units are sharded, the state is gathered in every step of
-every layer and direction, and its gradient reduce-scattered, (batch, hidden) each: it pays for wide layers and short
-sequences.  Sharding the batch takes no communication of activations at all.
+A step reads all of the hidden state before it. Where the units are sharded, the state is gathered
+in every step of every layer and direction, and its gradient reduce-scattered, (batch, hidden) each:
+it pays for wide layers and short sequences. Sharding the batch takes no communication of
+activations at all.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from ..lowering.lowered import Lowered, declare_input, declare_summed_gradients,
 from ..lowering.parameters import local_parameters, own_forward
 from ..lowering.ports import from_local
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import Collective, Heads, HeadShard, ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import (
+    Collective,
+    Heads,
+    HeadShard,
+    ModuleCall,
+    ModuleSharding,
+    Port,
+)
 
 _GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 RECURRENT: tuple[type[nn.Module], ...] = tuple(_GATES)
@@ -47,7 +56,8 @@ class Recurrent(Lowered):
         dim = getattr(self.port_in.desired, "dim", None)
         if dim != self.batch:
             raise UnsupportedModuleError(
-                f"SequenceParallel: {module} reads its sequence step by step, so dim {dim} cannot be sharded; "
+                f"SequenceParallel: {module} reads its sequence step by step, so dim {dim} cannot "
+                "be sharded; "
                 f"its batch can: SequenceParallel(sequence_dim={self.batch})"
             )
 
@@ -63,7 +73,8 @@ class Recurrent(Lowered):
             )
         if input.ndim < 3:
             raise LayoutError(
-                f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} without a batch dim, which "
+                f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} "
+                "without a batch dim, which "
                 f"is what is sharded; give it one: x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
@@ -75,10 +86,13 @@ class Recurrent(Lowered):
         out, state = own_forward(module, values, ports.sharded_input(self, input), hx)
         if self.sharding.local_outputs:
             return out, state
-        rows = input.shape[self.batch] if isinstance(input, DTensor) else None  # else every rank has equally many
+        # else every rank has equally many
+        rows = input.shape[self.batch] if isinstance(input, DTensor) else None
 
         def wrapped(local: Tensor, batch: int) -> DTensor:
-            shape = None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
+            shape = (
+                None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
+            )
             return from_local(local, Shard(batch), self.mesh, shape)
 
         states = tuple(wrapped(each, 1) for each in _tensors(state))
@@ -93,14 +107,17 @@ def sharded_hidden_units(
     if module.proj_size or not keeps_forward(module, kind):
         what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} has {what}, so its hidden units cannot be sharded; its batch can: "
+            f"{style}: {type(module).__name__} has {what}, so its hidden units cannot be sharded; "
+            "its batch can: "
             f"SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
         )
     leaving = leaving or _UNITS
     if leaving not in (Replicate(), _UNITS) or (module.bidirectional and leaving == _UNITS):
         raise LayoutError(
-            f"{style}: the output of {module} leaves as Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, "
-            f"got {leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; give "
+            f"{style}: the output of {module} leaves as "
+            f"Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, "
+            f"got {leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; "
+            "give "
             "output_layouts=Replicate()"
         )
     gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[kind])
@@ -122,24 +139,37 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.sizes: tuple[int, ...] = tuple(shard_sizes(module.hidden_size, Shard(0), self.comm.size))  # 8: 3, 3, 2
+        # 8: 3, 3, 2
+        self.sizes: tuple[int, ...] = tuple(
+            shard_sizes(module.hidden_size, Shard(0), self.comm.size)
+        )
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         module: Any = call.module
-        x, state, given = call.input(), _tensors(call.outputs[1])[0], (*call.args, *call.kwargs.values())[1:]
+        x, state, given = (
+            call.input(),
+            _tensors(call.outputs[1])[0],
+            (*call.args, *call.kwargs.values())[1:],
+        )
         initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
         yield from declare_input(call)
-        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], nbytes(state) // state.shape[0]
+        steps, gathered = (
+            x.shape[int(module.batch_first and x.ndim > 2)],
+            nbytes(state) // state.shape[0],
+        )
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
-            # Of 5 steps without an initial state: 4 gathers, and that of the last step where a layer follows.
+            # Of 5 steps without an initial state: 4 gathers, and that of the last step where a
+            # layer follows.
             count = (steps - 1 + bool(initial) + (layer < module.num_layers - 1)) * directions
             yield from (Collective("all_gather", gathered) for _ in range(count))
             if call.output.requires_grad:
                 count -= directions * bool(initial and not initial[0].requires_grad)
-                yield from (Collective("reduce_scatter", gathered, backward=True) for _ in range(count))
+                yield from (
+                    Collective("reduce_scatter", gathered, backward=True) for _ in range(count)
+                )
         entering, leaving = call.sharding.input_port(1), call.sharding.output_port()
         for tensor in initial:
             yield from moves(tensor, entering.layout, entering.desired)
@@ -150,18 +180,28 @@ class HiddenUnits(Lowered):
         module: Any = self.module
         if isinstance(input, PackedSequence):
             raise UnsupportedModuleError(
-                f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different batches; give it "
+                f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different "
+                "batches; give it "
                 "the padded tensor, and mask what is behind the end of a sequence"
             )
         x = ports.replicated_input(self, input)
         single = x.ndim == 2
         x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
         # (layers and directions, batch, units)
-        given = [state.unsqueeze(1) if single else state for state in _tensors(hx)] if hx is not None else []
-        initial = [ports.sharded_input(self, state, self.sizes, self.sharding.input_port(1)) for state in given]
+        given = (
+            [state.unsqueeze(1) if single else state for state in _tensors(hx)]
+            if hx is not None
+            else []
+        )
+        initial = [
+            ports.sharded_input(self, state, self.sizes, self.sharding.input_port(1))
+            for state in given
+        ]
         outputs, states = self.layers(x, initial)
         if single:
-            outputs, states = ([each.squeeze(1) for each in tensors] for tensors in (outputs, states))
+            outputs, states = (
+                [each.squeeze(1) for each in tensors] for tensors in (outputs, states)
+            )
         elif module.batch_first:
             outputs = [each.transpose(0, 1) for each in outputs]
         out = self.leaving(outputs)
@@ -179,7 +219,8 @@ class HiddenUnits(Lowered):
     def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs of each direction of the last layer, and the last states; all of this rank's units.
 
-        `x` is (steps, batch, features), each of `initial` (layers and directions, batch, units); none: zeros.
+        `x` is (steps, batch, features), each of `initial` (layers and directions, batch, units);
+        none: zeros.
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)
@@ -188,7 +229,10 @@ class HiddenUnits(Lowered):
         for layer in range(module.num_layers):
             inner, outputs, whole = layer < module.num_layers - 1, [], []
             for end in ("", "_reverse")[: 1 + module.bidirectional]:
-                names = [f"{name}_l{layer}{end}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+                names = [
+                    f"{name}_l{layer}{end}"
+                    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+                ]
                 weights = [local.get(name) for name in names]
                 state = tuple(each[len(last)] for each in initial)  # layer 1 reverse: 3
                 of_units, of_all, state = self.steps(x.flip(0) if end else x, weights, state, inner)
@@ -204,27 +248,34 @@ class HiddenUnits(Lowered):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """One layer in one direction: outputs of own units, (steps, batch, units), of all if `inner`, and states."""
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
-        drive = linear(x, of_inputs, bias_of_inputs)  # (steps, batch, gates * units), of all steps at once
+        # (steps, batch, gates * units), of all steps at once
+        drive = linear(x, of_inputs, bias_of_inputs)
         if state:
             hidden = gather_partial(state[0], self.comm, 1, self.sizes)
         else:
             units = self.sizes[self.comm.rank]
-            state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (1 + isinstance(self.module, nn.LSTM))
+            state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (
+                1 + isinstance(self.module, nn.LSTM)
+            )
             hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
         of_units, of_all = [], []
         for step, driven in enumerate(drive):
             state = self.cell(driven, linear(hidden, of_state, bias_of_state), state)
-            of_units.append(state[0])  # (batch, 3): steps of them are stacked to (steps, batch, 3)
+            # (batch, 3): steps of them are stacked to (steps, batch, 3)
+            of_units.append(state[0])
             if inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
                 of_all.append(hidden)
         return torch.stack(of_units), torch.stack(of_all) if inner else of_units[0], state
 
-    def cell(self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def cell(
+        self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """The next state, from what the gates get from the input and from the state, (batch, gates and units)."""
         module: Any = self.module
         if isinstance(module, nn.LSTM):
-            into, forget, value, out = (driven + recurrence).chunk(4, -1)  # (batch, 4 * 3): four of (batch, 3)
+            # (batch, 4 * 3): four of (batch, 3)
+            into, forget, value, out = (driven + recurrence).chunk(4, -1)
             memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
             return out.sigmoid() * memory.tanh(), memory
         if isinstance(module, nn.GRU):
@@ -241,7 +292,9 @@ class HiddenUnits(Lowered):
         module: Any = self.module
         if not module.training or not module.dropout:
             return x
-        dropped: Any = dropout(from_local(torch.ones_like(x), Replicate(), self.mesh), module.dropout)
+        dropped: Any = dropout(
+            from_local(torch.ones_like(x), Replicate(), self.mesh), module.dropout
+        )
         mask: Tensor = dropped.to_local()
         return x * mask
 

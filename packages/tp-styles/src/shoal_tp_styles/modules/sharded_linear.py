@@ -5,9 +5,10 @@
     rows      x: S(-1) -> y: R       all-reduce of y; backward: nothing
               x: S(-1) -> y: S(d)    reduce-scatter of y; backward: all-gather of dy
 
-Under a style with `.overlapped(chunks)` the gather of x, the reduction of y, and in the backward the gather of dy run
-in chunks of dim 0 beside the products of others.  One autograd function works on the local shard of the weight, whose
-gradient is added to `.grad` or returned as a DTensor of the same spec.  The input (an alias) and that shard are saved.
+Under a style with `.overlapped(chunks)` the gather of x, the reduction of y, and in the backward
+the gather of dy run in chunks of dim 0 beside the products of others. One autograd function works
+on the local shard of the weight, whose gradient is added to `.grad` or returned as a DTensor of the
+same spec. The input (an alias) and that shard are saved.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _LinearProduct(Function):
                 communicator         y: P -> R
                 (comm, dim, sizes)   y: P -> S(dim); its gradient is gathered
 
-    What leaves gets its bias once, after the reduction.  The leader of several readers returns x: R too, the token on
-    which the others run (`collective_functions`).
+    What leaves gets its bias once, after the reduction. The leader of several readers returns x: R
+    too, the token on which the others run (`collective_functions`).
     """
 
     @staticmethod
@@ -86,7 +87,10 @@ class _LinearProduct(Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.enters, ctx.leaves, ctx.chunks, ctx.input_dtype = enters, leaves, chunks, x.dtype
         try:
-            ctx.params, ctx.specs = (weight, bias), (weight.spec, None if bias is None else bias.spec)
+            ctx.params, ctx.specs = (
+                (weight, bias),
+                (weight.spec, None if bias is None else bias.spec),
+            )
         except AttributeError:
             check_plain(weight)
             raise
@@ -149,7 +153,9 @@ class _LinearProduct(Function):
         return () if comm is None else comm.ranks  # none: those of the token, or of x
 
 
-def _reduced(x: Tensor, w: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim, chunks: int) -> Tensor:
+def _reduced(
+    x: Tensor, w: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim, chunks: int
+) -> Tensor:
     """The product, reduced (in place where it is all-reduced), and the bias."""
     if chunks > 1:
         with unwatched():
@@ -157,7 +163,8 @@ def _reduced(x: Tensor, w: Tensor, bias: Tensor | None, leaves: Comm | ShardedDi
             return out if bias is None else out.add_(bias)
     out = linear(x, w)
     if dispatch_modes() and selectively_checkpointed():
-        with unwatched():  # it may have saved the product, which is written to otherwise
+        # it may have saved the product, which is written to otherwise
+        with unwatched():
             return _reduce(out.clone(), bias, leaves)
     return _reduce(out, bias, leaves)
 
@@ -172,7 +179,9 @@ def _reduce(out: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim) -> Tens
     return out
 
 
-def _input_gradient(ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tensor) -> Tensor | Pending | None:
+def _input_gradient(
+    ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tensor
+) -> Tensor | Pending | None:
     """The gradient of x, this product's `dx` plus that of `others`, reduced as `enters` says, or while it is."""
     where = ctx.enters
     # The token of a gathered x, and so the gradient of its readers, is in the dtype of the product.
@@ -184,7 +193,8 @@ def _input_gradient(ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tenso
         dx = others.clone() if type(where) is Comm else others  # it is reduced in place
     if dx is None or where is None:
         return dx
-    # On a CPU a small weight gradient is done before the thread that communicates has woken up: waking it costs more.
+    # On a CPU a small weight gradient is done before the thread that communicates has woken up:
+    # waking it costs more.
     beside = dx.device.type != "cpu" or dx.numel() * w.shape[0] >= OVERLAP_FROM
     if isinstance(where, tuple):
         scattered: Tensor | Pending = reduce_scatter_dim(dx, *where, async_op=beside)
@@ -200,7 +210,8 @@ def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None
         return None, None
     (weight, bias), (weight_spec, bias_spec), edges = ctx.params, ctx.specs, ctx.next_functions
     if grad.ndim != 2:
-        grad = grad.reshape(prod(grad.shape[:-1]), grad.shape[-1])  # not by -1: the shard may have no features
+        # not by -1: the shard may have no features
+        grad = grad.reshape(prod(grad.shape[:-1]), grad.shape[-1])
     if needs_weight and (route := grad_route(edges[1][0], weight)) != "unused":
         x = x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
         weight_grad = deliver_product(route, weight, weight_spec, grad.t(), x)
@@ -219,7 +230,9 @@ class ColumnLinear(Lowered):
         self.where: Where = self.comm if replicated else sharded_dim(self.port_in.layout, self.comm)
         self.chunks: int = chunks_of(self.sharding)
         # Whether the local product leaves the module as it is.
-        self.finished: bool = self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
+        self.finished: bool = (
+            self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
+        )
         self.plain: bool = replicated and self.finished
 
     @classmethod
@@ -231,9 +244,12 @@ class ColumnLinear(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
             local: Any = self.local("weight", "bias")
-            return self.finish(linear(ports.replicated_input(self, input), local["weight"], local["bias"]))
+            return self.finish(
+                linear(ports.replicated_input(self, input), local["weight"], local["bias"])
+            )
         params, direct = self.params, type(input) is Tensor and self.plain and not autocasting()
-        if not direct or params.get("weight") is None or "bias" not in params:  # one is computed since
+        # one is computed since
+        if not direct or params.get("weight") is None or "bias" not in params:
             return self.finish(self.general(input))
         weight, bias = params["weight"], params["bias"]
         if torch.is_grad_enabled():
@@ -242,12 +258,15 @@ class ColumnLinear(Lowered):
             check_plain(weight)
         return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
 
-    def product(self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any) -> Tensor:
+    def product(
+        self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any
+    ) -> Tensor:
         """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once."""
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
         if isinstance(where, tuple):
-            key: Hashable = (*where, dtype)  # the token is in the dtype of the product
+            # the token is in the dtype of the product
+            key: Hashable = (*where, dtype)
             alone = input.is_leaf and grad
         else:
             key, alone = (where, None, None), input.is_leaf or not grad
@@ -258,7 +277,9 @@ class ColumnLinear(Lowered):
         elif alone:
             out = apply(_LinearProduct, input, weight, bias, where, None, dtype, False, chunks)
         else:
-            out, token = apply(_LinearProduct, input, weight, bias, where, None, dtype, True, chunks)
+            out, token = apply(
+                _LinearProduct, input, weight, bias, where, None, dtype, True, chunks
+            )
             keep_token(input, key, token)
         return out
 
@@ -309,9 +330,12 @@ class RowLinear(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
             weight: Any = self.local("weight")["weight"]
-            return ports.partial_output(self, linear(ports.sharded_input(self, input), weight), "bias")
+            return ports.partial_output(
+                self, linear(ports.sharded_input(self, input), weight), "bias"
+            )
         params, direct = self.params, type(input) is Tensor and self.fast and not autocasting()
-        if not direct or params.get("weight") is None or "bias" not in params:  # one is computed since
+        # one is computed since
+        if not direct or params.get("weight") is None or "bias" not in params:
             return self.general(input)
         weight, bias = params["weight"], params["bias"]
         try:
@@ -321,9 +345,12 @@ class RowLinear(Lowered):
             size = spec.local_shape[1]
             if input.ndim == 0 or input.shape[-1] != size:
                 raise LayoutError(
-                    f"{self.sharding.style}: a plain input is this rank's shard, with {size} of {spec.shape[1]} "
-                    f"features in its last dim, got shape {tuple(input.shape)}. Give input_layouts=Replicate() if "
-                    "every rank holds all of them, or shard the module before it with ColwiseParallel()"
+                    f"{self.sharding.style}: a plain input is this rank's shard, with {size} of "
+                    f"{spec.shape[1]} "
+                    f"features in its last dim, got shape {tuple(input.shape)}. Give "
+                    "input_layouts=Replicate() if "
+                    "every rank holds all of them, or shard the module before it with "
+                    "ColwiseParallel()"
                 ) from error
             raise
         return out
@@ -335,10 +362,16 @@ class RowLinear(Lowered):
         local = ports.sharded_input(self, input)
         where = self.target(local.shape)
         if where is None:
-            return ports.partial_output(self, apply(_LinearProduct, local, weight, None, None, None, dtype), bias)
+            return ports.partial_output(
+                self, apply(_LinearProduct, local, weight, None, None, None, dtype), bias
+            )
         chunks = self.chunks if local.ndim > 1 else 1
         out: Tensor = apply(_LinearProduct, local, weight, bias, None, where, dtype, False, chunks)
-        return out if self.sharding.local_outputs else from_local(out, self.port_out.desired, self.mesh)
+        return (
+            out
+            if self.sharding.local_outputs
+            else from_local(out, self.port_out.desired, self.mesh)
+        )
 
     def target(self, shape: torch.Size) -> Where:
         """Communicator, or sharded dim, over which the partial output is reduced; None where that is not all."""

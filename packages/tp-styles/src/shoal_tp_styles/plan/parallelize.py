@@ -32,7 +32,10 @@ from .resolve import AutoPlan, Plan, resolve
 
 _NOTE = "The model is parallel:"
 # What each of them asks before it takes the kernel, and asks for nothing else.
-_FUSED = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+_FUSED = {
+    nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+    nn.TransformerEncoder: "use_nested_tensor",
+}
 _WAS_FUSED = "_shoal_was_fused"
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,23 +55,25 @@ def parallelize_module(
 
     Args:
         module: the root that the plan's paths start from.
-        device_mesh: the mesh; that of the enclosing `with mesh:` if left out.  With several axes the styles name
-            theirs: `ColwiseParallel().on("tp")`.
-        parallelize_plan: one style for the module itself, or styles by module path, with wildcards and
-            `""` for the module itself.  A style may be given by its Hugging Face name.
-        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's shard of
-            its own values, without communication.
+        device_mesh: the mesh; that of the enclosing `with mesh:` if left out. With several axes the
+            styles name theirs: `ColwiseParallel().on("tp")`.
+        parallelize_plan: one style for the module itself, or styles by module path, with wildcards
+            and `""` for the module itself. A style may be given by its Hugging Face name.
+        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's
+            shard of its own values, without communication.
         on_unmatched: whether a path that matches no module warns or raises.
-        lower: run known module types as local computation with explicit collectives; False runs everything through
-            DTensor dispatch (slower; needed for second derivatives).
+        lower: run known module types as local computation with explicit collectives; False runs
+            everything through DTensor dispatch (slower; needed for second derivatives).
 
     Raises:
         LayoutError: if there is no mesh, or it has several axes and a style names none.
-        PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module, or a module already
-            has the style: `unparallelize_module` comes first.  Or the plan is automatic and not proven for the mesh.
-            Nothing has been changed then.
-        TiedWeightError: if modules that share a parameter ask for different placements, or one leaves it plain.
-        TypeError: if the plan is neither a style nor a mapping of them, or the module no module (`StyleTypeError`).
+        PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module,
+            or a module already has the style: `unparallelize_module` comes first. Or the plan is
+            automatic and not proven for the mesh. Nothing has been changed then.
+        TiedWeightError: if modules that share a parameter ask for different placements, or one
+            leaves it plain.
+        TypeError: if the plan is neither a style nor a mapping of them, or the module no module
+            (`StyleTypeError`).
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -82,7 +87,11 @@ def parallelize_module(
     """
     mesh = _mesh(device_mesh, parallelize_plan)
     if parallelize_plan is None:
-        warnings.warn("parallelize_module: no plan is given; nothing is changed", UnmatchedPlanWarning, stacklevel=3)
+        warnings.warn(
+            "parallelize_module: no plan is given; nothing is changed",
+            UnmatchedPlanWarning,
+            stacklevel=3,
+        )
         return module
     resolved = resolve(module, parallelize_plan)
     for problem in resolved.unmatched:
@@ -104,12 +113,15 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
     """The mesh that a plan is applied to; an automatic one only where it is proven."""
     mesh = given if given is not None else current_mesh()
     if mesh is None:
-        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+        raise LayoutError(
+            "parallelize_module: no device_mesh is given and no `with mesh:` encloses the call"
+        )
     check_device_mesh("parallelize_module", mesh)
     if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
         raise PlanError(
             f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
-            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, *example_inputs), or dict(plan) "
+            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, "
+            "*example_inputs), or dict(plan) "
             "once you have read the plan and vouch for it"
         )
     return mesh
@@ -132,19 +144,28 @@ def _explain(module: nn.Module, args: Any, output: Any) -> None:
     if output is not None:
         return
     error = sys.exc_info()[1]
-    explained = type(error).__module__.startswith("shoal_") or any(_NOTE in n for n in getattr(error, "__notes__", ()))
-    if explained or not isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError):
+    explained = type(error).__module__.startswith("shoal_") or any(
+        _NOTE in n for n in getattr(error, "__notes__", ())
+    )
+    if explained or not isinstance(
+        error, RuntimeError | ValueError | TypeError | IndexError | AssertionError
+    ):
         return
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         owner = frame.f_locals.get("self")
         found = [*_local_outputs(owner)] if isinstance(owner, nn.Module) else []
         if found:
             error.add_note(
-                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, which code that "
-                f"counts features or heads of one device does not expect:\n{chr(10).join(found[:4])}\n"
-                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused projection by "
-                "PackedColwiseParallel and complete heads by .heads(count, size); or let a style return all of it, "
-                "output_layouts=Replicate(). What was kept of a model that is not parallel (a cache) has all heads."
+                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, "
+                "which code that "
+                "counts features or heads of one device does not "
+                f"expect:\n{chr(10).join(found[:4])}\n"
+                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused "
+                "projection by "
+                "PackedColwiseParallel and complete heads by .heads(count, size); or let a style "
+                "return all of it, "
+                "output_layouts=Replicate(). What was kept of a model that is not parallel (a "
+                "cache) has all heads."
             )
             return
 
@@ -156,7 +177,10 @@ def _local_outputs(owner: nn.Module) -> Iterator[str]:
             left = sharding.output_port().desired
             if path and sharding.local_outputs and isinstance(left, Shard) and mesh.size() > 1:
                 sharded = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
-                shapes = [f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}" for n, p in sharded[:1]]
+                shapes = [
+                    f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}"
+                    for n, p in sharded[:1]
+                ]
                 yield f"  {path} ({type(module).__name__}, {sharding.style}): {'; '.join([*shapes, f'output {left}'])}"
 
 
@@ -164,7 +188,8 @@ def _local_outputs(owner: nn.Module) -> Iterator[str]:
 def unparallelize_module(module: nn.Module) -> nn.Module:
     """The module with plain unsharded parameters (and gradients) on every rank, as before `parallelize_module`.
 
-    All ranks of the mesh must call it.  Shared parameters stay shared; the module can be made parallel again.
+    All ranks of the mesh must call it. Shared parameters stay shared; the module can be made
+    parallel again.
 
     Args:
         module: changed in place; one that is not parallel stays as it is.

@@ -1,7 +1,7 @@
 """What a plan will cost, before anything is changed: bytes per rank, collectives of a step, expected time.
 
-The model runs once on the meta device to record the shapes that enter and leave its modules.  Each module's lowering
-declares the collectives of its calls; the preview adds them up.
+The model runs once on the meta device to record the shapes that enter and leave its modules. Each
+module's lowering declares the collectives of its calls; the preview adds them up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .verify import map_tensors
 class CollectiveCost(NamedTuple):
     """One collective of a step."""
 
-    op: str  # all_reduce, all_gather, reduce_scatter or all_to_all
+    # all_reduce, all_gather, reduce_scatter or all_to_all
+    op: str
     nbytes: int  # bytes of the global tensor
     seconds: float  # expected time by the mesh's topology
 
@@ -77,11 +78,27 @@ class Preview:
     def _cells(self) -> list[tuple[str, str, str, str]]:
         cells = [("module", "params/rank", "forward / backward", "style")]
         for row in self.rows:
-            costs = " / ".join(", ".join(map(str, each)) or "-" for each in (row.forward, row.backward))
+            costs = " / ".join(
+                ", ".join(map(str, each)) or "-" for each in (row.forward, row.backward)
+            )
             style = f"{row.style}, operators by dispatch" if row.by_dispatch else row.style
             cells.append((row.path or "(root)", format_bytes(row.parameter_bytes), costs, style))
-        cells.append(("(not in the plan)", format_bytes(self.replicated_bytes), "", "replicated on every rank"))
-        cells.append(("total", format_bytes(self.parameter_bytes), f"{self.seconds * 1e3:.2f} ms of communication", ""))
+        cells.append(
+            (
+                "(not in the plan)",
+                format_bytes(self.replicated_bytes),
+                "",
+                "replicated on every rank",
+            )
+        )
+        cells.append(
+            (
+                "total",
+                format_bytes(self.parameter_bytes),
+                f"{self.seconds * 1e3:.2f} ms of communication",
+                "",
+            )
+        )
         return cells
 
     def __repr__(self) -> str:
@@ -144,7 +161,8 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
             call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
             for collective in lowering.collectives(call):
                 key = collective.once_for, collective.op, collective.backward
-                if collective.once_for is None or key not in seen:  # some run once for several modules
+                # some run once for several modules
+                if collective.once_for is None or key not in seen:
                     seen.add(key)
                     costs = row.backward if collective.backward else row.forward
                     costs += _cost(collective, topology_of(axis)[0], axis.size())
@@ -156,16 +174,21 @@ def _cost(collective: Collective, link: Link, axis_size: int) -> list[Collective
     ranks = collective.ranks or axis_size
     if ranks == 1 or not collective.nbytes:
         return []
-    # On a ring each rank sends (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an all-gather.
+    # On a ring each rank sends (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an
+    # all-gather.
     factor = (2 if collective.op == "all_reduce" else 1) * (ranks - 1) / ranks
     nbytes = collective.nbytes // collective.chunks
-    return [CollectiveCost(collective.op, nbytes, link.seconds(nbytes * factor))] * collective.chunks
+    return [
+        CollectiveCost(collective.op, nbytes, link.seconds(nbytes * factor))
+    ] * collective.chunks
 
 
 _Recorded = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 
-def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> dict[str, list[_Recorded]]:
+def _record_calls(
+    model: nn.Module, paths: set[str], args: Any, kwargs: Any
+) -> dict[str, list[_Recorded]]:
     """Arguments and outputs, on the meta device, of each module of the plan in one forward."""
     calls: dict[str, list[_Recorded]] = {}
     handles = []
@@ -189,4 +212,6 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
 
 def to_meta(value: Any) -> Any:
     """Arguments on the meta device."""
-    return map_tensors(lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value)
+    return map_tensors(
+        lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value
+    )

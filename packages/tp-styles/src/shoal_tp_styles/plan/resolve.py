@@ -39,8 +39,10 @@ class AutoPlan(dict[str, ParallelStyle]):
     """A plan of `auto_plan`: styles by path, and whether it is proven.  Any change of it gives a plain dict.
 
     Attributes:
-        proven_for: shape of the mesh on which a run computed what the plain model computes; None without one.
-        dropped: entries that a run showed to be wrong, each with the reason; the plan may have others for them.
+        proven_for: shape of the mesh on which a run computed what the plain model computes; None
+            without one.
+        dropped: entries that a run showed to be wrong, each with the reason; the plan may have
+            others for them.
         whole: parameters that every rank holds whole, each with the reason.
     """
 
@@ -56,7 +58,8 @@ class Use(NamedTuple):
     path: str  # path of the module from the root
     module: nn.Module  # the module
     style: ParallelStyle  # the style
-    sharding: ModuleSharding | None  # what the style declares for it; None for styles that only have `_apply`
+    # what the style declares for it; None for styles that only have `_apply`
+    sharding: ModuleSharding | None
 
     def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[tuple[str, str, int, list[int]]]:
         """For each axis that shards a parameter: its name, the dim in words, its elements, and those of each rank."""
@@ -80,7 +83,8 @@ class Resolved(NamedTuple):
 
     root: nn.Module  # the module
     uses: tuple[Use, ...]  # styles on modules, in the plan's order
-    unmatched: tuple[str, ...]  # one message per entry that matches no module
+    # one message per entry that matches no module
+    unmatched: tuple[str, ...]
 
     def ambiguous(self) -> Iterable[str]:
         """Parameters that two entries would shard, and modules that one kind of boundary style would wrap twice."""
@@ -91,7 +95,9 @@ class Resolved(NamedTuple):
                 first = owners.setdefault(key, use)
                 if first is not use:
                     entries = f"{first.key!r} ({first.style}) and {use.key!r} ({use.style})"
-                    clashes[id(first), id(use)] = f"module {use.path!r} is sharded by two entries: {entries}"
+                    clashes[id(first), id(use)] = (
+                        f"module {use.path!r} is sharded by two entries: {entries}"
+                    )
         return clashes.values()
 
     def tied_conflicts(self) -> Iterator[str]:
@@ -100,9 +106,12 @@ class Resolved(NamedTuple):
         undeclared = {key for owners in reach for key, _, _ in _owned_parameters(owners)}
         for names, asked in _tied(self.root, self.uses):
             known = {path: asked[key][1] if key in asked else None for key, path in names.items()}
-            # A style that only has `_apply` may give its modules other parameters: `apply` looks once it has run.
+            # A style that only has `_apply` may give its modules other parameters: `apply` looks
+            # once it has run.
             if len(set(known.values())) > 1 and undeclared.isdisjoint(names):
-                layouts = ", ".join(f"{path}: {layout or 'no style'}" for path, layout in known.items())
+                layouts = ", ".join(
+                    f"{path}: {layout or 'no style'}" for path, layout in known.items()
+                )
                 yield f"one parameter shared under {len(names)} names must have one layout ({layouts})"
 
     def errors(self) -> Iterator[StyleError]:
@@ -128,16 +137,24 @@ class Resolved(NamedTuple):
         shared = [{path: self.root.get_parameter(path) for path in paths} for paths in tied]
         styled = [(use, axis_mesh(mesh, use.style)) for use in self.uses]
         owners = [
-            check_styled(use.module, axis) if use.sharding is None or use.sharding.distributes else []
+            check_styled(use.module, axis)
+            if use.sharding is None or use.sharding.distributes
+            else []
             for use, axis in styled
         ]
-        # New parameters, of adapters or of a style without a declaration, are drawn in the plan's order.
-        in_order = any(use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses)
+        # New parameters, of adapters or of a style without a declaration, are drawn in the plan's
+        # order.
+        in_order = any(
+            use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses
+        )
         turns = in_turns(zip(styled, owners, strict=True), in_order=in_order)
         with scattering(src_data_rank) as together:
             for uses, needed in progress(turns, "making modules parallel"):
                 # Owners read the parameters when they take them again.
-                with given_back(needed), scattering(src_data_rank) if needed else nullcontext(together) as scatter:
+                with (
+                    given_back(needed),
+                    scattering(src_data_rank) if needed else nullcontext(together) as scatter,
+                ):
                     for use, axis in uses:
                         _apply(use, axis, scatter, src_data_rank, lower)
         after = dict(self.root.named_parameters(remove_duplicate=False))
@@ -145,16 +162,18 @@ class Resolved(NamedTuple):
             left = [path for path, param in paths.items() if after.get(path) is param]
             if left and any(isinstance(after.get(path), DTensor) for path in paths):
                 raise TiedWeightError(
-                    f"{', '.join(paths)} were one parameter; {left[0]} still is it, and others are sharded: a style "
-                    "that only has `_apply` makes one sharded parameter of them, or they are not to be shared before"
+                    f"{', '.join(paths)} were one parameter; {left[0]} still is it, and others are "
+                    "sharded: a style "
+                    "that only has `_apply` makes one sharded parameter of them, or they are not "
+                    "to be shared before"
                 )
 
 
 def progress(items: Iterable[T], title: str) -> Iterable[T]:
     """The items, with a bar on standard error that says how far they are.
 
-    It appears after two seconds, on the first rank, where standard error is a terminal, and is removed at the end. Logs
-    get nothing.
+    It appears after two seconds, on the first rank, where standard error is a terminal, and is
+    removed at the end. Logs get nothing.
 
     Example:
         >>> sum(progress([1, 2, 3], "adding"))
@@ -168,10 +187,19 @@ def progress(items: Iterable[T], title: str) -> Iterable[T]:
     return bar
 
 
-def _apply(use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool) -> None:
+def _apply(
+    use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool
+) -> None:
     """Make one module parallel; a style that does so by itself finds all values that are under way."""
     if use.sharding is not None and type(use.style)._apply is DeclaredStyle._apply:
-        apply_sharding(use.module, use.sharding, axis, src_data_rank=src_data_rank, lower=lower, scatter=scatter)
+        apply_sharding(
+            use.module,
+            use.sharding,
+            axis,
+            src_data_rank=src_data_rank,
+            lower=lower,
+            scatter=scatter,
+        )
         return
     scatter.send()
     use.style._with(src_data_rank=src_data_rank, lower=lower)._apply(use.module, axis)
@@ -185,11 +213,15 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     watch_draws(model)
 
 
-_Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
-_Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]  # along one axis, a second one; and their names
+# id of the module that holds a parameter, and the parameter's name there
+_Owned = tuple[int, str]
+# along one axis, a second one; and their names
+_Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]
 
 
-def _owned_parameters(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
+def _owned_parameters(
+    owners: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
     """Every parameter of modules by path, with its own path; a module with several paths has one."""
     for prefix, owner in owners:
         for name, param in owner._parameters.items():
@@ -213,7 +245,8 @@ def _tied(
     """Of every plain parameter that several modules hold: its path in each, and what styles ask of it there."""
     shared: dict[int, dict[_Owned, str]] = {}
     for key, path, param in _owned_parameters(root.named_modules()):
-        if not isinstance(param, DTensor):  # what an earlier call has sharded is compared when styles are applied
+        # what an earlier call has sharded is compared when styles are applied
+        if not isinstance(param, DTensor):
             shared.setdefault(id(param), {})[key] = path
     shared = {param: names for param, names in shared.items() if len(names) > 1}
     asked: dict[_Owned, tuple[Use, _Layout]] = {}
@@ -231,7 +264,9 @@ def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
     """The parameters that a plan shards."""
     for use in resolved.uses:
         if use.sharding is not None and use.sharding.distributes:
-            yield from (param for name, param in use.module.named_parameters() if use.sharding.shards(name))
+            yield from (
+                param for name, param in use.module.named_parameters() if use.sharding.shards(name)
+            )
 
 
 def resolve(root: nn.Module, plan: Plan) -> Resolved:
@@ -240,7 +275,8 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
         plan = {"": plan}
     if not isinstance(plan, Mapping):
         raise StyleTypeError(
-            f"a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got {type(plan).__name__}"
+            "a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got "
+            f"{type(plan).__name__}"
         )
     modules = dict(root.named_modules(remove_duplicate=False))
     tree = Tree(modules)
@@ -250,13 +286,20 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
     resolved: set[tuple[int, int]] = set()
     for number, (key, value) in enumerate(plan.items()):
         match = tree.match(str(key))
-        # A name of a style counts where it is used: plans of a family name what a configuration may lack.
+        # A name of a style counts where it is used: plans of a family name what a configuration may
+        # lack.
         unused = isinstance(value, str) and type(key) is str and match.token is not None
         style = None if unused else _style(key, value)
         if match.token is not None:
-            where = f"{match.reached!r} ({type(modules[match.reached]).__name__})" if match.reached else "the root"
+            where = (
+                f"{match.reached!r} ({type(modules[match.reached]).__name__})"
+                if match.reached
+                else "the root"
+            )
             missing = f"no child of {where} matches {match.token!r}"
-            unmatched.append(f"plan entry {key!r} matches no module of {type(root).__name__}: {missing}")
+            unmatched.append(
+                f"plan entry {key!r} matches no module of {type(root).__name__}: {missing}"
+            )
         for path in match.paths:
             # A module with several names in the tree is made parallel once.
             if style is not None and (number, id(modules[path])) not in resolved:
@@ -273,14 +316,22 @@ def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
         use, (placement, second, axis) = next(iter(asked.values()))
         for key, path in names.items():
             owner, _, name = path.rpartition(".")
-            whole = isinstance(placement, Placement) and second is None and name == "weight" and key not in asked
+            whole = (
+                isinstance(placement, Placement)
+                and second is None
+                and name == "weight"
+                and key not in asked
+            )
             style = style_of_tied(root.get_submodule(owner), placement) if whole else None  # type: ignore[arg-type]
             if style is not None:
                 yield _use(use.key, owner, root.get_submodule(owner), style._with(axis=axis))
 
 
 def _by_module(
-    plan: Mapping[str, ParallelStyle | str], modules: Mapping[str, nn.Module], tree: Tree, root: nn.Module
+    plan: Mapping[str, ParallelStyle | str],
+    modules: Mapping[str, nn.Module],
+    tree: Tree,
+    root: nn.Module,
 ) -> Mapping[str, ParallelStyle | str]:
     """The plan without names for single parameters (`"experts.down_proj": "rowwise"`), which become their modules'."""
     if not any(isinstance(value, str) for value in plan.values()):
@@ -300,7 +351,8 @@ def _by_module(
         given = rest.get(key)
         if isinstance(given, ParallelStyle) and key in parameters:
             raise PlanError(
-                f"plan entry {key!r}: {given} knows by itself how parameters are sharded; leave out "
+                f"plan entry {key!r}: {given} knows by itself how parameters are sharded; leave "
+                "out "
                 f"{', '.join(f'{key}.{name}' for name in parameters[key])}"
             )
         if key in parameters or (isinstance(given, str) and given in WITH_CONTEXT):
@@ -309,7 +361,9 @@ def _by_module(
     return rest
 
 
-def named_styles(plan: Mapping[str, ParallelStyle | str], root: nn.Module) -> dict[str, ParallelStyle]:
+def named_styles(
+    plan: Mapping[str, ParallelStyle | str], root: nn.Module
+) -> dict[str, ParallelStyle]:
     """The styles of a plan by name: entries that match nothing, or that have no style here, are left out."""
     tree = Tree(modules := dict(root.named_modules(remove_duplicate=False)))
     styles: dict[str, ParallelStyle] = {}
@@ -331,7 +385,8 @@ def _style(key: str, value: object) -> ParallelStyle | None:
         return style_named(value)
     if not isinstance(value, ParallelStyle):
         raise StyleTypeError(
-            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got {type(value).__name__}"
+            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got "
+            f"{type(value).__name__}"
         )
     return value
 
@@ -351,7 +406,8 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
         if mesh.ndim == 1:
             return mesh
         raise LayoutError(
-            f"{style}: the mesh has axes {axes}; name the one that the style uses: style.on({mesh.axis_names[-1]!r})"
+            f"{style}: the mesh has axes {axes}; name the one that the style uses: "
+            f"style.on({mesh.axis_names[-1]!r})"
         )
     axis = style.axis
     if isinstance(axis, int) and axis < mesh.ndim:

@@ -29,14 +29,21 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
     "packed_colwise": lambda: PackedColwiseParallel(blocks=2),
     "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
-    "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
-    "gather": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "all_reduce": lambda: PrepareModuleOutput(
+        output_layouts=Partial(), desired_output_layouts=Replicate()
+    ),
+    "gather": lambda: PrepareModuleOutput(
+        output_layouts=Partial(), desired_output_layouts=Replicate()
+    ),
     "moe_identity_expert": IdentityExpert,
-    # These leave the module unchanged; of a router all ranks have all tokens, and its choices for them.
+    # These leave the module unchanged; of a router all ranks have all tokens, and its choices for
+    # them.
     **dict.fromkeys(("ep_router", "replicate", "replicated"), lambda: None),
 }
 
-_OF_PARAMETERS = "it is for parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
+_OF_PARAMETERS = (
+    "it is for parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
+)
 _FUSED = "kernels that fuse the exchange of tokens are not run here; use moe_tp_experts or ep_dispatch_experts"
 REFUSED: dict[str, str] = {
     "megamoe_experts": _FUSED,
@@ -56,7 +63,8 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if not isinstance(getattr(text, "qk_rope_head_dim", None), int):
             raise PlanError(
-                "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use LatentProjection(rotary=...)"
+                "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use "
+                "LatentProjection(rotary=...)"
             )
         return LatentProjection(rotary=text.qk_rope_head_dim)
     packed = any(style.startswith("packed") for style in parameters.values())
@@ -66,8 +74,12 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
         return ExpertTensorParallel()
     unknown = set(parameters.values()) - _DIMS.keys() - _WHOLE
     if unknown:
-        raise PlanError(f"styles {sorted(unknown)} of parameters; known are {', '.join(_DIMS)} and replicate")
-    return OwnParameters(dims={param: _DIMS[style] for param, style in parameters.items() if style in _DIMS})
+        raise PlanError(
+            f"styles {sorted(unknown)} of parameters; known are {', '.join(_DIMS)} and replicate"
+        )
+    return OwnParameters(
+        dims={param: _DIMS[style] for param, style in parameters.items() if style in _DIMS}
+    )
 
 
 def style_named(name: str) -> ParallelStyle | None:

@@ -1,8 +1,8 @@
 """What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists.
 
-`try_plan` runs one forward and backward of a parallel model on simulated ranks, against the plain model.  Inputs are
-replicated; what leaves may be sharded.  In float64 and eval mode only the plan makes a difference; a model that draws
-random numbers runs in training mode too.
+`try_plan` runs one forward and backward of a parallel model on simulated ranks, against the plain
+model. Inputs are replicated; what leaves may be sharded. In float64 and eval mode only the plan
+makes a difference; a model that draws random numbers runs in training mode too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Verification(NamedTuple):
     """Findings about a plan, one readable line each.
 
     Attributes:
-        errors: what keeps the plan from being applied: unsupported modules, wrong axes, ambiguity, tied conflicts.
+        errors: what keeps the plan from being applied: unsupported modules, wrong axes, ambiguity,
+            tied conflicts.
         wrong: what a run of the plan on simulated ranks computes differently from the plain model.
         unproven: why the plan was not run.
         unmatched: entries that match no module.
@@ -70,7 +71,9 @@ class Verification(NamedTuple):
         """In a few words, what the findings come to; the first line of what is printed."""
         if not self.ok:
             return "the plan does not fit"
-        return "the plan fits" if self.proven else "nothing is wrong with the plan, but it was not run"
+        return (
+            "the plan fits" if self.proven else "nothing is wrong with the plan, but it was not run"
+        )
 
     def _lines(self) -> list[tuple[str, str]]:
         names = ("errors", "wrong", "unmatched", "empty", "uneven", "unsharded", "unproven")
@@ -83,16 +86,21 @@ class Verification(NamedTuple):
         from html import escape  # 2 ms, for notebooks only
 
         rows = (f"<tr><th>{name}</th><td>{escape(line)}</td></tr>" for name, line in self._lines())
-        return f"<p>{self.verdict}</p>" + (f"<table>{''.join(rows)}</table>" if self._lines() else "")
+        return f"<p>{self.verdict}</p>" + (
+            f"<table>{''.join(rows)}</table>" if self._lines() else ""
+        )
 
 
 @takes(model=nn.Module)
-def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Verification:
+def verify(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any
+) -> Verification:
     """What is wrong with a plan for a model.  Nothing is changed or raised; the mesh may be an `abstract_mesh`.
 
-    With example inputs the plan is run: one forward and backward on every rank of the mesh, simulated in this process,
-    against the plain model, in float64 and eval mode; and in training mode, from one seed, if the model drops or draws.
-    A small configuration of a model proves the plan for its shape.
+    With example inputs the plan is run: one forward and backward on every rank of the mesh,
+    simulated in this process, against the plain model, in float64 and eval mode; and in training
+    mode, from one seed, if the model drops or draws. A small configuration of a model proves the
+    plan for its shape.
 
     Args:
         model: the root of the plan's paths; on any device, also meta.
@@ -105,19 +113,22 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_tp_styles import ColwiseParallel
         >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-        >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()}, abstract_mesh((4,))))
-        the plan does not fit
-        unmatched: plan entry '7' matches no module of Sequential: no child of the root matches '7'
-        empty: 0.weight: dim 0 of 6 in shards of [2, 2, 2, 0] along 0
-        empty: 0.bias: dim 0 of 6 in shards of [2, 2, 2, 0] along 0
-        unsharded: 1.weight (4, 6) is replicated on every rank (41% of all parameters)
-        unproven: the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)
+        >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()},
+        abstract_mesh((4,)))) the plan does not fit unmatched: plan entry '7' matches no module of
+        Sequential: no child of the root matches '7' empty: 0.weight: dim 0 of 6 in shards of [2, 2,
+        2, 0] along 0 empty: 0.bias: dim 0 of 6 in shards of [2, 2, 2, 0] along 0 unsharded:
+        1.weight (4, 6) is replicated on every rank (41% of all parameters) unproven: the plan was
+        not run; give example inputs: verify(model, plan, mesh, *inputs)
     """
     try:
         resolved = resolve(model, plan)
     except (StyleError, TypeError) as error:
         return Verification(errors=(str(error),), unproven=("the plan was not run: it has errors",))
-    found: dict[str, list[str]] = {"errors": [*map(str, resolved.errors())], "uneven": [], "empty": []}
+    found: dict[str, list[str]] = {
+        "errors": [*map(str, resolved.errors())],
+        "uneven": [],
+        "empty": [],
+    }
     for use in resolved.uses:
         try:
             for line, kind in [*_unequal_shards(use, axis_mesh(mesh, use.style))]:
@@ -125,22 +136,31 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         except StyleError as error:
             found["errors"].append(f"{use.key!r}: {error}")
     # The caller shards their inputs along the sequence.
-    local = [use for use in resolved.uses if use.sharding and isinstance(use.sharding.options, ContextOptions)]
+    local = [
+        use
+        for use in resolved.uses
+        if use.sharding and isinstance(use.sharding.options, ContextOptions)
+    ]
     if found["errors"]:
         trial = Verification(unproven=("the plan was not run: it has errors",))
     elif local:
         path = local[0].path or "the root"
-        trial = Verification(unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",))
+        trial = Verification(
+            unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",)
+        )
     else:
         trial = try_plan(model, plan, mesh, args, kwargs)
     sharded = {id(param) for param in sharded_parameters(resolved)}
     total = sum(param.numel() for param in model.parameters()) or 1
     found["unsharded"] = [
-        f"{name} {tuple(param.shape)} is replicated on every rank ({param.numel() / total:.0%} of all parameters)"
+        f"{name} {tuple(param.shape)} is replicated on every rank ({param.numel() / total:.0%} of "
+        "all parameters)"
         for name, param in model.named_parameters()
         if param.ndim > 1 and id(param) not in sharded
     ]
-    return trial._replace(**{kind: tuple(lines) for kind, lines in found.items()}, unmatched=resolved.unmatched)
+    return trial._replace(
+        **{kind: tuple(lines) for kind, lines in found.items()}, unmatched=resolved.unmatched
+    )
 
 
 def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
@@ -148,10 +168,15 @@ def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
     if use.sharding is None or not use.sharding.distributes:
         return
     for name, _ in use.module.named_parameters():
-        for axis, what, _, sizes in use.shard_sizes(name, mesh) if use.sharding.shards(name) else ():
+        for axis, what, _, sizes in (
+            use.shard_sizes(name, mesh) if use.sharding.shards(name) else ()
+        ):
             if len(set(sizes)) > 1:
                 path = f"{use.path}.{name}" if use.path else name
-                yield f"{path}: {what} in shards of {sizes} along {axis}", "empty" if 0 in sizes else "uneven"
+                yield (
+                    f"{path}: {what} in shards of {sizes} along {axis}",
+                    "empty" if 0 in sizes else "uneven",
+                )
 
 
 MOST_RANKS = 16
@@ -177,8 +202,11 @@ def try_plan(
     with torch.random.fork_rng(devices=()):
         try:
             single = copy.deepcopy(model).double().cpu().eval()
-        except Exception as error:  # whatever the user's model raises is a finding
-            return Verification(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
+        except Exception as error:
+            # whatever the user's model raises is a finding
+            return Verification(
+                unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",)
+            )
         _vary_constants(single)
         trial = _tried(single, plan, mesh, args, kwargs)
         if trial.proven and any(map(active, drawers_of(single.train()))):
@@ -187,7 +215,11 @@ def try_plan(
 
 
 def _tried(
-    single: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    single: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Verification:
     """What a run in the mode of a plain model showed; in training mode from one seed."""
     where = " in training mode, with random numbers" if single.training else ""
@@ -199,12 +231,19 @@ def _tried(
 
     try:
         expected = _run(copy.deepcopy(single), args, kwargs)
-        if single.training and any(_differences([_run(copy.deepcopy(single), args, kwargs)], expected)):
-            return Verification(unproven=(f"one seed does not fix what the plain model computes{where}",))
+        if single.training and any(
+            _differences([_run(copy.deepcopy(single), args, kwargs)], expected)
+        ):
+            return Verification(
+                unproven=(f"one seed does not fix what the plain model computes{where}",)
+            )
     except Exception as error:  # likewise
-        return Verification(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
+        return Verification(
+            unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",)
+        )
     try:
-        from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
+        # here: it takes longer to import than the whole layer
+        from shoal_dtensor.testing import simulate_ranks
 
         results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
@@ -213,7 +252,9 @@ def _tried(
     return Verification(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
 
 
-def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _too_much(
+    model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str:
     if not args and not kwargs:
         return "the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)"
     tensors = [*model.parameters(), *model.buffers()]
@@ -222,8 +263,10 @@ def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs:
     count = sum(tensor.numel() for tensor in tensors) * mesh.size()
     if mesh.size() > MOST_RANKS or count > MOST_PARAMETERS:
         return (
-            f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for one process "
-            f"({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller configuration of the model"
+            f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for "
+            "one process "
+            f"({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller configuration "
+            "of the model"
         )
     return ""
 
@@ -232,7 +275,11 @@ def _vary_constants(module: nn.Module) -> None:
     """Noise on parameters whose elements are equal: a bias of zeros that is added once per rank would not show."""
     with torch.no_grad():
         for param in module.parameters():
-            if not holds_tensors(param) and param.is_floating_point() and (param == param.flatten()[:1]).all():
+            if (
+                not holds_tensors(param)
+                and param.is_floating_point()
+                and (param == param.flatten()[:1]).all()
+            ):
                 param.add_(torch.rand_like(param), alpha=0.1)
 
 
@@ -259,7 +306,9 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         torch.autograd.backward(loss)
     plain_module(module)
     grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
-    return _Results([full_of(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
+    return _Results(
+        [full_of(each.detach()) for each in outputs], grads, [each.grad for each in inputs]
+    )
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -268,7 +317,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(change, item) for key, item in value.items()}
-    return type(value)(map_tensors(change, item) for item in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(map_tensors(change, item) for item in value)
+        if type(value) in (list, tuple)
+        else value
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -300,7 +353,9 @@ def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
         return all(_same(shard, expected) for shard in shards)
     for dim in range(expected.ndim):
         sizes = [shard.shape[dim] for shard in shards if shard.ndim == expected.ndim]
-        shapes = [torch.Size((*expected.shape[:dim], size, *expected.shape[dim + 1 :])) for size in sizes]
+        shapes = [
+            torch.Size((*expected.shape[:dim], size, *expected.shape[dim + 1 :])) for size in sizes
+        ]
         if shapes == [shard.shape for shard in shards] and sum(sizes) == expected.shape[dim]:
             return _same(torch.cat(shards, dim), expected)
     return False
@@ -312,10 +367,13 @@ def _same(value: Tensor | None, expected: Tensor | None) -> bool:
         return all(each is None or not each.any() for each in (value, expected))
     if value.shape != expected.shape:
         return False
-    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in the first digits.
+    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in
+    # the first digits.
     wanted = expected.double()
     largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
-    return torch.allclose(value.double(), wanted, rtol=1e-6, atol=1e-5 * largest + 1e-9, equal_nan=True)
+    return torch.allclose(
+        value.double(), wanted, rtol=1e-6, atol=1e-5 * largest + 1e-9, equal_nan=True
+    )
 
 
 def _shown(error: BaseException) -> str:
@@ -327,7 +385,10 @@ def _line_of_model(error: BaseException) -> str:
     """` (net.py:42, in Net.forward)`: the innermost line of the model's own code that an error came through."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+        if (
+            isinstance(owner, nn.Module)
+            and frame.f_globals.get("__name__", "").partition(".")[0] != "torch"
+        ):
             file = os.path.basename(frame.f_code.co_filename)
             return f" ({file}:{line}, in {type(owner).__name__}.{frame.f_code.co_name})"
     return ""

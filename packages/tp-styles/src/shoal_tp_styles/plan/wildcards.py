@@ -15,16 +15,20 @@ from typing import NamedTuple
 class Match(NamedTuple):
     """What a pattern matched."""
 
-    paths: tuple[str, ...]  # the matching module paths, in the order of the module tree
-    token: str | None = None  # the first token that nothing matched; None if the pattern matched
-    reached: str = ""  # the deepest module path at which `token` found no child
+    # the matching module paths, in the order of the module tree
+    paths: tuple[str, ...]
+    # the first token that nothing matched; None if the pattern matched
+    token: str | None = None
+    # the deepest module path at which `token` found no child
+    reached: str = ""
 
 
 class Tree:
     """The tree of modules below a root, of their dotted paths, parents first.
 
     Example:
-        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
+        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq",
+        "head"])
         >>> tree.match("**.wq").paths
         ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("layers.*.wk").token
@@ -45,7 +49,9 @@ class Tree:
                 found = [below for path in paths for below in self._with_descendants(path)]
             else:
                 children = [child for path in paths for child in self._children[path]]
-                found = [child for child in children if fnmatchcase(child.rpartition(".")[2], token)]
+                found = [
+                    child for child in children if fnmatchcase(child.rpartition(".")[2], token)
+                ]
             if not found:
                 return Match((), token, paths[-1])
             paths = list(dict.fromkeys(found))

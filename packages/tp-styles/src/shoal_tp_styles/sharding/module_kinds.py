@@ -16,15 +16,22 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
 from .module_sharding import ExpertOwner, Experts, Heads, HeadShard, ParameterPlacement
 
-CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 class TransposedLinear(nn.Module):
     """Stands in the tables for modules that compute `x @ weight + bias`: a Linear whose weight is (in, out).
 
-    GPT-2's `Conv1D` of the Hugging Face library is one.  It is recognised without importing anything: a module without
-    children and buffers whose only parameters are a matrix and perhaps a vector, and whose `nf` is the number of
-    columns.
+    GPT-2's `Conv1D` of the Hugging Face library is one. It is recognised without importing
+    anything: a module without children and buffers whose only parameters are a matrix and perhaps a
+    vector, and whose `nf` is the number of columns.
     """
 
 
@@ -61,9 +68,13 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def computed_parameters(module: nn.Module) -> list[str]:
     """Tensors that are computed from other parameters before each forward: parametrizations, weight_norm, pruning."""
-    names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]  # a ModuleDict
-    for name, value in vars(module).items():  # the older utilities keep the result as a plain attribute
-        if isinstance(value, Tensor) and any(f"{name}{end}" in module._parameters for end in ("_g", "_orig")):
+    # a ModuleDict
+    names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]
+    # the older utilities keep the result as a plain attribute
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor) and any(
+            f"{name}{end}" in module._parameters for end in ("_g", "_orig")
+        ):
             names.append(name)
     return names
 
@@ -84,25 +95,39 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
     """What a module of experts is called with, and how many experts it has; else an UnsupportedModuleError."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
     grouped = len(names) > 1 and "num_tokens" in names[1]
-    routed = len(names) > 2 and names[1].endswith(_CHOICES) and any(word in names[2] for word in _WEIGHTS)
+    routed = (
+        len(names) > 2
+        and names[1].endswith(_CHOICES)
+        and any(word in names[2] for word in _WEIGHTS)
+    )
     if not grouped and not routed:
         raise UnsupportedModuleError(
-            f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the style routes tokens "
-            f"by {EXPERTS}. Put the experts into a module with such a forward, and the style on that module"
+            f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the "
+            "style routes tokens "
+            f"by {EXPERTS}. Put the experts into a module with such a forward, and the style on "
+            "that module"
         )
     listed = isinstance(module, nn.ModuleList)
     if grouped and (listed or capacity is not None):
-        what = "is a ModuleList" if listed else "gets rows that are sorted already, so that no capacity can drop some"
+        what = (
+            "is a ModuleList"
+            if listed
+            else "gets rows that are sorted already, so that no capacity can drop some"
+        )
         raise UnsupportedModuleError(
             f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {what}; "
             "let its forward take (hidden_states, top_k_index, top_k_weights)"
         )
-    packed = [param for param in module._parameters.values() if param is not None and param.ndim == 3]
+    packed = [
+        param for param in module._parameters.values() if param is not None and param.ndim == 3
+    ]
     sizes = {len(module)} if isinstance(module, nn.ModuleList) else {p.shape[0] for p in packed}
     if len(sizes) != 1:
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} has parameters of three dims for {sorted(sizes)} experts; expected a "
-            "nn.ModuleList of experts, or parameters of shape (experts, in, out) or (experts, out, in) of its own"
+            f"{style}: {type(module).__name__} has parameters of three dims for {sorted(sizes)} "
+            "experts; expected a "
+            "nn.ModuleList of experts, or parameters of shape (experts, in, out) or (experts, out, "
+            "in) of its own"
         )
     return Experts(sizes.pop(), grouped, listed, capacity)
 
@@ -117,14 +142,16 @@ def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPla
         for name, param in child.named_parameters():
             if param.ndim == 0:
                 raise UnsupportedModuleError(
-                    f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which has no rows that "
+                    f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which "
+                    "has no rows that "
                     "one rank could hold; make it a tensor of one element"
                 )
             owned[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
     return owned
 
 
-# Blocks that the name stands for, and whether the hidden features are what the product returns (else what it sums).
+# Blocks that the name stands for, and whether the hidden features are what the product returns
+# (else what it sums).
 _WEIGHT_NAMES = {
     "gate_up_proj": (2, True),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (1, True)),
@@ -140,13 +167,20 @@ def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement
     if isinstance(module, nn.ModuleList):
         return _hidden_of_linears(style, module)
     params = dict(module.named_parameters())
-    weights = {name: param for name, param in params.items() if param.ndim == 3 and name in _WEIGHT_NAMES}
+    weights = {
+        name: param for name, param in params.items() if param.ndim == 3 and name in _WEIGHT_NAMES
+    }
     down = next((param for name, param in weights.items() if not _WEIGHT_NAMES[name][1]), None)
     first = next((name for name in weights if _WEIGHT_NAMES[name][1]), None)
-    if down is None or first is None or any(name.removesuffix("_bias") not in weights for name in params):
+    if (
+        down is None
+        or first is None
+        or any(name.removesuffix("_bias") not in weights for name in params)
+    ):
         raise _unknown_features(style, module)
     blocks, up = _WEIGHT_NAMES[first][0], params[first]
-    for into, out in ((2, 1), (1, 2)):  # (experts, out, in), as nn.Linear, or (experts, in, out)
+    # (experts, out, in), as nn.Linear, or (experts, in, out)
+    for into, out in ((2, 1), (1, 2)):
         if up.shape[out] == blocks * down.shape[into] and up.shape[into] == down.shape[out]:
             break
     else:
@@ -178,8 +212,10 @@ def _hidden_of_linears(style: str, module: nn.ModuleList) -> dict[str, Parameter
 
 def _unknown_features(style: str, module: nn.Module) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"{style}: which features of {type(module).__name__} are hidden is known of parameters called "
-        f"{', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a ModuleList; it has "
+        f"{style}: which features of {type(module).__name__} are hidden is known of parameters "
+        "called "
+        f"{', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a ModuleList; it "
+        "has "
         f"{', '.join(name for name, _ in module.named_parameters())}"
     )
 

@@ -21,15 +21,16 @@ from shoal_mesh import DeviceMesh
 class Heads:
     """Features that belong to heads; a shard holds complete heads.
 
-    With at least as many heads as ranks, each rank holds some, as equally as possible (six heads on four ranks: 2, 2,
-    1, 1).  With fewer (the key and value heads of grouped-query attention), each head is replicated over several
-    neighbouring ranks; the number of ranks must then be a multiple of the number of heads.
+    With at least as many heads as ranks, each rank holds some, as equally as possible (six heads on
+    four ranks: 2, 2, 1, 1). With fewer (the key and value heads of grouped-query attention), each
+    head is replicated over several neighbouring ranks; the number of ranks must then be a multiple
+    of the number of heads.
 
     Attributes:
         count: number of heads.
         size: features of one head.
-        chunked: whether these are plain features, `size` of them together: divided as `torch.chunk` does, like the
-            row-wise weight behind them.
+        chunked: whether these are plain features, `size` of them together: divided as `torch.chunk`
+            does, like the row-wise weight behind them.
 
     Example:
         >>> heads = Heads(count=2, size=8)
@@ -48,20 +49,26 @@ class Heads:
 
     def replicated(self, ranks: int) -> bool:
         """Whether each head is held by several of so many ranks."""
-        return not self.chunked and self.count < ranks and ranks % self.count == 0  # 2 heads on 4 ranks
+        # 2 heads on 4 ranks
+        return not self.chunked and self.count < ranks and ranks % self.count == 0
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one-axis mesh itself, or the same ranks as (heads, ranks that hold the same head)."""
         ranks = mesh.size()
         if not self.replicated(ranks):
             return mesh
-        names = mesh.mesh_dim_names and (f"{mesh.axis_names[0]}_heads", f"{mesh.axis_names[0]}_replicas")
-        return mesh.unflatten(0, (self.count, ranks // self.count), names)  # 2 heads on 4 ranks: (2, 2)
+        names = mesh.mesh_dim_names and (
+            f"{mesh.axis_names[0]}_heads",
+            f"{mesh.axis_names[0]}_replicas",
+        )
+        # 2 heads on 4 ranks: (2, 2)
+        return mesh.unflatten(0, (self.count, ranks // self.count), names)
 
     def placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
         """Placements on `self.mesh(mesh)` of a parameter with these features as rows."""
         if self.replicated(mesh.size()):
-            return Shard(0, multiple_of=self.size), Replicate()  # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
+            # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
+            return Shard(0, multiple_of=self.size), Replicate()
         return (HeadShard(0, self).on(mesh.size()),)
 
 
@@ -71,7 +78,8 @@ class HeadShard:
 
     dim: int  # the dim
     heads: Heads  # of one block
-    blocks: int = 1  # number of equal blocks that the dim holds behind each other (gate, up), each of them sharded
+    # number of equal blocks that the dim holds behind each other (gate, up), each of them sharded
+    blocks: int = 1
 
     def on(self, ranks: int) -> Shard | StridedShard:
         """The placement over so many ranks.
@@ -88,17 +96,21 @@ class HeadShard:
         count, size = self.heads.count, self.heads.size
         if count < ranks and not self.heads.chunked:
             raise LayoutError(
-                f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are replicated only where "
-                "the number of ranks is a multiple of the number of heads, and not by row-wise styles"
+                f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are "
+                "replicated only where "
+                "the number of ranks is a multiple of the number of heads, and not by row-wise "
+                "styles"
             )
         if count % ranks == 0 or self.heads.chunked:
             shard = Shard(self.dim, multiple_of=size)
         else:
-            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))  # 2, 2, 1, 1
+            # 2, 2, 1, 1
+            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))
             shard = Shard(self.dim, sizes=sizes)
         if self.blocks == 1:
             return shard
-        in_block = shard_sizes(self.heads.features, shard, ranks)  # gate and up of 6 on 3: [2, 2, 2] of each
+        # gate and up of 6 on 3: [2, 2, 2] of each
+        in_block = shard_sizes(self.heads.features, shard, ranks)
         return StridedShard(self.dim, split_factor=self.blocks, sizes=in_block)
 
 
@@ -130,8 +142,10 @@ class Port:
     """One tensor that enters or leaves a module.
 
     Attributes:
-        layout: of an input, the layout of a plain tensor that arrives; of an output, what the computation gives.
-        desired: of an input, the layout the computation needs; of an output, the layout that leaves the module.
+        layout: of an input, the layout of a plain tensor that arrives; of an output, what the
+            computation gives.
+        desired: of an input, the layout the computation needs; of an output, the layout that leaves
+            the module.
     """
 
     layout: Placement
@@ -142,9 +156,12 @@ class Port:
 class FusedBlocks:
     """A fused weight (and bias) whose blocks of rows are sharded each by itself."""
 
-    blocks: Mapping[str, Heads]  # name -> features, in the order of the rows
-    prefix: str = ""  # the fused parameters are `<prefix>weight` and `<prefix>bias`
-    transposed: bool = False  # the fused weight has shape (in, out) instead of (out, in)
+    # name -> features, in the order of the rows
+    blocks: Mapping[str, Heads]
+    # the fused parameters are `<prefix>weight` and `<prefix>bias`
+    prefix: str = ""
+    # the fused weight has shape (in, out) instead of (out, in)
+    transposed: bool = False
 
     @property
     def features(self) -> int:
@@ -163,19 +180,25 @@ class FusedBlocks:
     def splits(self, ranks: int) -> bool:
         """Whether each block becomes a parameter of its own.
 
-        Equal blocks are equal runs of one dim, of which every rank has the same rows: a `StridedShard`. What ranks have
-        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim.
+        Equal blocks are equal runs of one dim, of which every rank has the same rows: a
+        `StridedShard`. What ranks have of other blocks, or of heads that several ranks hold, is no
+        sharding of the fused dim.
         """
-        return len({*self.blocks.values()}) > 1 or any(heads.replicated(ranks) for heads in self.blocks.values())
+        return len({*self.blocks.values()}) > 1 or any(
+            heads.replicated(ranks) for heads in self.blocks.values()
+        )
 
     def placement(self, name: str, ranks: int) -> Shard | StridedShard:
         """The placement over so many ranks of the fused weight or bias, where it is one parameter."""
         heads = next(iter(self.blocks.values()))
-        return HeadShard(int(self.transposed and name == self.names[0]), heads, len(self.blocks)).on(ranks)
+        return HeadShard(
+            int(self.transposed and name == self.names[0]), heads, len(self.blocks)
+        ).on(ranks)
 
     def rows(self, ranks: int) -> list[int]:
         """Rows of all blocks on each rank."""
-        # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share.
+        # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two
+        # share.
         sizes = [
             [heads.size] * ranks
             if heads.replicated(ranks)
@@ -191,7 +214,8 @@ class Adapter:
 
     rank: int  # inner size
     scale: float  # factor of the adapter's product
-    train_base: bool  # the Linear's own parameters get gradients too
+    # the Linear's own parameters get gradients too
+    train_base: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +237,14 @@ class Experts:
     """Experts that tokens are routed to."""
 
     count: int  # number of experts
-    # the module's forward takes rows sorted by expert and the number of rows of each expert; False: tokens, the experts
-    # chosen for each of them, and their weights
+    # the module's forward takes rows sorted by expert and the number of rows of each expert; False:
+    # tokens, the experts chosen for each of them, and their weights
     grouped: bool
-    listed: bool  # the experts are the children of a ModuleList; False: they are indices of dim 0 of its parameters
-    capacity: float | None = None  # rows that an expert takes, as a factor of equally many for each; None: all
+    # the experts are the children of a ModuleList; False: they are indices of dim 0 of its
+    # parameters
+    listed: bool
+    # rows that an expert takes, as a factor of equally many for each; None: all
+    capacity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,17 +254,21 @@ class ModuleSharding:
     Attributes:
         style: the style's name, for messages.
         parameters: placement of each named parameter or buffer; those not named are replicated.
-        second_axis: of a style that acts on two axes, the placement of each parameter along the second; None: one axis.
-        inputs: one port per positional input, None where the input passes through; None: all pass through.
+        second_axis: of a style that acts on two axes, the placement of each parameter along the
+            second; None: one axis.
+        inputs: one port per positional input, None where the input passes through; None: all pass
+            through.
         keywords: ports of keyword inputs.
         outputs: one port per output, None where it passes through; None: all pass through.
-        lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the module's own forward
-            runs on DTensors.
+        lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the
+            module's own forward runs on DTensors.
         options: what the lowering must know beside placements, by its type; None: nothing.
         local_inputs: the module's forward receives plain local tensors.
         local_outputs: plain local tensors leave the module.
-        distributes: parameters become DTensors (False for styles that only prepare inputs or outputs).
-        own_parameters: only those of the module itself do, and its children may have styles of their own.
+        distributes: parameters become DTensors (False for styles that only prepare inputs or
+            outputs).
+        own_parameters: only those of the module itself do, and its children may have styles of
+            their own.
         strict: a number of inputs or outputs other than the number of ports is an error.
     """
 
@@ -262,10 +293,20 @@ class ModuleSharding:
 
     def placements(self, name: str, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
         """The placements of a parameter or buffer on a mesh of this shape."""
-        if self.fused is not None and name in self.fused.names and not self.fused.splits(mesh_shape[0]):
+        if (
+            self.fused is not None
+            and name in self.fused.names
+            and not self.fused.splits(mesh_shape[0])
+        ):
             return (self.fused.placement(name, mesh_shape[0]),)
-        asked = (placements.get(name, Replicate()) for placements in (self.parameters, self.second_axis or {}))
-        return tuple(p if isinstance(p, Placement) else p.on(n) for p, n in zip(asked, mesh_shape, strict=False))
+        asked = (
+            placements.get(name, Replicate())
+            for placements in (self.parameters, self.second_axis or {})
+        )
+        return tuple(
+            p if isinstance(p, Placement) else p.on(n)
+            for p, n in zip(asked, mesh_shape, strict=False)
+        )
 
     def shards(self, name: str) -> bool:
         """Whether a parameter is sharded."""
@@ -343,7 +384,8 @@ class Collective(NamedTuple):
         op: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
         nbytes: bytes of the global tensor.
         backward: whether it runs in the backward.
-        once_for: modules that declare the same key run this collective once, together; None: on its own.
+        once_for: modules that declare the same key run this collective once, together; None: on its
+            own.
         ranks: number of ranks that take part; None: all of the axis.
         chunks: in how many messages it is sent.
     """

@@ -1,6 +1,7 @@
 """Styles of what treats parts of an activation alone: every token, every channel, every head of an attention.
 
-`ContextParallel` is for attention of a sharded sequence; column-wise and row-wise projections stand beside the others.
+`ContextParallel` is for attention of a sharded sequence; column-wise and row-wise projections stand
+beside the others.
 """
 
 from __future__ import annotations
@@ -19,10 +20,24 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from ..lowering.lowered import Lowered
 from ..modules.channels import ChannelsOfGroups, GroupedChannels
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
-from ..modules.own_forward import TOKENWISE, ContextAttention, LocalForward, SequenceDropout, Tokenwise, is_norm
+from ..modules.own_forward import (
+    TOKENWISE,
+    ContextAttention,
+    LocalForward,
+    SequenceDropout,
+    Tokenwise,
+    is_norm,
+)
 from ..modules.recurrent import RECURRENT, Recurrent
 from ..sharding.module_kinds import CONVOLUTIONS, class_of, is_grouped, keeps_forward
-from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, LatentFeatures, ModuleSharding, Port
+from ..sharding.module_sharding import (
+    FusedBlocks,
+    Heads,
+    HeadShard,
+    LatentFeatures,
+    ModuleSharding,
+    Port,
+)
 from .style import DeclaredStyle, check_forward, unsupported
 
 # By exact type: a subclass may treat tokens otherwise.
@@ -37,9 +52,10 @@ _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
 class SequenceParallel(DeclaredStyle):
     """Run a module that treats every token alone on each rank's shard of the sequence.
 
-    For LayerNorm, RMSNorm, Dropout, activations and modules of your own of that kind; RNN, LSTM and GRU along their
-    batch dim.  A plain input is this rank's shard of the sequence; a DTensor is redistributed to it.  The gradients of
-    the replicated parameters are summed over the axis before hooks and optimizers see them.
+    For LayerNorm, RMSNorm, Dropout, activations and modules of your own of that kind; RNN, LSTM and
+    GRU along their batch dim. A plain input is this rank's shard of the sequence; a DTensor is
+    redistributed to it. The gradients of the replicated parameters are summed over the axis before
+    hooks and optimizers see them.
 
     Args:
         sequence_dim: the dim of the activations that is sharded.
@@ -79,16 +95,20 @@ class SequenceParallel(DeclaredStyle):
 class ContextParallel(DeclaredStyle):
     """Let calls of `F.scaled_dot_product_attention` in a module be those of the sequence over all ranks of the axis.
 
-    For a module of any kind: an attention, a block, a whole model. Its inputs are this rank's positions. Parameters
-    stay as they are; their gradients are those of this rank's positions, and are reduced as over data ranks
-    (`replicate`, `fully_shard`). Other styles on the same module or inside of it use other axes.
-    A checkpoint goes around the module, not inside of it: what runs again in backward has to pass through its forward.
+    For a module of any kind: an attention, a block, a whole model. Its inputs are this rank's
+    positions. Parameters stay as they are; their gradients are those of this rank's positions, and
+    are reduced as over data ranks (`replicate`, `fully_shard`). Other styles on the same module or
+    inside of it use other axes. A checkpoint goes around the module, not inside of it: what runs
+    again in backward has to pass through its forward.
 
     Args:
         method: how keys and values reach the queries, see `context_parallel_attention`.
-        layout: which positions each rank holds. A name is for sequences of which all ranks hold equally many.
-        window: (left, right): keys before and behind the query's own position that it may read; None: no bound.
-        documents: of packed sequences that are the same in every batch; else use `context_parallel`.
+        layout: which positions each rank holds. A name is for sequences of which all ranks hold
+            equally many.
+        window: (left, right): keys before and behind the query's own position that it may read;
+            None: no bound.
+        documents: of packed sequences that are the same in every batch; else use
+            `context_parallel`.
 
     Example:
         >>> ContextParallel(method="ring", layout="head_tail").on("context").axis
@@ -113,9 +133,10 @@ class ContextParallel(DeclaredStyle):
 class HeadParallel(DeclaredStyle):
     """Give each rank some heads of an `nn.MultiheadAttention`: projections by columns, the output projection by rows.
 
-    Query, key and value arrive replicated; the output leaves replicated (or sharded, by `output_layouts`), after one
-    reduction.  The fused `in_proj_weight` stays one parameter; of each of its three blocks a rank holds the rows of its
-    heads, as of the three weights where `kdim` or `vdim` are given.
+    Query, key and value arrive replicated; the output leaves replicated (or sharded, by
+    `output_layouts`), after one reduction. The fused `in_proj_weight` stays one parameter; of each
+    of its three blocks a rank holds the rows of its heads, as of the three weights where `kdim` or
+    `vdim` are given.
 
     Args:
         output_layouts: layout of the output; Replicate if left out.
@@ -132,7 +153,8 @@ class HeadParallel(DeclaredStyle):
             raise unsupported("HeadParallel", module, (nn.MultiheadAttention,))
         if module.bias_k is not None or module.add_zero_attn:
             raise UnsupportedModuleError(
-                "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the module with "
+                "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the "
+                "module with "
                 "shoal_dtensor.distribute_module"
             )
         check_forward("HeadParallel", module, nn.MultiheadAttention)
@@ -142,7 +164,8 @@ class HeadParallel(DeclaredStyle):
         port = Port(Replicate(), Replicate())
         return ModuleSharding(
             "HeadParallel",
-            {"out_proj.weight": HeadShard(1, heads)} | dict.fromkeys(projections, HeadShard(0, heads)),
+            {"out_proj.weight": HeadShard(1, heads)}
+            | dict.fromkeys(projections, HeadShard(0, heads)),
             inputs=(port, port, port),
             outputs=(Port(Partial(), self.output_layouts or Replicate()), None),
             lowering=AttentionHeads,
@@ -154,17 +177,19 @@ class HeadParallel(DeclaredStyle):
 class OwnParameters(DeclaredStyle):
     """Shard the parameters that a module's own forward reads, such as one attention sink per head.
 
-    The forward runs on local shards. Children keep styles of their own. A parameter that is not named is replicated,
-    and its gradient is taken to be the same on all ranks.
+    The forward runs on local shards. Children keep styles of their own. A parameter that is not
+    named is replicated, and its gradient is taken to be the same on all ranks.
 
     Args:
-        dims: name of a parameter -> the dim that is sharded; a module where it is None has nothing to shard.
-        counts: names of integers of the module by which its forward reshapes what column-wise children return: numbers
-            of heads, features of all heads. While the forward runs, a rank reads its part of them.
+        dims: name of a parameter -> the dim that is sharded; a module where it is None has nothing
+            to shard.
+        counts: names of integers of the module by which its forward reshapes what column-wise
+            children return: numbers of heads, features of all heads. While the forward runs, a rank
+            reads its part of them.
 
     Raises:
-        LayoutError: if the module has no such parameter or integer, or the parameter no such dim, or the ranks do not
-            share a count equally (when applied).
+        LayoutError: if the module has no such parameter or integer, or the parameter no such dim,
+            or the ranks do not share a count equally (when applied).
 
     Example:
         >>> import torch
@@ -190,21 +215,29 @@ class OwnParameters(DeclaredStyle):
             param = module._parameters.get(name)
             if param is None or not -max(param.ndim, 2) <= dim < param.ndim:
                 got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
-                raise LayoutError(f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}")
-            placements[name] = Shard(max(dim + param.ndim, 0) if dim < 0 else dim, multiple_of=self.multiple_of)
+                raise LayoutError(
+                    f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}"
+                )
+            placements[name] = Shard(
+                max(dim + param.ndim, 0) if dim < 0 else dim, multiple_of=self.multiple_of
+            )
         for name in self.counts:
             if type(vars(module).get(name)) is not int:
-                raise LayoutError(f"OwnParameters: {name!r} is no integer of {type(module).__name__}")
+                raise LayoutError(
+                    f"OwnParameters: {name!r} is no integer of {type(module).__name__}"
+                )
         counts = tuple(self.counts)
-        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, options=counts, own_parameters=True)
+        return ModuleSharding(
+            "OwnParameters", placements, lowering=LocalForward, options=counts, own_parameters=True
+        )
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LatentProjection(DeclaredStyle):
     """A replicated Linear of multi-head latent attention, whose last features each rank's heads read by themselves.
 
-    The latent passes a column-wise projection, which sums its gradient over the ranks; this style sums that of the
-    features beside it.
+    The latent passes a column-wise projection, which sums its gradient over the ranks; this style
+    sums that of the features beside it.
 
     Args:
         rotary: number of these features, the last of the output.
@@ -234,17 +267,23 @@ class LatentProjection(DeclaredStyle):
         )
 
 
-_KINDS: tuple[type[nn.Module], ...] = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
+_KINDS: tuple[type[nn.Module], ...] = (
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.PReLU,
+)
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
     """Run what treats channels alone, between a column-wise and a row-wise convolution, on the rank's channels.
 
-    For GroupNorm, BatchNorm, PReLU, and convolutions of several groups, depthwise ones among them.  No communication
-    in either direction.  A shard of a GroupNorm or of a convolution holds complete groups: where their number is not a
-    multiple of the ranks, shard the module before it alike with `.aligned(input channels of a group)`.  BatchNorm's
-    statistics are sharded with its channels.
+    For GroupNorm, BatchNorm, PReLU, and convolutions of several groups, depthwise ones among them.
+    No communication in either direction. A shard of a GroupNorm or of a convolution holds complete
+    groups: where their number is not a multiple of the ranks, shard the module before it alike with
+    `.aligned(input channels of a group)`. BatchNorm's statistics are sharded with its channels.
 
     Args:
         use_local_output: return the plain local tensor instead of a DTensor.
@@ -272,12 +311,18 @@ def sharded_groups(
 ) -> ModuleSharding:
     """The sharding of a module by groups of channels, by channels outside where no other layout is given."""
     name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
-    if isinstance(module, CONVOLUTIONS) and not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
+    if isinstance(module, CONVOLUTIONS) and not any(
+        keeps_forward(module, kind) for kind in CONVOLUTIONS
+    ):
         raise unsupported(name, module, CONVOLUTIONS)
     # In units of 2 groups of 1 input and 2 output channels: multiples of 2 and of 4.
-    into, out_of, rows = (channels.unit * size for size in (channels.into, channels.out_of, channels.rows))
+    into, out_of, rows = (
+        channels.unit * size for size in (channels.into, channels.out_of, channels.rows)
+    )
     reads, computes = Shard(channels.dim, multiple_of=into), Shard(channels.dim, multiple_of=out_of)
-    of_outputs = dict.fromkeys(("bias", "running_mean", "running_var"), Shard(0, multiple_of=out_of))
+    of_outputs = dict.fromkeys(
+        ("bias", "running_mean", "running_var"), Shard(0, multiple_of=out_of)
+    )
     return ModuleSharding(
         name,
         {"weight": Shard(0, multiple_of=rows), **of_outputs},

@@ -1,8 +1,8 @@
 """`ExpertParallel` and `ExpertTensorParallel`: experts on different ranks, or hidden features of every expert.
 
-Both go on the module that holds the experts and is called as `(hidden_states, top_k_index, top_k_weights)` or
-`(rows, num_tokens_per_expert)`; the router before it and shared experts beside it are modules of their own.
-`SharedExpertOverlap` goes on the block that holds them.
+Both go on the module that holds the experts and is called as `(hidden_states, top_k_index,
+top_k_weights)` or `(rows, num_tokens_per_expert)`; the router before it and shared experts beside
+it are modules of their own. `SharedExpertOverlap` goes on the block that holds them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from torch import nn
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 
-from ..experts.expert_forward import BlockMembers, DividedInput, OverlappedBlock, RoutedExperts, SlicedExperts
+from ..experts.expert_forward import (
+    BlockMembers,
+    DividedInput,
+    OverlappedBlock,
+    RoutedExperts,
+    SlicedExperts,
+)
 from ..sharding.module_kinds import class_of, expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
@@ -24,18 +30,20 @@ from .style import DeclaredStyle, unsupported
 class ExpertParallel(DeclaredStyle):
     """Hold some experts on each rank, and bring tokens to them.
 
-    The experts are packed, parameters of shape (experts, ...), or the children of a ModuleList with a forward. Any
-    number of experts on any number of ranks. Nothing is dropped unless a capacity is given.
+    The experts are packed, parameters of shape (experts, ...), or the children of a ModuleList with
+    a forward. Any number of experts on any number of ranks. Nothing is dropped unless a capacity is
+    given.
 
-    On two axes, `ExpertParallel().on(("expert", "tensor"))`, the second one shards the hidden features of each expert
-    as `ExpertTensorParallel` does; all ranks along it have the same tokens.
+    On two axes, `ExpertParallel().on(("expert", "tensor"))`, the second one shards the hidden
+    features of each expert as `ExpertTensorParallel` does; all ranks along it have the same tokens.
 
     Args:
-        input_layouts: `Shard(0)`: every rank along the axis has tokens of its own, which are sent to the ranks of their
-            experts and back. `Replicate()`: all ranks have all tokens; each computes its experts for them, and the
-            outputs are summed.
-        capacity_factor: an expert takes at most this times the tokens that each would get if all got equally many, of
-            all ranks together; the last ones are dropped, which then get nothing from it.
+        input_layouts: `Shard(0)`: every rank along the axis has tokens of its own, which are sent
+            to the ranks of their experts and back. `Replicate()`: all ranks have all tokens; each
+            computes its experts for them, and the outputs are summed.
+        capacity_factor: an expert takes at most this times the tokens that each would get if all
+            got equally many, of all ranks together; the last ones are dropped, which then get
+            nothing from it.
 
     Raises:
         LayoutError: if the layout is another one, or the factor is not positive (at construction).
@@ -57,10 +65,13 @@ class ExpertParallel(DeclaredStyle):
 
     def __post_init__(self) -> None:
         if self.input_layouts not in (Replicate(), Shard(0)):
-            raise LayoutError(f"ExpertParallel: tokens are Shard(0) or Replicate(), got {self.input_layouts!r}")
+            raise LayoutError(
+                f"ExpertParallel: tokens are Shard(0) or Replicate(), got {self.input_layouts!r}"
+            )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise LayoutError(
-                f"ExpertParallel: capacity_factor is a positive number or None, got {self.capacity_factor}"
+                "ExpertParallel: capacity_factor is a positive number or None, got "
+                f"{self.capacity_factor}"
             )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
@@ -81,8 +92,9 @@ class ExpertParallel(DeclaredStyle):
 class ExpertTensorParallel(DeclaredStyle):
     """Hold some hidden features of every expert on each rank, and sum what they give.
 
-    The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj, w2, packed over the
-    experts or of Linears in a ModuleList, and their biases. All ranks have the same tokens.
+    The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj,
+    w2, packed over the experts or of Linears in a ModuleList, and their biases. All ranks have the
+    same tokens.
 
     Raises:
         UnsupportedModuleError: if the module has other parameters (when applied).
@@ -131,17 +143,18 @@ class IdentityExpert(DeclaredStyle):
 class SharedExpertOverlap(DeclaredStyle):
     """Compute a block's shared expert while tokens are under way to its routed experts, and so in backward.
 
-    For the block that holds both, beside `ExpertParallel()` on its experts. Values and collectives stay the same. The
-    block calls the experts first, then the shared expert with its own input or a view of it; the shared expert
-    treats every token alone. A compiled graph breaks at the block.  A checkpoint goes around the block, not inside.
+    For the block that holds both, beside `ExpertParallel()` on its experts. Values and collectives
+    stay the same. The block calls the experts first, then the shared expert with its own input or a
+    view of it; the shared expert treats every token alone. A compiled graph breaks at the block. A
+    checkpoint goes around the block, not inside.
 
     Args:
         experts: path of the experts in the block.
         shared: path of the shared expert in the block.
 
     Raises:
-        LayoutError: if the block has no such modules (when applied), or does something else, or its experts dispatch
-            no tokens (when called).
+        LayoutError: if the block has no such modules (when applied), or does something else, or its
+            experts dispatch no tokens (when called).
 
     Example:
         >>> block = nn.ModuleDict({"experts": nn.ModuleList(), "shared_experts": nn.Linear(2, 2)})

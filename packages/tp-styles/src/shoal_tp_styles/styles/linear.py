@@ -1,7 +1,7 @@
 """Styles that shard output features, or input features: by columns, by rows, and of fused and of tied weights.
 
-One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
-sharded features, and the lowering that computes it.
+One table per style: module type -> the sharded dims of its parameters, the dims of input and output
+that hold the sharded features, and the lowering that computes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from ..modules.composed_linear import FusedColumn
 from ..modules.embedding import ColumnEmbedding, EmbeddingBag, RowEmbedding
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.sharded_linear import ColumnLinear, RowLinear
-from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of, out_features
+from ..sharding.module_kinds import (
+    TransposedLinear,
+    class_of,
+    is_grouped,
+    keeps_forward,
+    kinds_of,
+    out_features,
+)
 from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, ModuleSharding, Overlap, Port
 from .activation import sharded_groups
 from .style import DeclaredStyle, LayoutField, check_forward, unsupported
@@ -34,8 +41,10 @@ class Features(NamedTuple):
     """The dims of a module's features."""
 
     parameters: Mapping[str, int]  # the sharded dim of each parameter
-    input: int | None  # the sharded dim of the input; None: the input is replicated
-    output: int | None  # the sharded dim of the output; None: the output is a partial sum
+    # the sharded dim of the input; None: the input is replicated
+    input: int | None
+    # the sharded dim of the output; None: the output is a partial sum
+    output: int | None
     lowering: type[Lowered]  # the local computation
     inputs: int = 1  # number of inputs
 
@@ -50,7 +59,10 @@ COLWISE: dict[type[nn.Module], Features] = {
     nn.Embedding: Features({"weight": 1}, None, -1, ColumnEmbedding),
     nn.EmbeddingBag: Features({"weight": 1}, None, -1, EmbeddingBag),
     nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, Channels, inputs=2),
-    **{conv: Features({"weight": 0, "bias": 0}, None, -1 - n, Channels) for n, conv in _CONVOLUTIONS},
+    **{
+        conv: Features({"weight": 0, "bias": 0}, None, -1 - n, Channels)
+        for n, conv in _CONVOLUTIONS
+    },
     **{conv: Features({"weight": 1, "bias": 0}, None, -1 - n, Channels) for n, conv in _TRANSPOSED},
 }
 
@@ -67,7 +79,9 @@ _Table = Mapping[type[nn.Module], Features]
 _OF_HEADS: _Table = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
 
 
-def _features(style: str, table: _Table, module: nn.Module) -> tuple[Features, type[Lowered] | None]:
+def _features(
+    style: str, table: _Table, module: nn.Module
+) -> tuple[Features, type[Lowered] | None]:
     """The module's row of the table, and its lowering; None for a subclass with a forward of its own."""
     for kind in kinds_of(module):
         if kind in table:
@@ -80,14 +94,17 @@ class _FeatureStyle(DeclaredStyle):
     """What both styles have in common."""
 
     use_local_output: bool = True
-    of_heads: Heads | None = field(default=None, init=False, metadata={"call": ".heads({0.count}, {0.size})"})
+    of_heads: Heads | None = field(
+        default=None, init=False, metadata={"call": ".heads({0.count}, {0.size})"}
+    )
     chunks: int = field(default=1, init=False, metadata={"call": ".overlapped({})"})
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection to `count` heads of `size` features, or by rows from them.
 
-        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold the same head
-        (Linear only).  An Embedding may hold features of heads too: a relative position bias has one feature for each.
+        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold
+        the same head (Linear only). An Embedding may hold features of heads too: a relative
+        position bias has one feature for each.
 
         Example:
             >>> ColwiseParallel().heads(2, 64).of_heads
@@ -98,13 +115,14 @@ class _FeatureStyle(DeclaredStyle):
     def overlapped(self, chunks: int) -> Self:
         """The same style for a Linear whose collective runs beside its product, in so many chunks of dim 0.
 
-        Columns gather a sharded input in chunks; rows reduce or scatter their output, and gather its gradient. Eager
-        forwards do; compiled code orders collectives itself.
+        Columns gather a sharded input in chunks; rows reduce or scatter their output, and gather
+        its gradient. Eager forwards do; compiled code orders collectives itself.
 
         Raises:
-            LayoutError: if there is no chunk; (when it is applied) if columns get an input that needs no gather.
-            UnsupportedModuleError: (when it is applied) to another module than a Linear with torch's forward, or one
-                of `ColwiseParallel.heads`.
+            LayoutError: if there is no chunk; (when it is applied) if columns get an input that
+                needs no gather.
+            UnsupportedModuleError: (when it is applied) to another module than a Linear with
+                torch's forward, or one of `ColwiseParallel.heads`.
 
         Example:
             >>> ColwiseParallel(input_layouts=Shard(1)).overlapped(2)
@@ -115,11 +133,20 @@ class _FeatureStyle(DeclaredStyle):
         return self._with(chunks=chunks)
 
     def _declared(
-        self, style: str, table: _Table, module: nn.Module, arriving: Placement | None, leaving: Placement | None
+        self,
+        style: str,
+        table: _Table,
+        module: nn.Module,
+        arriving: Placement | None,
+        leaving: Placement | None,
     ) -> ModuleSharding:
         """The sharding by a module's row of the table; outside layouts that nobody gives are those inside."""
-        arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
-        if is_grouped(module):  # its channels are sharded inside whatever the style
+        arriving, leaving = (
+            self.given("input_layouts") or arriving,
+            self.given("output_layouts") or leaving,
+        )
+        # its channels are sharded inside whatever the style
+        if is_grouped(module):
             self._overlap(module, None)
             return sharded_groups(self, module, arriving, leaving)
         features, lowering = _features(style, table, module)
@@ -128,11 +155,15 @@ class _FeatureStyle(DeclaredStyle):
         return ModuleSharding(
             style,
             {
-                name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
+                name: HeadShard(dim, self.of_heads)
+                if self.of_heads
+                else Shard(dim, multiple_of=self.multiple_of)
                 for name, dim in features.parameters.items()
             },
             # As in torch, ids for the rows of a table arrive sharded too.
-            inputs=(Port(arriving or Shard(-1 if features.input is None else features.input), desired),)
+            inputs=(
+                Port(arriving or Shard(-1 if features.input is None else features.input), desired),
+            )
             * features.inputs,
             outputs=(Port(computed, leaving or computed),),
             lowering=lowering,
@@ -146,7 +177,8 @@ class _FeatureStyle(DeclaredStyle):
             return None
         if lowering not in (ColumnLinear, RowLinear):
             raise UnsupportedModuleError(
-                f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got {type(module).__name__}; "
+                f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got "
+                f"{type(module).__name__}; "
                 "leave out overlapped()"
             )
         return Overlap(self.chunks)
@@ -156,14 +188,16 @@ class _FeatureStyle(DeclaredStyle):
 class ColwiseParallel(_FeatureStyle):
     """Shard a module along its output features: every rank computes some columns of the output.
 
-    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and ConvTranspose: output
-    channels, and with several groups complete ones, with their input channels.  A Linear with a weight of shape
-    (in, out) (GPT-2's `Conv1D`) is recognised by its structure.  RNN, LSTM and GRU: hidden units, the state gathered in
-    every step of the sequence; states have the layout of the output, which of two directions is Replicate.
+    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and
+    ConvTranspose: output channels, and with several groups complete ones, with their input
+    channels. A Linear with a weight of shape (in, out) (GPT-2's `Conv1D`) is recognised by its
+    structure. RNN, LSTM and GRU: hidden units, the state gathered in every step of the sequence;
+    states have the layout of the output, which of two directions is Replicate.
 
     Args:
-        input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.  Sharded tokens of an
-            EmbeddingBag with offsets are each rank's own bags, of any number and length.
+        input_layouts: layout of a plain input; Replicate if left out. Inside it is replicated.
+            Sharded tokens of an EmbeddingBag with offsets are each rank's own bags, of any number
+            and length.
         output_layouts: layout of the output; the last dim sharded if left out (channels for Conv).
         use_local_output: return the plain local tensor instead of a DTensor.
 
@@ -189,7 +223,8 @@ class ColwiseParallel(_FeatureStyle):
     def desired_input_layouts(self, layouts: Layouts) -> None:
         if layouts not in (Replicate(), (Replicate(),)):
             raise LayoutError(
-                f"ColwiseParallel.desired_input_layouts: columns of an output take the whole input, got "
+                "ColwiseParallel.desired_input_layouts: columns of an output take the whole "
+                "input, got "
                 f"{layouts!r}; input_layouts says how it arrives"
             )
 
@@ -197,17 +232,27 @@ class ColwiseParallel(_FeatureStyle):
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
         if isinstance(module, RECURRENT):
-            if (got := self.multiple_of) > 1:  # its gates each have some units on every rank
-                raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}")
+            # its gates each have some units on every rank
+            if (got := self.multiple_of) > 1:
+                raise LayoutError(
+                    f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}"
+                )
             self._overlap(module, None)
-            arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
-            return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, self.use_local_output)
+            arriving, leaving = (
+                self.given("input_layouts") or Replicate(),
+                self.given("output_layouts"),
+            )
+            return sharded_hidden_units(
+                "ColwiseParallel", module, arriving, leaving, self.use_local_output
+            )
         sharding = self._declared("ColwiseParallel", COLWISE, module, Replicate(), None)
         layout = sharding.input_port().layout
         if self.chunks > 1 and not (isinstance(layout, Shard) and layout.multiple_of == 1):
             raise LayoutError(
-                f"ColwiseParallel.overlapped: runs the gather of a sharded input beside the product, got input_layouts="
-                f"{layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the backward's collective "
+                "ColwiseParallel.overlapped: runs the gather of a sharded input beside the "
+                "product, got input_layouts="
+                f"{layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the "
+                "backward's collective "
                 "runs beside the weight gradient in any case"
             )
         return sharding
@@ -216,13 +261,18 @@ class ColwiseParallel(_FeatureStyle):
         features, _ = _features("ColwiseParallel.heads", _OF_HEADS, module)
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
-            raise LayoutError(f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not")
+            raise LayoutError(
+                f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not"
+            )
         if self.given("output_layouts") is not None or not self.use_local_output:
             raise LayoutError(
-                "ColwiseParallel.heads returns local heads; output_layouts and use_local_output=False do not go with it"
+                "ColwiseParallel.heads returns local heads; output_layouts and "
+                "use_local_output=False do not go with it"
             )
         if self.chunks > 1:
-            raise UnsupportedModuleError("ColwiseParallel: heads() and overlapped() do not go together; leave out one")
+            raise UnsupportedModuleError(
+                "ColwiseParallel: heads() and overlapped() do not go together; leave out one"
+            )
         sharding = self._declared("ColwiseParallel", _OF_HEADS, module, Replicate(), None)
         if not isinstance(module, nn.Linear):
             return sharding
@@ -234,12 +284,13 @@ class ColwiseParallel(_FeatureStyle):
 class RowwiseParallel(_FeatureStyle):
     """Shard a module along its input features: every rank computes a partial sum of the output.
 
-    Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding: weight
-    `Shard(0)`, tokens of other ranks masked; Conv and ConvTranspose: input channels, and with several groups complete
-    ones, with their output channels, so that nothing is summed.
+    Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding:
+    weight `Shard(0)`, tokens of other ranks masked; Conv and ConvTranspose: input channels, and
+    with several groups complete ones, with their output channels, so that nothing is summed.
 
     Args:
-        input_layouts: layout of a plain input; the last dim sharded if left out.  Of bags as in `ColwiseParallel`.
+        input_layouts: layout of a plain input; the last dim sharded if left out. Of bags as in
+            `ColwiseParallel`.
         output_layouts: layout of the output; Replicate if left out.
         use_local_output: return the plain local tensor instead of a DTensor.
 
@@ -250,7 +301,8 @@ class RowwiseParallel(_FeatureStyle):
     """
 
     input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
-    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
+    # a descriptor
+    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return self._declared("RowwiseParallel", ROWWISE, module, None, Replicate())
@@ -284,9 +336,10 @@ class PackedColwiseParallel(DeclaredStyle):
     The local output holds this rank's shard of every block, in the blocks' order.
 
     Args:
-        blocks: name and number of output features of each block, in the order of the rows; or `Heads(count, size)` for
-            blocks with complete heads in each shard.  Fewer heads than ranks are replicated over neighbouring ranks
-            (GQA).  A number stands for so many equal blocks, named by their index.
+        blocks: name and number of output features of each block, in the order of the rows; or
+            `Heads(count, size)` for blocks with complete heads in each shard. Fewer heads than
+            ranks are replicated over neighbouring ranks (GQA). A number stands for so many equal
+            blocks, named by their index.
         input_layouts: layout of a plain input; Replicate if left out.
 
     Raises:
@@ -294,7 +347,8 @@ class PackedColwiseParallel(DeclaredStyle):
 
     Example:
         >>> from shoal_tp_styles import Heads
-        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v": Heads(2, 64)})
+        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v":
+        Heads(2, 64)})
         >>> style.sharding(nn.Linear(512, 768)).fused.blocks["k"].features
         128
     """
@@ -321,7 +375,10 @@ class PackedColwiseParallel(DeclaredStyle):
         }
         total = sum(block.features for block in blocks.values())
         if total != features:
-            raise LayoutError(f"PackedColwiseParallel: the blocks {given} have {total} features, the module {features}")
+            raise LayoutError(
+                f"PackedColwiseParallel: the blocks {given} have {total} features, the module "
+                f"{features}"
+            )
         port = Port(self.input_layouts or Replicate(), Replicate())
         return ModuleSharding(
             "PackedColwiseParallel",

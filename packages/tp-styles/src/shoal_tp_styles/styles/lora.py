@@ -48,24 +48,37 @@ class LoRA(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not isinstance(module, nn.Linear):
-            raise UnsupportedModuleError(f"LoRA has adapters for Linear, not for {type(module).__name__}")
+            raise UnsupportedModuleError(
+                f"LoRA has adapters for Linear, not for {type(module).__name__}"
+            )
         base = self.base.sharding(module)
         if base.lowering not in (ColumnLinear, RowLinear) or base.options is not None:
             raise UnsupportedModuleError(
-                f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is ColwiseParallel or "
-                "RowwiseParallel (without heads() and overlapped()), the module a Linear with torch's forward"
+                f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is "
+                "ColwiseParallel or "
+                "RowwiseParallel (without heads() and overlapped()), the module a Linear with "
+                "torch's forward"
             )
         columns, parameters = base.lowering is ColumnLinear, dict(base.parameters)
-        parameters |= {"lora_A": Replicate() if columns else Shard(1), "lora_B": Shard(0) if columns else Replicate()}
+        parameters |= {
+            "lora_A": Replicate() if columns else Shard(1),
+            "lora_B": Shard(0) if columns else Replicate(),
+        }
         options = Adapter(self.rank, self.alpha / self.rank, self.train_base)
-        return replace(base, style="LoRA", parameters=parameters, lowering=AdapterLinear, options=options)
+        return replace(
+            base, style="LoRA", parameters=parameters, lowering=AdapterLinear, options=options
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
         if not self.train_base:
             module.requires_grad_(False)  # before it gets the adapter's
-        module.register_parameter("lora_A", nn.Parameter(module.weight.new_empty(self.rank, module.in_features)))
-        module.register_parameter("lora_B", nn.Parameter(module.weight.new_empty(module.out_features, self.rank)))
+        module.register_parameter(
+            "lora_A", nn.Parameter(module.weight.new_empty(self.rank, module.in_features))
+        )
+        module.register_parameter(
+            "lora_B", nn.Parameter(module.weight.new_empty(module.out_features, self.rank))
+        )
         initialize_adapter(module)
         return super()._apply(module, device_mesh)
 
@@ -121,7 +134,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         for module in model.modules():
             for sharding, _ in shardings_of(module):
                 if isinstance(sharding.options, Adapter):
-                    weight, a, b = (getattr(module, name) for name in ("weight", "lora_A", "lora_B"))
+                    weight, a, b = (
+                        getattr(module, name) for name in ("weight", "lora_A", "lora_B")
+                    )
                     weight.addmm_(b, a, alpha=sharding.options.scale)
                     b.zero_()
     return model

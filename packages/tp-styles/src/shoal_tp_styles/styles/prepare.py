@@ -1,7 +1,7 @@
 """`PrepareModuleInput`, `PrepareModuleOutput`, `PrepareModuleInputOutput`: layouts at a module's boundary.
 
-They change no parameter, only the layouts of the tensors that enter and leave; `input_reshard` that of what is saved
-for backward.
+They change no parameter, only the layouts of the tensors that enter and leave; `input_reshard` that
+of what is saved for backward.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
     """Pair the layouts of plain tensors with the desired ones; None entries pass through."""
     if layouts is None:
         if desired is not None:
-            raise LayoutCountError(f"{what}: desired layouts {desired} are given without the layouts of plain tensors")
+            raise LayoutCountError(
+                f"{what}: desired layouts {desired} are given without the layouts of plain tensors"
+            )
         return None
     if desired is None:
         raise LayoutCountError(f"{what}: layouts {layouts} are given without desired layouts")
-    now, then = ((each,) if isinstance(each, Placement) else tuple(each) for each in (layouts, desired))
+    now, then = (
+        (each,) if isinstance(each, Placement) else tuple(each) for each in (layouts, desired)
+    )
     if len(now) != len(then):
         raise LayoutCountError(
             f"{what}: layouts and desired layouts must have the same length, "
@@ -42,7 +46,9 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
     return tuple(None if layout is None else Port(layout, want or layout) for layout, want in pairs)
 
 
-def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None) -> dict[str, Port]:
+def _keyword_ports(
+    layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None
+) -> dict[str, Port]:
     now, then = dict(layouts or {}), dict(desired or {})
     if len(now) != len(then):
         raise LayoutCountError(
@@ -191,18 +197,27 @@ class PrepareModuleInputOutput(_Prepare):
         )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        inputs, outputs = (each.sharding(module) for each in (self.prepare_module_input, self.prepare_module_output))
+        inputs, outputs = (
+            each.sharding(module)
+            for each in (self.prepare_module_input, self.prepare_module_output)
+        )
         return replace(
-            inputs, style="PrepareModuleInputOutput", outputs=outputs.outputs, local_outputs=outputs.local_outputs
+            inputs,
+            style="PrepareModuleInputOutput",
+            outputs=outputs.outputs,
+            local_outputs=outputs.local_outputs,
         )
 
 
 @takes(module=nn.Module)
-def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
+def input_reshard(
+    module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
+) -> nn.Module:
     """The module, saving this rank's shard of its replicated inputs for backward and gathering them there.
 
-    Trades an all-gather in the backward for memory.  Only tensors known to be replicated are sharded: the plain
-    tensors that the module is called with (and aliases of them), and replicated DTensors.
+    Trades an all-gather in the backward for memory. Only tensors known to be replicated are
+    sharded: the plain tensors that the module is called with (and aliases of them), and replicated
+    DTensors.
 
     Args:
         module: changed in place (two hooks).
@@ -238,7 +253,9 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks during one forward; what was packed stays packed until its backward."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
-        super().__init__(self.pack, lambda saved: saved[0].full_tensor() if isinstance(saved, tuple) else saved)
+        super().__init__(
+            self.pack, lambda saved: saved[0].full_tensor() if isinstance(saved, tuple) else saved
+        )
         self.mesh, self.dim = mesh, dim
         plain = (x for x in inputs if not isinstance(x, DTensor) and x.numel())
         self.replicated = {(x.data_ptr(), x.shape, x.stride()) for x in plain}
@@ -251,14 +268,25 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
 
     def pack(self, tensor: Tensor) -> Any:
         """What is saved instead of a tensor; of a plain one that is sharded a tuple."""
-        is_leaf, tensor = tensor.is_leaf, tensor.detach()  # a node that saves its own output would hold itself
+        # a node that saves its own output would hold itself
+        is_leaf, tensor = tensor.is_leaf, tensor.detach()
         if isinstance(tensor, DTensor):
-            replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
-            return tensor.redistribute(placements=(Shard(self.dim),)) if replicated and not is_leaf else tensor
+            replicated = (
+                tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
+            )
+            return (
+                tensor.redistribute(placements=(Shard(self.dim),))
+                if replicated and not is_leaf
+                else tensor
+            )
         pointer = tensor.data_ptr()
-        if tensor.ndim <= self.dim or (pointer, tensor.shape, tensor.stride()) not in self.replicated:
+        if (
+            tensor.ndim <= self.dim
+            or (pointer, tensor.shape, tensor.stride()) not in self.replicated
+        ):
             return tensor
-        if pointer not in self.shards:  # several readers of one input save one shard
+        # several readers of one input save one shard
+        if pointer not in self.shards:
             whole = DTensor.from_local(tensor, self.mesh, (Replicate(),), run_check=False)
             self.shards[pointer] = (whole.redistribute(placements=(Shard(self.dim),)),)
         return self.shards[pointer]

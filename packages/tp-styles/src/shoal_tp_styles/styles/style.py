@@ -1,6 +1,7 @@
 """`ParallelStyle`, what every style is, and `DeclaredStyle`, a style that declares a `ModuleSharding`.
 
-Applying a style changes the module, never the style, so one can serve any number of modules, meshes and threads.
+Applying a style changes the module, never the style, so one can serve any number of modules, meshes
+and threads.
 """
 
 from __future__ import annotations
@@ -51,17 +52,22 @@ class LayoutField:
         return self._default if given is None else given
 
     def __set__(self, style: object, value: Placement | tuple[Placement, ...] | None) -> None:
-        vars(style)[self._name] = (value,) if isinstance(value, Placement) else None if value is None else tuple(value)
+        vars(style)[self._name] = (
+            (value,) if isinstance(value, Placement) else None if value is None else tuple(value)
+        )
 
 
 class ParallelStyle(ABC):
     """How a module is made parallel.  Subclass it and write `_apply` for a style that changes the module itself.
 
     Attributes:
-        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
-            `parallelize_module` applies a copy of the style with the value of that call.
-        axis: name or index of the mesh axis that the style uses, or several names; None where the mesh has one axis.
-        lower: run known module types as local computation; `parallelize_module` sets it like `src_data_rank`.
+        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's
+            own values. `parallelize_module` applies a copy of the style with the value of that
+            call.
+        axis: name or index of the mesh axis that the style uses, or several names; None where the
+            mesh has one axis.
+        lower: run known module types as local computation; `parallelize_module` sets it like
+            `src_data_rank`.
     """
 
     src_data_rank: int | None = 0
@@ -92,11 +98,12 @@ class ParallelStyle(ABC):
 class DeclaredStyle(ParallelStyle):
     """A style that is a function from a module to its `ModuleSharding`: subclass it and write `sharding`.
 
-    `parallelize_module`, `unparallelize_module`, `verify`, `preview` and `load_sharded` act on the declaration.
+    `parallelize_module`, `unparallelize_module`, `verify`, `preview` and `load_sharded` act on the
+    declaration.
 
     Raises:
-        StyleError: when a subclass is defined that overrides one of torch's extension points (`_prepare_input_fn`, ...)
-            but not `_apply`: nothing would call it.
+        StyleError: when a subclass is defined that overrides one of torch's extension points
+            (`_prepare_input_fn`, ...) but not `_apply`: nothing would call it.
 
     Example:
         >>> from shoal_dtensor import Shard
@@ -110,7 +117,9 @@ class DeclaredStyle(ParallelStyle):
     """
 
     src_data_rank: int | None = field(default=0, init=False, repr=False)
-    axis: str | int | tuple[str, ...] | None = field(default=None, init=False, metadata={"call": ".on({!r})"})
+    axis: str | int | tuple[str, ...] | None = field(
+        default=None, init=False, metadata={"call": ".on({!r})"}
+    )
     lower: bool = field(default=True, init=False, repr=False)
     multiple_of: int = field(default=1, init=False, metadata={"call": ".aligned({})"})
 
@@ -119,8 +128,10 @@ class DeclaredStyle(ParallelStyle):
         unused = sorted(_TORCH_HOOKS & {name for kind in cls.__mro__ for name in vars(kind)})
         if unused and cls._apply is DeclaredStyle._apply:
             raise StyleError(
-                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's extension points "
-                "are not part of a declared style. Override sharding(module), which declares the layouts, or "
+                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's "
+                "extension points "
+                "are not part of a declared style. Override sharding(module), which declares the "
+                "layouts, or "
                 "_apply(module, device_mesh), which changes the module itself"
             )
 
@@ -134,16 +145,24 @@ class DeclaredStyle(ParallelStyle):
             if entry is not None and not isinstance(entry, Placement):
                 of_torch = type(entry).__module__.startswith("torch")
                 raise LayoutTypeError(
-                    f"{type(self).__name__}: {name} takes a placement such as Replicate() or Shard(-1), a tuple of "
-                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} {entry!r:.60}"
+                    f"{type(self).__name__}: {name} takes a placement such as Replicate() or "
+                    "Shard(-1), a tuple of "
+                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} "
+                    f"{entry!r:.60}"
                     f"{' (of torch: use those of shoal_dtensor)' * of_torch}"
                 )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        shown = [(f, self.given(f.name)) for f in fields(self) if f.repr and self.given(f.name) not in (f.default, {})]
+        shown = [
+            (f, self.given(f.name))
+            for f in fields(self)
+            if f.repr and self.given(f.name) not in (f.default, {})
+        ]
         given = ", ".join(f"{f.name}={value!r}" for f, value in shown if "call" not in f.metadata)
-        calls = "".join(f.metadata["call"].format(value) for f, value in shown if "call" in f.metadata)
+        calls = "".join(
+            f.metadata["call"].format(value) for f, value in shown if "call" in f.metadata
+        )
         return f"{type(self).__name__}({given}){calls}"
 
     def given(self, name: str) -> Any:
@@ -168,19 +187,25 @@ class DeclaredStyle(ParallelStyle):
             LayoutError: if `multiple_of` is below 1.
         """
         if multiple_of < 1:
-            raise LayoutError(f"aligned: shards are multiples of a positive number of features, got {multiple_of}")
+            raise LayoutError(
+                f"aligned: shards are multiples of a positive number of features, got {multiple_of}"
+            )
         return self._with(multiple_of=multiple_of)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sharding = self.sharding(module)
-        return apply_sharding(module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower)
+        return apply_sharding(
+            module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower
+        )
 
 
 def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
     """Refuse a module of a kind that has a forward of its own, where a style computes what the kind does."""
     if not keeps_forward(module, kind):
         name = type(module).__name__
-        raise UnsupportedModuleError(f"{style}: {name} has a forward of its own, which would not be called")
+        raise UnsupportedModuleError(
+            f"{style}: {name} has a forward of its own, which would not be called"
+        )
 
 
 def unsupported(
@@ -189,12 +214,14 @@ def unsupported(
     """The error of a style for a type of module that it cannot shard."""
     names = ", ".join((*(kind.__name__ for kind in supported), *others))
     way_out = (
-        f"Its batch can be sharded: SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden "
+        "Its batch can be sharded: "
+        f"SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden "
         "units: ColwiseParallel(output_layouts=Replicate())"
         if isinstance(module, nn.RNNBase)
         else "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
         "shoal_dtensor.distribute_module."
     )
     return UnsupportedModuleError(
-        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their subclasses. {way_out}"
+        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their "
+        f"subclasses. {way_out}"
     )

@@ -1,9 +1,10 @@
 """Running plans on this rank: `run(plan, local)` one at once, messages many together.  Decides nothing.
 
-The first run of a plan resolves every step to one function of the local tensor; later runs only call them.
-Plans that travel together advance side by side, from one communicating step to the next.  Those that do the same kind
-of step over the same ranks travel as one message, in which the blocks of all tensors for a member follow one another.
-What travels together follows from the plans alone, so it is the same on all ranks.
+The first run of a plan resolves every step to one function of the local tensor; later runs only
+call them. Plans that travel together advance side by side, from one communicating step to the next.
+Those that do the same kind of step over the same ranks travel as one message, in which the blocks
+of all tensors for a member follow one another. What travels together follows from the plans alone,
+so it is the same on all ranks.
 
     all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
 """
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 
 Stage = Callable[[Tensor], Tensor]
 
-_LOG = logging.getLogger("shoal.plans")  # SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
+# SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
+_LOG = logging.getLogger("shoal.plans")
 REMEMBERED = 4096  # plans, as many as `plan` remembers
 
 
@@ -60,7 +62,10 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 @remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """The stages of a plan on this rank."""
-    stages = [stage_of(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
+    stages = [
+        stage_of(work, step.src.mesh)
+        for work, step in zip(kernels_of(plan), plan.steps, strict=True)
+    ]
     return (*stages, *closing(plan))
 
 
@@ -76,7 +81,9 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
     if not plan.steps or plan.dst.coordinate is None:
         return ()
     if plan.slices:  # a slice must not keep the whole alive
-        return (in_memory_order(plan.dst, partial(torch.clone, memory_format=torch.contiguous_format)),)
+        return (
+            in_memory_order(plan.dst, partial(torch.clone, memory_format=torch.contiguous_format)),
+        )
     return (in_memory_order(plan.dst),) if memory_order(plan.dst.shape, plan.dst.stride) else ()
 
 
@@ -105,7 +112,11 @@ def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[
 
 
 _Function = Callable[..., Any]
-_EVEN: dict[str, _Function] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+_EVEN: dict[str, _Function] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+}
 _UNEVEN: dict[str, _Function] = {"all_gather": all_gather_v, "reduce_scatter": reduce_scatter_v}
 
 
@@ -114,7 +125,7 @@ def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 
 
-# --- the order in memory of a local tensor's dims: that of the global stride ------------------------------------------
+# --- the order in memory of a local tensor's dims: that of the global stride ----------------------
 
 
 def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> Stage:
@@ -126,15 +137,20 @@ def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> S
     return lambda local: row_major(local.permute(order)).permute(back)
 
 
-# --- partial norms ----------------------------------------------------------------------------------------------------
+# --- partial norms --------------------------------------------------------------------------------
 
-# A partial norm is asked for several times (is it finite? what to divide by? its backward): it is reduced once.
-MAX_ELEMENTS = 256  # of a norm that is remembered: a total, or one for each row of a small weight
+# A partial norm is asked for several times (is it finite? what to divide by? its backward): it is
+# reduced once. of a norm that is remembered: a total, or one for each row of a small weight
+MAX_ELEMENTS = 256
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
     """What `run` gives; of a small partial norm the DTensor `owner` keeps it until a write (`fresh`: gives a copy)."""
-    if not plan.src.partials or not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
+    if (
+        not plan.src.partials
+        or not _is_norm(plan.src, owner)
+        or prod(plan.src.shape) > MAX_ELEMENTS
+    ):
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
@@ -153,10 +169,14 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
 
 def _is_norm(spec: Spec, owner: Any) -> bool:
     """Whether a tensor is a partial norm and counts how often it is written to."""
-    return bool(spec.partials) and norm_order(spec.partials[0][1]) is not None and not owner.is_inference()
+    return (
+        bool(spec.partials)
+        and norm_order(spec.partials[0][1]) is not None
+        and not owner.is_inference()
+    )
 
 
-# --- many plans together ----------------------------------------------------------------------------------------------
+# --- many plans together --------------------------------------------------------------------------
 
 Places = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
@@ -167,12 +187,15 @@ _SENT = torch.empty(0)
 class Leg(NamedTuple):
     """A plan's local steps up to a collective, and that."""
 
-    position: int  # of the plan among those that advance together
+    # of the plan among those that advance together
+    position: int
     before: tuple[Stage, ...]  # the local steps
-    step: Step  # what communicates; `kernel` and `call` are this rank's part of it
+    # what communicates; `kernel` and `call` are this rank's part of it
+    step: Step
     kernel: Kernel
     call: CollectiveCall
-    gives_result: bool  # whether the collective gives the result of the plan as it is
+    # whether the collective gives the result of the plan as it is
+    gives_result: bool
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
@@ -181,7 +204,8 @@ def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs:
     return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
 
 
-@lru_cache(maxsize=256)  # parameters and gradients, again and again the same ones
+# parameters and gradients, again and again the same ones
+@lru_cache(maxsize=256)
 def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
     planned = [_legs(i, plan) for i, plan in enumerate(plans)]
     rounds = []
@@ -220,18 +244,32 @@ def _key(leg: Leg, device: torch.device) -> object:
 class Message:
     """One collective for a leg of each of several plans: all that is known of it before there are tensors."""
 
-    __slots__ = ("_arrivals", "_blocks", "_comm", "_in_rows", "_is_call", "_kind", "_legs", "_received", "_sent")
+    __slots__ = (
+        "_arrivals",
+        "_blocks",
+        "_comm",
+        "_in_rows",
+        "_is_call",
+        "_kind",
+        "_legs",
+        "_received",
+        "_sent",
+    )
 
     def __init__(self, legs: Sequence[Leg], packs: bool) -> None:
         calls = [leg.call for leg in legs]
         self._legs = legs
         self._comm = comm_of(calls[0], legs[0].step.src.mesh)
         self._kind: str = calls[0].kind
-        self._in_rows: bool = not any(call.sizes for call in calls)  # equal blocks are the rows of a matrix
+        # equal blocks are the rows of a matrix
+        self._in_rows: bool = not any(call.sizes for call in calls)
         self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
-        # For each leg the elements for each member (of a gather those of each), and from each; and of all legs in all.
+        # For each leg the elements for each member (of a gather those of each), and from each; and
+        # of all legs in all.
         self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
-        self._arrivals = [call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)]
+        self._arrivals = [
+            call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)
+        ]
         self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
@@ -246,7 +284,8 @@ class Message:
             buffers.append(leg.kernel.prepare(local))
         if self._is_call:
             leg = self._legs[0]
-            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
+            # of any function
+            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]
         comm, op = self._comm, self._legs[0].call.op
         if self._kind in ("all_reduce", "all_gather"):
             parts = [buffer.reshape(-1) for buffer in buffers]
@@ -254,14 +293,20 @@ class Message:
             parts = [buffer.reshape(comm.size, -1) for buffer in buffers]
         else:
             sizes = zip(buffers, self._blocks, strict=True)
-            blocks = [buffer.reshape(-1).split_with_sizes(list(of_members)) for buffer, of_members in sizes]
-            parts = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
+            blocks = [
+                buffer.reshape(-1).split_with_sizes(list(of_members))
+                for buffer, of_members in sizes
+            ]
+            # all for the first member, then for the second
+            parts = [*chain.from_iterable(zip(*blocks, strict=True))]
         buffers.clear()
         if self._kind == "all_to_all":
             return all_to_all_v(torch.cat(parts), comm, self._sent, self._received, async_op=True)
         return start_packed(self._kind, parts, comm, self._sent, op)
 
-    def receive(self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places) -> None:
+    def receive(
+        self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places
+    ) -> None:
         """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
 
         def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
@@ -277,28 +322,39 @@ class Message:
             return [arrived]
         if self._kind in ("all_gather", "all_to_all"):
             return self._joined(arrived, places())
-        if self._kind == "reduce_scatter":  # one flat tensor in all; of an all-reduce one for each leg
+        # one flat tensor in all; of an all-reduce one for each leg
+        if self._kind == "reduce_scatter":
             arrived = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
         return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
 
     def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
         """The blocks from all members for each leg; where they are its plan's result, in the wanted tensor."""
         shapes, size = [leg.call.shape for leg in self._legs], self._comm.size
-        fits = [bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous() for leg in self._legs]
-        into = [wanted[leg.position] if fit else None for leg, fit in zip(self._legs, fits, strict=True)]
-        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):  # a row for each member
+        fits = [
+            bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous()
+            for leg in self._legs
+        ]
+        into = [
+            wanted[leg.position] if fit else None for leg, fit in zip(self._legs, fits, strict=True)
+        ]
+        # a row for each member
+        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):
             lengths = [sizes[0] for sizes in self._arrivals]
             results = [
                 arrived.new_empty(size * length).view(shape) if out is None else out
                 for length, shape, out in zip(lengths, shapes, into, strict=True)
             ]
-            torch._foreach_copy_([each.view(size, -1) for each in results], list(torch.split(arrived, lengths, 1)))
+            torch._foreach_copy_(
+                [each.view(size, -1) for each in results], list(torch.split(arrived, lengths, 1))
+            )
             return results
         if self._kind == "all_to_all":
             assert isinstance(arrived, Tensor), "an all-to-all brings one tensor"
             arrived = torch.split(arrived, self._received)
         of_members = zip(*self._arrivals, strict=True)
-        rows = [torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)]
+        rows = [
+            torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)
+        ]
         results = []
         for blocks, shape, out in zip(zip(*rows, strict=True), shapes, into, strict=True):
             flat = torch.cat(blocks, out=None if out is None else out.view(-1))

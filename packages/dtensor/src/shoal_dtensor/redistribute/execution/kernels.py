@@ -1,7 +1,8 @@
 """What a step is on one rank: prepare a buffer, one collective, finish.
 
-`kernel(step, coordinate)` resolves a step to integers once.  `prepare` and `finish` work on plain local tensors; the
-collective between them is data: the same kernels run over process groups, merged with others, and simulated.
+`kernel(step, coordinate)` resolves a step to integers once. `prepare` and `finish` work on plain
+local tensors; the collective between them is data: the same kernels run over process groups, merged
+with others, and simulated.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ Coordinate = tuple[int, ...]
 class CollectiveCall(NamedTuple):
     """One call of shoal_mesh's collectives.  The blocks of its members follow one another along dim 0."""
 
-    kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
-    axes: tuple[int, ...]  # mesh axes of the communicator, in the order of its members
+    # all_gather, reduce_scatter, all_reduce or all_to_all
+    kind: str
+    # mesh axes of the communicator, in the order of its members
+    axes: tuple[int, ...]
     op: str = "sum"  # reduction
-    sizes: tuple[int, ...] = ()  # lengths of the members' blocks if they differ (of an all_to_all those sent to each)
-    receives: tuple[int, ...] = ()  # of an all_to_all with sizes: lengths of the blocks received from each
-    shape: tuple[int, ...] = (-1,)  # of what it gives, -1 for the length of the blocks: flat, if nothing else is said
-    ranks: tuple[int, ...] = ()  # global ranks of the communicator where it is not along axes of one mesh
+    # lengths of the members' blocks if they differ (of an all_to_all those sent to each)
+    sizes: tuple[int, ...] = ()
+    # of an all_to_all with sizes: lengths of the blocks received from each
+    receives: tuple[int, ...] = ()
+    # of what it gives, -1 for the length of the blocks: flat, if nothing else is said
+    shape: tuple[int, ...] = (-1,)
+    # global ranks of the communicator where it is not along axes of one mesh
+    ranks: tuple[int, ...] = ()
 
 
 def unchanged(local: Tensor) -> Tensor:
@@ -57,7 +64,8 @@ class Kernel(NamedTuple):
     """A step on one rank."""
 
     prepare: Callable[[Tensor], Tensor] = unchanged  # local tensor -> buffer to communicate
-    collective: CollectiveCall | None = None  # None for a local step: then `finish` does all
+    # None for a local step: then `finish` does all
+    collective: CollectiveCall | None = None
     # (what the collective gave, local tensor) -> new local tensor
     finish: Callable[[Tensor, Tensor], Tensor] = received
 
@@ -83,22 +91,30 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
     """Who sends what to whom in an exchange, members counted along the step's axes."""
     group = members(step.src, step.axes, coordinate)
     src, dst = (spec.example or spec for spec in (step.src, step.dst))
-    blocks = exchange_blocks(group.index(coordinate), *([[spec.box(c)] for c in group] for spec in (src, dst)))
+    blocks = exchange_blocks(
+        group.index(coordinate), *([[spec.box(c)] for c in group] for spec in (src, dst))
+    )
     if src is step.src:
         return blocks
-    own = step.src.box(coordinate)  # along dims of symbolic sizes, which do not move, every block is as long as that
+    # along dims of symbolic sizes, which do not move, every block is as long as that
+    own = step.src.box(coordinate)
 
     def whole(box: Box) -> Box:
         return tuple([b if has_symbols(b) else a for a, b in zip(box, own, strict=True)])
 
-    sends, receives = ([(member, whole(box)) for member, box in part] for part in (blocks.sends, blocks.receives))
+    sends, receives = (
+        [(member, whole(box)) for member, box in part] for part in (blocks.sends, blocks.receives)
+    )
     return Blocks(tuple(sends), tuple(receives), tuple(map(whole, blocks.kept)))
 
 
 def _slice(step: Step, coordinate: Coordinate) -> Kernel:
     before, after = step.src.box(coordinate), step.dst.box(coordinate)
-    narrowed = [  # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
-        (d, j - i, k - j) for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True)) if (i, m) != (j, k)
+    # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
+    narrowed = [
+        (d, j - i, k - j)
+        for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True))
+        if (i, m) != (j, k)
     ]
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
@@ -120,12 +136,19 @@ def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
     sharded = {axis for dim in range(step.src.ndim) for axis in step.src.dim_sharding(dim).axes}
     value = identity_of(next(iter(ops.values())), step.dst.dtype)
-    factor = prod(step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg" and axis in sharded)
+    factor = prod(
+        step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg" and axis in sharded
+    )
     shape, own = shape_of(after), intersect(before, after)
-    once = [axis for axis, op in ops.items() if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)]
+    once = [
+        axis
+        for axis, op in ops.items()
+        if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)
+    ]
     if own is None:
         return Kernel(finish=lambda local, _: bound(local.new_full(shape, value), local))
-    source, target = slices_of(own, before), slices_of(own, after)  # columns 2:4 -> 0:4: local 0:2 to 2:4
+    # columns 2:4 -> 0:4: local 0:2 to 2:4
+    source, target = slices_of(own, before), slices_of(own, after)
     held = not any(coordinate[axis] for axis in once)  # R -> P(sum): x on coordinate 0, else 0
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
@@ -135,7 +158,11 @@ def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
             local = contribution(local, held, value)
         local = local[source]
         if own == after:
-            return local.clone(memory_format=torch.contiguous_format) if factor == 1 else local * factor
+            return (
+                local.clone(memory_format=torch.contiguous_format)
+                if factor == 1
+                else local * factor
+            )
         out = local.new_full(shape, value)
         out[target] = local if factor == 1 else local * factor
         return out
@@ -152,13 +179,18 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     """AllGather and ReduceScatter: blocks of the ranks along the axes make up, or are parts of, a larger box."""
     gathers = step.name == "AllGather"
     fine, coarse = (step.src, step.dst) if gathers else (step.dst, step.src)
-    alike = all(fine.dim_sharding(dim).even for dim in step.dims)  # then this rank's box stands for all
+    # then this rank's box stands for all
+    alike = all(fine.dim_sharding(dim).even for dim in step.dims)
     boxes = [fine.box(c) for c in ([coordinate] if alike else members(fine, step.axes, coordinate))]
-    whole = coarse.box(coordinate)  # 5 rows on 2 ranks: boxes 0:3 and 3:5, whole 0:5
+    # 5 rows on 2 ranks: boxes 0:3 and 3:5, whole 0:5
+    whole = coarse.box(coordinate)
     kind, shape = "all_gather" if gathers else "reduce_scatter", shape_of(step.dst.box(coordinate))
     if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    divide, even = _division(step.divisor, step.src.dtype), all(shape_of(b) == shape_of(boxes[0]) for b in boxes)
+    divide, even = (
+        _division(step.divisor, step.src.dtype),
+        all(shape_of(b) == shape_of(boxes[0]) for b in boxes),
+    )
     if step.dims == (0,):
         lengths = () if even else tuple(stop - start for (start, stop), *_ in boxes)  # (3, 2)
         call = CollectiveCall(kind, step.axes, step.op, lengths, shape=(-1, *shape[1:]))
@@ -170,11 +202,13 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     def split(local: Tensor) -> Tensor:
         if not even:
             return pack_blocks([local[place] for place in places])
-        return local.reshape(interleaved).permute(back).reshape(-1)  # (4, 6) as (2, 2, 2, 3) to 4 blocks of (2, 3)
+        # (4, 6) as (2, 2, 2, 3) to 4 blocks of (2, 3)
+        return local.reshape(interleaved).permute(back).reshape(-1)
 
     def join(flat: Tensor) -> Tensor:
         if even:
-            return flat.view(sizes).permute(order).reshape(shape).contiguous()  # 2 x 2 blocks of (2, 3): (4, 6)
+            # 2 x 2 blocks of (2, 3): (4, 6)
+            return flat.view(sizes).permute(order).reshape(shape).contiguous()
         out = flat.new_empty(shape)
         unpack_blocks(flat, [out[place] for place in places])
         return out
@@ -188,7 +222,9 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
 def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
     if not volume(step.src.box(coordinate)):
         return Kernel(finish=lambda local, _: local.clone())
-    collective = CollectiveCall("all_reduce", step.axes, step.op, shape=tuple(step.src.local_shape_at(coordinate)))
+    collective = CollectiveCall(
+        "all_reduce", step.axes, step.op, shape=tuple(step.src.local_shape_at(coordinate))
+    )
     return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
 
 
@@ -211,10 +247,14 @@ def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
 
 def _all_to_all(step: Step, coordinate: Coordinate) -> Kernel:
     (src_dim, dst_dim), before = step.dims, step.src.box(coordinate)
-    after, ranks = shape_of(step.dst.box(coordinate)), prod(step.src.mesh.shape[axis] for axis in step.axes)
+    after, ranks = (
+        shape_of(step.dst.box(coordinate)),
+        prod(step.src.mesh.shape[axis] for axis in step.axes),
+    )
     if not volume(before):
         return Kernel(finish=lambda local, _: local.new_empty(after))
-    block = shape_of(before)  # (2, 8) S(0) -> S(1) on 4 ranks: blocks of (2, 2), which make (8, 2)
+    # (2, 8) S(0) -> S(1) on 4 ranks: blocks of (2, 2), which make (8, 2)
+    block = shape_of(before)
     block[dst_dim] = after[dst_dim]
 
     def prepare(local: Tensor) -> Tensor:
@@ -238,18 +278,28 @@ def transfer_kernel(step: Step, rank: int) -> Kernel:
         return Kernel()
     me = step.ranks.index(rank)
     before, after = ([boxes_of_rank(spec, r) for r in step.ranks] for spec in (step.src, step.dst))
-    mine, wanted = ([*boxes[me], ((0, 0),)][0] for boxes in (before, after))  # an empty box outside of a mesh
-    return _moved(exchange_blocks(me, before, after), mine, wanted, len(step.ranks), ranks=step.ranks)
+    # an empty box outside of a mesh
+    mine, wanted = ([*boxes[me], ((0, 0),)][0] for boxes in (before, after))
+    return _moved(
+        exchange_blocks(me, before, after), mine, wanted, len(step.ranks), ranks=step.ranks
+    )
 
 
 def _moved(
-    blocks: Blocks, before: Box, after: Box, size: int, *, axes: tuple[int, ...] = (), ranks: tuple[int, ...] = ()
+    blocks: Blocks,
+    before: Box,
+    after: Box,
+    size: int,
+    *,
+    axes: tuple[int, ...] = (),
+    ranks: tuple[int, ...] = (),
 ) -> Kernel:
     """Packing, an exchange of blocks among `size` members, and unpacking."""
     sends, receives = [0] * size, [0] * size
     for counts, moves in ((sends, blocks.sends), (receives, blocks.receives)):
         for member, box in moves:
-            counts[member] += volume(box)  # to member 1 a (2, 2) block: sends [0, 4]
+            # to member 1 a (2, 2) block: sends [0, 4]
+            counts[member] += volume(box)
     shape = shape_of(after)
     boxes = [box for _, box in blocks.receives]
     where = [slices_of(box, before) for _, box in blocks.sends]
@@ -271,18 +321,25 @@ def _moved(
         unpack_blocks(got, [out[place] for place in places])
         return out if places else bound(out, got)
 
-    collective = CollectiveCall("all_to_all", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
+    collective = CollectiveCall(
+        "all_to_all", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks
+    )
     return Kernel(prepare, collective, finish)
 
 
-def _grid_of_blocks(fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]) -> tuple[list[int], list[int]]:
+def _grid_of_blocks(
+    fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """A regular grid over `dims` of blocks: its sizes, then those of a block, and where these are in the tensor."""
-    # 2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims [0, 2, 1, 3, 4].
-    grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]  # from 2 shards to 8: 4 blocks
+    # 2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims
+    # [0, 2, 1, 3, 4].
+    # from 2 shards to 8: 4 blocks
+    grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
     order: list[int] = []
     for dim in range(len(block)):
         if dim in dims:
-            order.append(list(dims).index(dim))  # number of its block, then position inside of that
+            # number of its block, then position inside of that
+            order.append(list(dims).index(dim))
         order.append(len(grid) + dim)
     return [*grid, *block], order
 
@@ -295,7 +352,8 @@ def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Te
     return lambda got, _: got.floor_divide_(divisor)
 
 
-_COUNTED = frozenset({"sum", "product", "bxor"})  # reductions that count a value as often as it occurs
+# reductions that count a value as often as it occurs
+_COUNTED = frozenset({"sum", "product", "bxor"})
 
 
 _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
@@ -312,11 +370,12 @@ _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
 }
 
 
-# --- what a reduction does to values ----------------------------------------------------------------------------------
+# --- what a reduction does to values --------------------------------------------------------------
 #
-# The powers of a norm travel as float64, so that squares of what fits the type do not overflow (torch's own norm of
-# float32 values from 2e19 on is infinite).  In float64 itself they overflow where the plain norm does.  The sign is
-# kept beside the power: a value that one rank holds alone comes back as it is.
+# The powers of a norm travel as float64, so that squares of what fits the type do not overflow
+# (torch's own norm of float32 values from 2e19 on is infinite).  In float64 itself they overflow
+# where the plain norm does.  The sign is kept beside the power: a value that one rank holds alone
+# comes back as it is.
 
 
 def powers(part: Tensor, order: float) -> Tensor:

@@ -1,8 +1,9 @@
 """The edges of the search: one function per kind, the only place where its time, bytes and memory are said.
 
-Time is latency + received bytes / bandwidth.  Boxes are the largest, ranks the busiest.  A collective over several axes
-runs at the pace of its slowest axis.  Copies on the device (packing blocks, gathering along an inner dim) are counted
-too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan that copies less wins.
+Time is latency + received bytes / bandwidth. Boxes are the largest, ranks the busiest. A collective
+over several axes runs at the pace of its slowest axis. Copies on the device (packing blocks,
+gathering along an inner dim) are counted too, at `COPY_SPEEDUP` times the fastest link, so that
+among equals the plan that copies less wins.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class Edge(NamedTuple):
     """One edge of the search: what `plan` makes a step of."""
 
     kind: str  # name of the step class
-    axes: tuple[int, ...]  # mesh axes, in the order of the collective's blocks
-    tensor_dims: tuple[int, ...]  # dims whose sharding changes; (from, to) of an all-to-all
+    # mesh axes, in the order of the collective's blocks
+    axes: tuple[int, ...]
+    # dims whose sharding changes; (from, to) of an all-to-all
+    tensor_dims: tuple[int, ...]
     after: State  # the state that it leads to
-    seconds: float  # time, bytes of the busiest rank, memory of input, output and buffers
+    # time, bytes of the busiest rank, memory of input, output and buffers
+    seconds: float
     received: int
     peak: int
 
@@ -36,30 +40,49 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         if old is not new:
             change = space.change(old, new)
-            if not change.leaving and not (before.used | before.pending) >> new.axes[len(old.axes)] & 1:
+            if (
+                not change.leaving
+                and not (before.used | before.pending) >> new.axes[len(old.axes)] & 1
+            ):
                 sliced = _sliced(space, before, after.dims)
                 return [_local(space, "Slice", before, sliced), *reshard(space, sliced, after)]
             changed.append(dim)
             leaving |= change.leaving
             entering |= change.entering
-            held *= change.held  # S(0) -> S(1) over 2 ranks: 4 of 8 rows, 1 / 2; of columns 1
+            # S(0) -> S(1) over 2 ranks: 4 of 8 rows, 1 / 2; of columns 1
+            held *= change.held
     if not changed:
         return []
-    received = after.box - int(after.box * held)  # (8, 8) f32, S(0) -> S(1) on 2 ranks: 128 - 64 = 64 bytes
+    # (8, 8) f32, S(0) -> S(1) on 2 ranks: 128 - 64 = 64 bytes
+    received = after.box - int(after.box * held)
     if entering:
         return [_exchange(space, before, after, changed, leaving | entering, received)]
-    # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied into place.
+    # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied
+    # into place.
     copied = 0 if changed == [0] else after.box
     seconds = space.links.seconds(leaving, received) + space.links.copy(copied)
     axes = _inner(after.dims, before.dims, changed)
-    return [Edge("AllGather", axes, tuple(changed), after, seconds, received, before.box + after.box + copied)]
+    return [
+        Edge(
+            "AllGather",
+            axes,
+            tuple(changed),
+            after,
+            seconds,
+            received,
+            before.box + after.box + copied,
+        )
+    ]
 
 
-def _exchange(space: Space, before: State, after: State, changed: list[int], involved: int, received: int) -> Edge:
+def _exchange(
+    space: Space, before: State, after: State, changed: list[int], involved: int, received: int
+) -> Edge:
     """An exchange among the ranks that hold different shards, or among all that want different ones."""
     links, held, wanted = space.links, before.box, after.box
     seconds, kind, dims = links.seconds(involved, received), "Exchange", tuple(changed)
-    near = involved & before.used  # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
+    # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
+    near = involved & before.used
     axes = axes_of(involved)
     if near != involved:
         sent = sent_among(links.ranks(near), links.ranks(near & ~after.used), held, received)
@@ -68,14 +91,19 @@ def _exchange(space: Space, before: State, after: State, changed: list[int], inv
             axes, received, seconds = axes_of(near), sent, nearer
     elif len(changed) == 2 and (ends := _transposed(before, after, changed)):
         kind, dims, axes = "AllToAll", ends, _inner(after.dims, before.dims, ends[:1])
-    copied = 0 if changed == [0] else min(received, held) + wanted  # rows of dim 0 are in memory as they travel
-    return Edge(kind, axes, dims, after, seconds + links.copy(copied), received, 2 * (held + wanted))
+    # rows of dim 0 are in memory as they travel
+    copied = 0 if changed == [0] else min(received, held) + wanted
+    return Edge(
+        kind, axes, dims, after, seconds + links.copy(copied), received, 2 * (held + wanted)
+    )
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
     """Bytes of the busiest rank, which lacks `received`, if an exchange stays among `ranks` with different parts."""
-    # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies` ranks that want it.
-    return max(received, min(before * copies, (ranks - 1) * received))  # 4 ranks, 2 * 16 asked for, 8 lacked: 24
+    # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies`
+    # ranks that want it.
+    # 4 ranks, 2 * 16 asked for, 8 lacked: 24
+    return max(received, min(before * copies, (ranks - 1) * received))
 
 
 def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
@@ -84,8 +112,14 @@ def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, i
     if not all(dims[dim].even for dim in changed for dims in (old, new)):
         return None
     for a, b in (changed, changed[::-1]):
-        moved = old[a].axes[len(new[a].axes) :]  # S(0) -> S(1): dim 0 by axis 0, then whole: (0,), which enters dim 1
-        if moved and new[a] in old[a].outers and old[b] in new[b].outers and new[b].axes == old[b].axes + moved:
+        # S(0) -> S(1): dim 0 by axis 0, then whole: (0,), which enters dim 1
+        moved = old[a].axes[len(new[a].axes) :]
+        if (
+            moved
+            and new[a] in old[a].outers
+            and old[b] in new[b].outers
+            and new[b].axes == old[b].axes + moved
+        ):
             return a, b
     return None
 
@@ -94,10 +128,14 @@ def all_reduce(space: Space, before: State) -> Edge:
     """P -> R over all axes that are left: 2 * (n - 1) / n of the box comes to each of n ranks."""
     axes, wide = before.pending, space.widening
     ways = space.links.ranks(axes)
-    received = 2 * wide * before.box * (ways - 1) // ways  # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
+    # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
+    received = 2 * wide * before.box * (ways - 1) // ways
     after = space.state(before.dims, 0, before.becoming, before.scaled)
-    peak = (1 + wide) * before.box  # norm2 of bf16 is summed in f32: wide is 2, so 3 boxes
-    return Edge("AllReduce", axes_of(axes), (), after, space.links.seconds(axes, received), received, peak)
+    # norm2 of bf16 is summed in f32: wide is 2, so 3 boxes
+    peak = (1 + wide) * before.box
+    return Edge(
+        "AllReduce", axes_of(axes), (), after, space.links.seconds(axes, received), received, peak
+    )
 
 
 def reduce_scatter(space: Space, before: State, after: State) -> Edge:
@@ -105,7 +143,8 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     mask, wide, box = before.pending & ~after.pending, space.widening, before.box
     changed, ways = _changed(before, after), space.links.ranks(mask)
     even = all(after.dims[dim].even for dim in changed)
-    received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))  # 5 rows as 3 + 2: 3 * 1
+    # 5 rows as 3 + 2: 3 * 1
+    received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))
     packed = 0 if changed == (0,) else wide * box
     seconds = space.links.seconds(mask, received) + space.links.copy(packed)
     axes = _inner(before.dims, after.dims, changed)
@@ -114,22 +153,26 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
 
 def joined(space: Space, before: State) -> Iterator[Edge]:
     """S -> P of axes that one collective reduces with the pending ones; local.  Axes reduced before stay so."""
-    # mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes instead of one and an
-    # all-to-all: half the latency for twice the bytes.
+    # mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes
+    # instead of one and an all-to-all: half the latency for twice the bytes.
     reduced = space.start.pending | space.kept & before.becoming
     axes = axes_of(before.used & ~reduced) if space.joining else ()  # P, S(0): not axis 0, but 1
-    for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:  # 0, 1, then both
+    # 0, 1, then both
+    for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
         coarse = _without(before.dims, mask_of(chosen))
         if coarse is not None:
-            after = space.state(coarse, before.pending | mask_of(chosen), before.becoming, before.scaled)
+            after = space.state(
+                coarse, before.pending | mask_of(chosen), before.becoming, before.scaled
+            )
             yield _local(space, "MakePartial", before, after, chosen)
 
 
 def converted(space: Space, before: State) -> list[Edge]:
     """R or S -> P, then P(sum) <-> P(avg): values become partial as in the destination, locally; [] if they cannot yet.
 
-    Axes that become partial must be innermost: then the shards of their ranks fill the coarser shard, and the rest of
-    it is what the reduction ignores.  Of a coarser shard only what the goal's replicated axes leave is kept:
+    Axes that become partial must be innermost: then the shards of their ranks fill the coarser
+    shard, and the rest of it is what the reduction ignores. Of a coarser shard only what the goal's
+    replicated axes leave is kept:
 
         mesh (2, 2), 8 columns: R, S(1) -> S(1), P         rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
         it has columns                                               0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
@@ -143,7 +186,9 @@ def converted(space: Space, before: State) -> list[Edge]:
         coarse = _without(before.dims, before.becoming)
         if coarse is None:
             return []
-        here = _sliced(space, space.state(coarse, before.pending, 0, before.scaled), space.goal.dims)
+        here = _sliced(
+            space, space.state(coarse, before.pending, 0, before.scaled), space.goal.dims
+        )
         edges.append(_local(space, "MakePartial", before, here, axes_of(before.becoming)))
     if before.scaled:
         after = space.state(here.dims, before.pending, 0, 0)
@@ -151,7 +196,9 @@ def converted(space: Space, before: State) -> list[Edge]:
     return edges
 
 
-def _local(space: Space, kind: str, before: State, after: State, axes: tuple[int, ...] = ()) -> Edge:
+def _local(
+    space: Space, kind: str, before: State, after: State, axes: tuple[int, ...] = ()
+) -> Edge:
     """A step without communication, which writes the new local tensor."""
     changed = _changed(before, after)
     axes = axes or _inner(before.dims, after.dims, changed)
@@ -165,7 +212,8 @@ def _sliced(space: Space, before: State, goal: Dims) -> State:
         end = len(old.axes)
         if old in new.outers:
             while end < len(new.axes) and not taken >> new.axes[end] & 1:
-                end += 1  # a whole dim towards axes 0 and 1, axis 1 taken: by axis 0
+                # a whole dim towards axes 0 and 1, axis 1 taken: by axis 0
+                end += 1
             old = new.lineage[end]
         dims.append(old)
     return space.state(tuple(dims), before.pending, before.becoming, before.scaled)
@@ -176,12 +224,15 @@ def _without(dims: Dims, axes: int) -> Dims | None:
     coarse = []
     for sharded in dims:
         coarse += [outer for outer in sharded.lineage if outer.mask == sharded.mask & ~axes]
-    return tuple(coarse) if len(coarse) == len(dims) else None  # by 0, then 1: without axis 1 by 0; without axis 0 None
+    # by 0, then 1: without axis 1 by 0; without axis 0 None
+    return tuple(coarse) if len(coarse) == len(dims) else None
 
 
 def _changed(before: State, after: State) -> tuple[int, ...]:
     """The dims whose sharding differs."""
-    return tuple([d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a is not b])
+    return tuple(
+        [d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a is not b]
+    )
 
 
 def _inner(coarse: Dims, fine: Dims, of: Sequence[int]) -> tuple[int, ...]:

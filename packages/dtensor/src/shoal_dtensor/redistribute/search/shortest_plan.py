@@ -1,10 +1,10 @@
 """The cheapest way between two specs: A* over the layouts of `Candidates`, by the edges of `edges`.
 
-`Bound` says what the rest of a way takes at least.  A state is left aside only if every way through it provably takes
-as long as one that is known.  So where the search looked at all layouts and ended by itself, no sequence of these edges
-takes less in the cost model.  After `MOST_PRICED` prices it stops with the best way so far, and `Plan.floor` is how
-fast any way could be at best.
-Of ways that take equally long the first one is taken, direct ones first, so every rank gets the same plan.
+`Bound` says what the rest of a way takes at least. A state is left aside only if every way through
+it provably takes as long as one that is known. So where the search looked at all layouts and ended
+by itself, no sequence of these edges takes less in the cost model. After `MOST_PRICED` prices it
+stops with the best way so far, and `Plan.floor` is how fast any way could be at best. Of ways that
+take equally long the first one is taken, direct ones first, so every rank gets the same plan.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 
-# Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at
-# some layouts only.
+# Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them
+# where it looks at some layouts only.
 MOST_PRICED = 1200
-_ALIKE = 1 - 1e-9  # a way must be faster by more than rounding errors to be preferred
+# a way must be faster by more than rounding errors to be preferred
+_ALIKE = 1 - 1e-9
 
 Edges = tuple[Edge, ...]
 
 
-def cheapest_plans(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1) -> list[Plan]:
+def cheapest_plans(
+    src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1
+) -> list[Plan]:
     """The cheapest plan that stays within `memory_limit` bytes, and up to `wanted` - 1 others that were found."""
     space = Space(src.example or src, dst.example or dst, links)
     search = _Search(space, memory_limit, wanted)
@@ -47,23 +50,30 @@ def cheapest_plans(src: Spec, dst: Spec, links: Links, memory_limit: int | None 
         leanest.run()
         least = min([leanest.peak(edges) for _, _, edges in leanest.found])
         raise RedistributeError(
-            f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan found needs "
+            f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan "
+            "found needs "
             f"{least} (source box {space.start.box}, destination box {space.goal.box})"
         )
     plans = []
-    for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[:wanted]:
+    for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[
+        :wanted
+    ]:
         between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
-        ends = zip((src, *between), (*between, dst), edges, strict=False)  # not one where there is no edge
+        # not one where there is no edge
+        ends = zip((src, *between), (*between, dst), edges, strict=False)
         steps = tuple([_step(here, there, edge) for here, there, edge in ends])
         received = sum(edge.received for edge in edges)
-        plans.append(Plan(src, dst, steps, seconds, received, search.peak(edges), min(seconds, floor)))
+        plans.append(
+            Plan(src, dst, steps, seconds, received, search.peak(edges), min(seconds, floor))
+        )
     return plans
 
 
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     """The spec of a state."""
     placements: dict[int, Placement] = dict.fromkeys(range(src.mesh.ndim), Replicate())
-    for axis in axes_of(state.pending | space.partial & ~state.becoming):  # P, R -> R, P at first: axis 0
+    # P, R -> R, P at first: axis 0
+    for axis in axes_of(state.pending | space.partial & ~state.becoming):
         here = src if (state.pending | state.scaled) >> axis & 1 else dst
         before = here.placements[axis]
         placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
@@ -76,14 +86,29 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     """The step for an edge."""
     ops, sizes = dict(here.partials), here.mesh.shape
-    summed, averaged = (prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg"))
+    summed, averaged = (
+        prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg")
+    )
     more: dict[str, Any] = {}
     if edge.kind == "Scale":
-        more = {"factor": summed, "divisor": averaged}  # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
+        # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
+        more = {"factor": summed, "divisor": averaged}
     elif edge.kind in ("AllReduce", "ReduceScatter"):
-        kinds = {ops[a] for a in edge.axes}  # a mixture of sums and averages is a sum, divided afterwards
-        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}  # avg over 4: sum / 4
-    return Step(edge.kind, here, there, edge.axes, edge.tensor_dims, edge.seconds, edge.received, edge.peak, **more)
+        # a mixture of sums and averages is a sum, divided afterwards
+        kinds = {ops[a] for a in edge.axes}
+        # avg over 4: sum / 4
+        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}
+    return Step(
+        edge.kind,
+        here,
+        there,
+        edge.axes,
+        edge.tensor_dims,
+        edge.seconds,
+        edge.received,
+        edge.peak,
+        **more,
+    )
 
 
 class _Trail(NamedTuple):
@@ -108,8 +133,10 @@ class _Search:
         self.wanted = wanted
         bound = Bound(space)
         self.bound, self.fastest_start = cache(bound.seconds), bound.start
-        self.heap: list[tuple[float, int, _Trail]] = []  # trails to go on with, by seconds of what they may lead to
-        self.ticket = count()  # of what is equally good the first is taken: no two trails are ever compared
+        # trails to go on with, by seconds of what they may lead to
+        self.heap: list[tuple[float, int, _Trail]] = []
+        # of what is equally good the first is taken: no two trails are ever compared
+        self.ticket = count()
         self.priced = 0
         self.found: list[tuple[float, int, Edges]] = []  # whole ways, in order of cost
         self.worst = inf  # what a way has to beat
@@ -121,21 +148,28 @@ class _Search:
 
     def starts(self) -> Iterator[State]:
         """The source; and where axes that are partial at both ends are reduced and made partial again."""
-        # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves a quarter to gather
-        # over the slow one, and making values partial again costs no communication.
+        # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves
+        # a quarter to gather over the slow one, and making values partial again costs no
+        # communication.
         space, start = self.space, self.space.start
         yield start
         if space.alike and (start.dims != space.goal.dims or start.pending or start.becoming):
-            kept = axes_of(space.kept)  # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
-            for axes in (mask_of(some) for n in range(1, len(kept) + 1) for some in combinations(kept, n)):
-                yield space.state(start.dims, start.pending | axes, start.becoming | axes, start.scaled & ~axes)
+            # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
+            kept = axes_of(space.kept)
+            for axes in (
+                mask_of(some) for n in range(1, len(kept) + 1) for some in combinations(kept, n)
+            ):
+                yield space.state(
+                    start.dims, start.pending | axes, start.becoming | axes, start.scaled & ~axes
+                )
 
     def search(self, start: _Trail) -> float:
         """Look for ways from one start; seconds that any of them takes at least, unless it is among those found."""
         self.candidates = Candidates(self.space, start.here)
         self.most = MOST_PRICED if self.candidates.complete else MOST_PRICED // 3
         floor = inf if self.candidates.complete else self.bound(start.here)
-        self.reached: dict[State, float] = {}  # seconds of the fastest way there so far
+        # seconds of the fastest way there so far
+        self.reached: dict[State, float] = {}
         self.offer(start)
         plain = self.reduced(start)
         if self.bound(start.here) < self.worst * _ALIKE and self.space.large.bit_count() > 2:
@@ -170,9 +204,17 @@ class _Search:
         """Offer plain ways with nothing left to reduce, one speed or one axis after the other: no plan is worse."""
         space, here, bandwidth = self.space, trail.here, self.space.links.bandwidth
         axes = axes_of(space.large & ~here.becoming)
-        speeds = [[a for a in axes if bandwidth[a] == speed] for speed in sorted({bandwidth[a] for a in axes})]
+        speeds = [
+            [a for a in axes if bandwidth[a] == speed]
+            for speed in sorted({bandwidth[a] for a in axes})
+        ]
         single = [[a] for a in axes]
-        for groups, nested in ((speeds, True), (speeds[::-1], True), (single, False), (single[::-1], False)):
+        for groups, nested in (
+            (speeds, True),
+            (speeds[::-1], True),
+            (single, False),
+            (single[::-1], False),
+        ):
             last, settled = trail, 0
             for group in groups:
                 settled |= mask_of(group)  # axes one by one: 0b01, 0b11
@@ -192,9 +234,11 @@ class _Search:
                 return
             if self.reached.get(after, inf) <= seconds or after is here:
                 continue
-            # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new shard a rank had a
-            # quarter at most.
-            leaving = sum([old.mask & ~new.mask for old, new in zip(here.dims, after.dims, strict=True)])
+            # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new
+            # shard a rank had a quarter at most.
+            leaving = sum(
+                [old.mask & ~new.mask for old, new in zip(here.dims, after.dims, strict=True)]
+            )
             least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
             if seconds + least + ahead < self.worst:
                 self.priced += 1
@@ -203,11 +247,13 @@ class _Search:
     def reduce(self, trail: _Trail) -> None:
         """Offer what reductions lead to."""
         space, here = self.space, trail.here
-        # An all-reduce takes all axes that are left: two in a row could leave replicas that differ in the last bit.
+        # An all-reduce takes all axes that are left: two in a row could leave replicas that differ
+        # in the last bit.
         self.offer(trail.then([all_reduce(space, here)]))
         for edge in joined(space, here):
             self.offer(trail.then([edge]))
-        for dims in self.candidates.inside(here.dims, here.pending)[1:]:  # P, P on one dim: by 1, 0, 0 and 1, 1 and 0
+        # P, P on one dim: by 1, 0, 0 and 1, 1 and 0
+        for dims in self.candidates.inside(here.dims, here.pending)[1:]:
             after = space.scattered(here, dims)
             start = space.links.seconds(here.pending & ~after.pending, 0)
             if trail.seconds + start + self.bound(after) < self.worst and not self.is_over():
@@ -222,7 +268,9 @@ class _Search:
             space = self.space
             layouts = self.candidates.inside(space.whole, space.moving(here) & ~here.pending)
             states = [space.state(dims, *key) for dims in layouts]
-            near = self.near[key] = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
+            near = self.near[key] = sorted(
+                [(self.bound(state), state) for state in states], key=itemgetter(0)
+            )
         return near
 
     def offer(self, trail: _Trail) -> _Trail:
@@ -241,8 +289,8 @@ class _Search:
         elif not here.pending:
             self.priced += 1
             self.note(trail.then(reshard(self.space, here, self.space.goal)))
-            # It takes two collectives to go on, unless something else can be sliced before the one.  Where not all
-            # layouts are looked at, ways of one collective are not varied.
+            # It takes two collectives to go on, unless something else can be sliced before the one.
+            # Where not all layouts are looked at, ways of one collective are not varied.
             if not (self.candidates.complete and self.space.moving(here) & ~here.used):
                 bound += self.fastest_start
         if bound < self.worst:
@@ -252,7 +300,9 @@ class _Search:
     def note(self, trail: _Trail) -> None:
         """Remember a whole way if it is among the best, unless it takes too much memory."""
         seconds, _, edges = trail
-        if seconds >= self.worst * _ALIKE or (self.limit is not None and self.peak(edges) > self.limit):
+        if seconds >= self.worst * _ALIKE or (
+            self.limit is not None and self.peak(edges) > self.limit
+        ):
             return
         insort(self.found, (seconds, next(self.ticket), edges))
         kept = 1 if self.wanted == 1 else 8 * self.wanted  # several may be made of the same edges
@@ -271,13 +321,17 @@ class Bound:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)  # (8, 6) of f32: 192
+        # (8, 6) of f32: 192
+        self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
         axes, links = axes_of(space.large), space.links
         # Seconds of the fastest start of a collective.
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
-        # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow), (0b11, fast)
+        # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
+        # (0b11, fast)
         speeds = sorted({links.bandwidth[a] for a in axes})
-        self._levels = [(mask_of([a for a in axes if links.bandwidth[a] <= speed]), speed) for speed in speeds]
+        self._levels = [
+            (mask_of([a for a in axes if links.bandwidth[a] <= speed]), speed) for speed in speeds
+        ]
         self._fastest = speeds[-1] if speeds else inf
 
     def seconds(self, here: State) -> float:
@@ -285,11 +339,13 @@ class Bound:
         links, moving = self.space.links, self.space.moving(here)
         leaving = here.pending | here.leaving & ~here.becoming
         seconds = links.seconds(leaving, 0)
-        if not here.made:  # local steps make values partial as in the destination: of the finest shard at least
+        # local steps make values partial as in the destination: of the finest shard at least
+        if not here.made:
             finest = self.whole / links.ranks(moving & ~here.becoming)
             seconds += (bool(here.becoming) + bool(here.scaled)) * links.copy(finest)
         if leaving:
-            # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the fast one
+            # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the
+            # fast one
             before = 0.0
             for axes, speed in self._levels:
                 volume = self._volume(here, moving, moving & axes)
@@ -298,28 +354,35 @@ class Bound:
                     before = volume
         if here.pending or here.becoming:
             return seconds
-        # A rank lacks what its two shards have not in common, which is at most the shorter length of each dim. 8 x 8,
-        # S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it has 4 x 4.
+        # A rank lacks what its two shards have not in common, which is at most the shorter length
+        # of each dim. 8 x 8, S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it
+        # has 4 x 4.
         common = self.space.itemsize
         for old, new in zip(here.dims, self.space.wanted, strict=True):
             common *= min(old.longest, new.longest)
-        lacking = self.whole / links.ranks(self.space.goal.used) - common  # 64 / 2 - 4 * 4 = 16 elements
+        # 64 / 2 - 4 * 4 = 16 elements
+        lacking = self.whole / links.ranks(self.space.goal.used) - common
         return max(seconds, links.seconds(leaving, 0) + lacking / self._fastest)
 
     def _volume(self, here: State, moving: int, level: int) -> float:
         """Bytes that a rank receives at least, on average, through collectives over axes of a level.
 
-        These axes divide the mesh into islands, over the others all is fast.  4 islands of 2 ranks, 8 rows, S(0) over
-        the islands -> R: an island has 2 rows and needs 8; 6 come to its 2 ranks, 3 rows to each.
+        These axes divide the mesh into islands, over the others all is fast. 4 islands of 2 ranks,
+        8 rows, S(0) over the islands -> R: an island has 2 rows and needs 8; 6 come to its 2 ranks,
+        3 rows to each.
 
-        To add up p values that lie on different islands and leave the result on q of them, every element has to come
-        p - 1 times to be added and q - 1 times to be held.  P -> R over 4 ranks: 3 + 3 times, 6 / 4 of it to each rank.
+        To add up p values that lie on different islands and leave the result on q of them, every
+        element has to come p - 1 times to be added and q - 1 times to be held. P -> R over 4 ranks:
+        3 + 3 times, 6 / 4 of it to each rank.
         """
         ranks, wanted = self.space.links.ranks, self.space.goal.used
-        between = level & ~here.becoming  # what still becomes partial is one island with all that it adds up to
+        # what still becomes partial is one island with all that it adds up to
+        between = level & ~here.becoming
         if here.pending:
             values, holders = ranks(here.pending & level), ranks(between & ~wanted)
-            return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0  # on 4: 1/4 * (4 + 4 - 2)
+            # on 4: 1/4 * (4 + 4 - 2)
+            return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0
         parts = ranks(here.used & ~wanted & between)
         island = self.whole / ranks(wanted & between)
-        return (island - island / parts) / ranks(moving & ~between)  # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
+        # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
+        return (island - island / parts) / ranks(moving & ~between)

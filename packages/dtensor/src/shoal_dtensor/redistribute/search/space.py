@@ -1,11 +1,13 @@
 """The search space between two specs: what a state is, and how its dims may be sharded.
 
-A state says, for each tensor dim, how mesh axes shard it; which axes are still to be reduced; and which are still to
-become partial as in the destination.  Every other axis is replicated, or partial at both ends.
+A state says, for each tensor dim, how mesh axes shard it; which axes are still to be reduced; and
+which are still to become partial as in the destination. Every other axis is replicated, or partial
+at both ends.
 
-The shardings of a dim are a tree.  Below each are those that divide its shards by one more axis: like torch.chunk, or
-with explicit sizes of the source or the destination.  Equal ones are one object.  A set of axes is a mask, one bit for
-each.  Axes of size 1 are left out: nothing ever happens on them.
+The shardings of a dim are a tree. Below each are those that divide its shards by one more axis:
+like torch.chunk, or with explicit sizes of the source or the destination. Equal ones are one
+object. A set of axes is a mask, one bit for each. Axes of size 1 are left out: nothing ever happens
+on them.
 
     mesh (2, 4), shape (8, 6)           dim 0                 dim 1
     src (S(0), S(0))                    by axis 0, by axis 1  whole                             (1, 6) elements a rank
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 
-MOST_LAYOUTS = 300  # that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
+# that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
+MOST_LAYOUTS = 300
 _LINEAR = frozenset({"sum", "avg"})
 
 
@@ -41,18 +44,28 @@ class ShardedDim:
     __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers")
 
     def __init__(
-        self, outer: ShardedDim | None, axis: int = -1, ranks: int = 1, sharding: DimSharding | None = None
+        self,
+        outer: ShardedDim | None,
+        axis: int = -1,
+        ranks: int = 1,
+        sharding: DimSharding | None = None,
     ) -> None:
         self._ranks, self._sharding = ranks, sharding
-        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()  # that shard the dim, outermost first
+        # that shard the dim, outermost first
+        self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()
         self.mask: int = mask_of(self.axes)
-        self.outers: Dims = outer.lineage if outer else ()  # the coarser ones: the dim whole, by one axis, and so on
+        # the coarser ones: the dim whole, by one axis, and so on
+        self.outers: Dims = outer.lineage if outer else ()
         # Elements of the longest shard, and whether all are that long.
         if sharding is not None:
             self.longest, self.even = sharding.step, sharding.even
         elif outer is not None:
-            # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all that long
-            self.longest, self.even = -(-outer.longest // ranks), outer.even and outer.longest % ranks == 0
+            # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all
+            # that long
+            self.longest, self.even = (
+                -(-outer.longest // ranks),
+                outer.even and outer.longest % ranks == 0,
+            )
 
     @property
     def sharding(self) -> DimSharding:
@@ -73,9 +86,11 @@ Dims = tuple[ShardedDim, ...]
 class Change(NamedTuple):
     """What becomes of a dim between two shardings."""
 
-    leaving: int  # axes of the old one, and of the new one, inside of what both have in common
+    # axes of the old one, and of the new one, inside of what both have in common
+    leaving: int
     entering: int
-    held: float  # the smallest fraction of its new shard that a rank has
+    # the smallest fraction of its new shard that a rank has
+    held: float
 
 
 class State:
@@ -88,14 +103,16 @@ class State:
         self.pending: int = pending  # axes still to be reduced
         self.becoming: int = becoming  # to become partial
         self.scaled: int = scaled  # to change between sum and average
-        self.made: bool = not (becoming or scaled)  # whether values are partial as in the destination
+        # whether values are partial as in the destination
+        self.made: bool = not (becoming or scaled)
         used, leaving, box = 0, 0, space.itemsize
         for sharded, wanted in zip(dims, space.wanted, strict=True):
             used |= sharded.mask  # dim 0 by axes 0 and 1: 0b11
             leaving |= space.change(sharded, wanted).leaving
             box *= sharded.longest  # 4 bytes, at most 1 x 6 elements: 24
         self.used: int = used  # axes that shard a dim
-        self.leaving: int = leaving  # those that take part in a collective on any way to the goal, if not `becoming`
+        # those that take part in a collective on any way to the goal, if not `becoming`
+        self.leaving: int = leaving
         self.box: int = box  # bytes of the largest local box
 
 
@@ -107,33 +124,49 @@ class Space:
         self.links = links
         self.itemsize = src.dtype.itemsize
         self.change = cache(_change)
-        # The state, always the same object: shardings of dims, axes that are pending, becoming partial, and scaled.
+        # The state, always the same object: shardings of dims, axes that are pending, becoming
+        # partial, and scaled.
         self.state: Callable[[Dims, int, int, int], State] = cache(partial(State, self))
-        # Shards divided by one more axis: like torch.chunk, then as in the source and the destination.
+        # Shards divided by one more axis: like torch.chunk, then as in the source and the
+        # destination.
         self.inside: Callable[[ShardedDim, int], list[ShardedDim]] = cache(
             lambda outer, axis: [ShardedDim(outer, axis, links.sizes[axis])]
         )
-        self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])  # of several ranks; mesh (2, 1, 4): 0b101
+        # of several ranks; mesh (2, 1, 4): 0b101
+        self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])
         old, new = dict(src.partials), dict(dst.partials)
-        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]  # sum at one end, avg at the other
+        # sum at one end, avg at the other
+        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]
         self.partial = mask_of(new)  # in `dst`
         self.kept = mask_of(both)  # at both ends
         ops = {*old.values()}
-        self.alike = _commute({*ops, *new.values()})  # whether all reductions may be done in any order
-        # With which sharded axes may be made partial to be reduced with the pending ones; "" if no op fits.
+        # whether all reductions may be done in any order
+        self.alike = _commute({*ops, *new.values()})
+        # With which sharded axes may be made partial to be reduced with the pending ones; "" if no
+        # op fits.
         self.joining = "sum" if ops <= _LINEAR else "" if any(map(norm_order, ops)) else min(ops)
         # How much wider elements are while they are reduced.
-        self.widening = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
-        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept  # P, R -> R, P: 0b01, 0b10
-        self.whole: Dims = tuple([ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape])
+        self.widening = (
+            max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize)
+            // self.itemsize
+        )
+        # P, R -> R, P: 0b01, 0b10
+        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept
+        self.whole: Dims = tuple(
+            [ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape]
+        )
         start, self.wanted = self._dims_of(src), self._dims_of(dst)
-        self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
+        self.start: State = self.state(
+            start, pending, becoming, mask_of([a for a in both if old[a] != new[a]])
+        )
         self.goal: State = self.state(self.wanted, 0, 0, 0)
         for spec, kinds in ((src, ops), (dst, {*new.values()})) if pending or becoming else ():
             if not _commute(kinds):
                 raise RedistributeError(
-                    f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a spec has none, so they "
-                    "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into "
+                    f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a "
+                    "spec has none, so they "
+                    "cannot be reduced or made. Only sum and avg mix; reduce one of them before "
+                    "the other comes into "
                     "being."
                 )
 
@@ -152,7 +185,8 @@ class Space:
 
     def moving(self, here: State) -> int:
         """The axes over which anything may still happen: all but those that are partial as in `dst`."""
-        return self.large & ~(self.partial & ~(here.pending | here.becoming))  # P, S(0) -> P, R: axis 1, 0b10
+        # P, S(0) -> P, R: axis 1, 0b10
+        return self.large & ~(self.partial & ~(here.pending | here.becoming))
 
     def scattered(self, before: State, dims: Dims) -> State:
         """The state after pending axes were reduced that shard a dim now."""
@@ -166,23 +200,29 @@ def _over_large_axes(spec: Spec) -> Spec:
     if 1 not in sizes:
         return spec
     placements = [p if n > 1 else Replicate() for p, n in zip(spec.placements, sizes, strict=True)]
-    order = [(dim, tuple([axis for axis in axes if sizes[axis] > 1])) for dim, axes in spec.shard_order]
+    order = [
+        (dim, tuple([axis for axis in axes if sizes[axis] > 1])) for dim, axes in spec.shard_order
+    ]
     return spec.with_(placements=placements, shard_order=tuple(order))
 
 
 def _change(old: ShardedDim, new: ShardedDim) -> Change:
     common = [a for a, b in zip(old.lineage, new.lineage, strict=False) if a is b][-1]
-    leaving = old.mask & ~common.mask  # by axes 0 and 1 -> by 0 and 2: axis 1 leaves and axis 2 enters
+    # by axes 0 and 1 -> by 0 and 2: axis 1 leaves and axis 2 enters
+    leaving = old.mask & ~common.mask
     return Change(leaving, new.mask & ~common.mask, _held(old, new) if leaving else 1.0)
 
 
 def _held(old: ShardedDim, new: ShardedDim) -> float:
     """The smallest fraction of a rank's new interval of a dim that is in its old one."""
     if new in old.outers:
-        return old.longest / max(1, new.longest) if old.even else 0.0  # 8 on (2, 2), by both axes -> by one: 2 / 4
+        # 8 on (2, 2), by both axes -> by one: 2 / 4
+        return old.longest / max(1, new.longest) if old.even else 0.0
     if old.axes != new.axes:
-        return 0.0  # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
-    # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs [4, 8), so 2 / 4 is
+        # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
+        return 0.0
+    # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs
+    # [4, 8), so 2 / 4 is
     # there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
     before, after = old.sharding, new.sharding
     shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
@@ -200,21 +240,23 @@ def _commute(ops: set[str]) -> bool:
     return len(ops) < 2 or ops <= _LINEAR
 
 
-# --- what to look at --------------------------------------------------------------------------------------------------
+# --- what to look at ------------------------------------------------------------------------------
 
 
 class Candidates:
     """The layouts that one hop of the search may lead to, on ways from one start.
 
-    Of few axes all of them: every order of every subset of the axes on every tensor dim.  Where those are too many, an
-    axis is replicated or on one of a few dims: where it is, where it goes, and where it may wait meanwhile, being
-    neither in the way nor idle; and on a dim axes are in the order of the source or of the destination.
+    Of few axes all of them: every order of every subset of the axes on every tensor dim. Where
+    those are too many, an axis is replicated or on one of a few dims: where it is, where it goes,
+    and where it may wait meanwhile, being neither in the way nor idle; and on a dim axes are in the
+    order of the source or of the destination.
     """
 
     def __init__(self, space: Space, start: State) -> None:
         self.space = space
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
-        # By k of n axes, in any order, on d dims: 2 axes on 2 have 1 + 2 * 2 layouts by none or one and 2 * 3 by both.
+        # By k of n axes, in any order, on d dims: 2 axes on 2 have 1 + 2 * 2 layouts by none or one
+        # and 2 * 3 by both.
         axes, dims = space.moving(start).bit_count(), max(1, len(self.ends))
         layouts = sum(perm(axes, k) * comb(k + dims - 1, k) for k in range(axes + 1))
         self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
@@ -224,21 +266,34 @@ class Candidates:
         chosen, dims = axes_of(axes), range(len(outer))
         found: list[Dims] = []
         ordered = cache(self._ordered)
-        for places in product(*[(None, *(dims if self.complete else self._places(axis))) for axis in chosen]):
-            on_dims = [tuple([axis for axis, at in zip(chosen, places, strict=True) if at == dim]) for dim in dims]
-            found += product(*[ordered(dim, outer[dim], inner) for dim, inner in zip(dims, on_dims, strict=True)])
+        for places in product(
+            *[(None, *(dims if self.complete else self._places(axis))) for axis in chosen]
+        ):
+            on_dims = [
+                tuple([axis for axis, at in zip(chosen, places, strict=True) if at == dim])
+                for dim in dims
+            ]
+            found += product(
+                *[ordered(dim, outer[dim], inner) for dim, inner in zip(dims, on_dims, strict=True)]
+            )
         return found
 
     def scattered(self, here: State) -> Dims:
         """The layout with pending axes where the goal has them, inside of the others."""
-        pending = [[axis for axis in goal.axes if here.pending >> axis & 1] for _, goal in self.ends]  # S(1): [[], [0]]
-        return tuple([self._extended(old, axes)[-1] for old, axes in zip(here.dims, pending, strict=True)])
+        # S(1): [[], [0]]
+        pending = [
+            [axis for axis in goal.axes if here.pending >> axis & 1] for _, goal in self.ends
+        ]
+        return tuple(
+            [self._extended(old, axes)[-1] for old, axes in zip(here.dims, pending, strict=True)]
+        )
 
     def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
         """The layout with these axes as in the goal and the others as they are, inside of those or ascending."""
         dims = []
         for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
-            order = [axis for axis in goal.axes if axes >> axis & 1]  # goal by axis 0, here by 1, axis 0 settled: [0]
+            # goal by axis 0, here by 1, axis 0 settled: [0]
+            order = [axis for axis in goal.axes if axes >> axis & 1]
             order += [axis for axis in old.axes if not axes >> axis & 1]  # and then [0, 1]
             dims.append(self._extended(whole, order if nested else sorted(order))[-1])
         return tuple(dims)
@@ -249,7 +304,9 @@ class Candidates:
         orders: Iterable[tuple[int, ...]] = permutations(axes)
         if not self.complete:
             orders = _in_order(axes, goal + start), _in_order(axes, start + goal)
-        return list(dict.fromkeys([inner for order in orders for inner in self._extended(outer, order)]))
+        return list(
+            dict.fromkeys([inner for order in orders for inner in self._extended(outer, order)])
+        )
 
     def _extended(self, outer: ShardedDim, order: Iterable[int]) -> list[ShardedDim]:
         """Shards divided by these axes in this order: like torch.chunk, and last with explicit sizes."""
@@ -262,10 +319,13 @@ class Candidates:
         """Tensor dims that an axis may shard: where it does, where it shall, and one to wait on."""
         own = [d for d, (start, goal) in enumerate(self.ends) if axis in start.axes + goal.axes]
         waiting = [
-            d for d, (start, _) in enumerate(self.ends) if d not in own and self.space.inside(start, axis)[0].even
+            d
+            for d, (start, _) in enumerate(self.ends)
+            if d not in own and self.space.inside(start, axis)[0].even
         ]
         quiet = [d for d in waiting if not any(end.axes for end in self.ends[d])]
-        return tuple(sorted([*own, *(quiet or waiting)[:1]]))  # S(0) -> S(2), 1 to wait on: (0, 1, 2)
+        # S(0) -> S(2), 1 to wait on: (0, 1, 2)
+        return tuple(sorted([*own, *(quiet or waiting)[:1]]))
 
 
 def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:

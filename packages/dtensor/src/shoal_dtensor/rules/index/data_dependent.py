@@ -1,7 +1,7 @@
 """Sharding of operators that select by values (nonzero, unique, masked_select), and of searches and counts of values.
 
-Of what is selected each rank has its own results.  Every rank gathers them all, in global order, so the result is
-replicated and as long as on one device.
+Of what is selected each rank has its own results. Every rank gathers them all, in global order, so
+the result is replicated and as long as on one device.
 """
 
 from __future__ import annotations
@@ -20,18 +20,34 @@ from ...layout.boxes import box_at, slices_of
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta, contiguous_stride
 from ..language.local_ops import all_reduced, sharding_axes, where_sharded
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family, replicated
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    Row,
+    Rule,
+    S,
+    Table,
+    Traffic,
+    family,
+    replicated,
+)
 from ..shape.views import expand
 
 
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
     """The results of all ranks along mesh axes, one after the other; their number differs from rank to rank."""
     comm = spec.mesh.comm(axes)
-    counts = all_gather(upload([len(results[0])], device_of_numbers(comm, results[0].device)), comm).tolist()
+    counts = all_gather(
+        upload([len(results[0])], device_of_numbers(comm, results[0].device)), comm
+    ).tolist()
     return [all_gather_v(tensor.contiguous(), comm, counts) for tensor in results]
 
 
-def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *results: Tensor) -> list[Tensor]:
+def in_global_order(
+    spec: Spec, axes: tuple[int, ...], positions: Tensor, *results: Tensor
+) -> list[Tensor]:
     """Global positions, `(count, ndim)`, of those in every rank's shard, in row-major order, and results likewise."""
     positions = positions + upload(spec.local_offset, positions.device, positions.dtype)
     positions, *results_of_all = gathered(spec, axes, positions, *results)
@@ -55,10 +71,13 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
     """In a backward pass it is the gradient of an embedding: dense, as no DTensor is sparse."""
     op = local_call.call.op
 
-    def run(dims: int, dense_dims: int, size: Any, indices: Tensor, values: Tensor, **kwargs: Any) -> Tensor:
+    def run(
+        dims: int, dense_dims: int, size: Any, indices: Tensor, values: Tensor, **kwargs: Any
+    ) -> Tensor:
         if in_backward() and dims == 1:
             return values.new_zeros(size).index_add_(0, indices[0], values)
-        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]  # of torch
+        # of torch
+        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]
 
     return run
 
@@ -88,7 +107,9 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
         values, counts = torch.unique(x, return_counts=True)
         values, counts = gathered(spec, axes, values, counts)
         values, inverse = torch.unique(values, return_inverse=True)
-        total = torch.zeros(len(values), dtype=counts.dtype, device=x.device).index_add_(0, inverse, counts)
+        total = torch.zeros(len(values), dtype=counts.dtype, device=x.device).index_add_(
+            0, inverse, counts
+        )
         nothing = x.new_empty(0, dtype=torch.int64)
         return (values, nothing, total if counted else nothing)[:count]
 
@@ -136,7 +157,9 @@ def isin(call: OpCall) -> Iterator[Row]:
 def histc(call: OpCall) -> Iterator[Row]:
     two_bounds = 2 * call["self"].dtype.itemsize
     traffic: Traffic | None = None if call["min"] != call["max"] else lambda ranks: two_bounds
-    yield from (call.row(self=S(d), out=P("sum"), traffic=traffic) for d in range(call["self"].ndim))
+    yield from (
+        call.row(self=S(d), out=P("sum"), traffic=traffic) for d in range(call["self"].ndim)
+    )
 
 
 def _histc(local_call: LocalCall) -> LocalFunction | None:
@@ -147,7 +170,11 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
         return None
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ends = (x.amin(), x.amax()) if x.numel() else (x.new_full((), torch.inf), x.new_full((), -torch.inf))
+        ends = (
+            (x.amin(), x.amax())
+            if x.numel()
+            else (x.new_full((), torch.inf), x.new_full((), -torch.inf))
+        )
         both = all_reduced(ends[0], spec, axes, "min"), all_reduced(ends[1], spec, axes, "max")
         low, high = torch.stack(both).tolist()
         # Equal bounds would mean "look them up" again: torch then widens them by one on each side.
@@ -158,7 +185,9 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
 
 def bincount(call: OpCall) -> Iterator[Row]:
     """The result's length is data-dependent; the largest minimum known is 64 bins."""
-    yield call.row(self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64))
+    yield call.row(
+        self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64)
+    )
 
 
 @where_sharded
@@ -169,7 +198,8 @@ def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
         top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
         length = max(minlength, int(all_reduced(top.to(torch.int64), spec, axes, "max").item()))
         counts = torch.bincount(x, weights, length)
-        if weights is not None and not x.numel():  # torch counts nothing in integers, with any weights
+        # torch counts nothing in integers, with any weights
+        if weights is not None and not x.numel():
             counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
         return all_reduced(counts, spec, axes)
 
@@ -181,10 +211,15 @@ DATA_DEPENDENT: Table = family(
         "nonzero.default masked_select.default": Rule(nonzero, _nonzero, kind="dynamic"),
         "_unique2.default _unique.default": Rule(nonzero, _unique, kind="dynamic"),
         # Neighbours and whole slices are compared.
-        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, kind="dynamic"),
+        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(
+            replicated, kind="dynamic"
+        ),
         "nonzero_static.default": Rule(replicated),
-        # No DTensor has a sparse layout: what comes of it is a plain tensor, the same on every rank.
-        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, kind="dynamic"),
+        # No DTensor has a sparse layout: what comes of it is a plain tensor, the same on every
+        # rank.
+        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(
+            replicated, kind="dynamic"
+        ),
         "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
         "masked_scatter.default masked_scatter_.default": Rule(expand, _masked_scatter),
         "masked_scatter_backward.default": Rule(replicated),

@@ -1,8 +1,8 @@
 """Sharding of reads and writes along one dim: gather, index_select, embeddings; scatter, index_add, index_copy.
 
-Reading along a sharded dim, every rank looks up what falls into its shard and leaves zeros for the rest, a partial sum.
-Writing, the written tensor keeps its sharding, and every rank writes what falls into its shard; adding is linear, so
-sharded sources leave a partial sum.
+Reading along a sharded dim, every rank looks up what falls into its shard and leaves zeros for the
+rest, a partial sum. Writing, the written tensor keeps its sharding, and every rank writes what
+falls into its shard; adding is linear, so sharded sources leave a partial sum.
 """
 
 from __future__ import annotations
@@ -19,9 +19,28 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import along_dim, functional, local_positions, sharding_axes, where_sharded, with_arguments
+from ..language.local_ops import (
+    along_dim,
+    functional,
+    local_positions,
+    sharding_axes,
+    where_sharded,
+    with_arguments,
+)
 from ..language.notation import product
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, flatten
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+    flatten,
+)
 
 
 def lookup_partial(source: TensorMeta) -> P:
@@ -34,8 +53,9 @@ def lookup(
 ) -> LocalFunction:
     """Element below = sum over shards of (element if it is in the shard, else 0).
 
-    Behind its source the operator takes the indices as argument `place`, which `local` makes positions in the shard,
-    with whether they are.  Of the result's dims, so many are `behind` those of the indices.
+    Behind its source the operator takes the indices as argument `place`, which `local` makes
+    positions in the shard, with whether they are. Of the result's dims, so many are `behind` those
+    of the indices.
     """
     call, shape = local_call.call, local_call.outputs[0].local_shape
     read = functional(call) if call.schema.outs else call.op
@@ -63,14 +83,23 @@ def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
         for d in (d for d in range(len(operands[0])) if d != call.dim()):
             # A shorter index reads or writes only the first rows of a dim: shards would not match.
             if not per_element or len({shape[d] for shape in operands}) == 1:
-                yield call.row({source: S(d)} if source else {}, self=S(d), index=S(d) if per_element else R, out=S(d))
+                yield call.row(
+                    {source: S(d)} if source else {},
+                    self=S(d),
+                    index=S(d) if per_element else R,
+                    out=S(d),
+                )
         yield from along
 
 
 def gather(call: OpCall) -> Iterator[Row]:
     """And `index_select`."""
     dim = call.dim()
-    of_index = [call.row(index=S(dim if _per_element(call) else 0), out=S(dim))] if call["index"].ndim else []
+    of_index = (
+        [call.row(index=S(dim if _per_element(call) else 0), out=S(dim))]
+        if call["index"].ndim
+        else []
+    )
     return _by_index(call, *of_index, call.row(self=S(dim), out=lookup_partial(call["self"])))
 
 
@@ -98,7 +127,9 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
     if call["self"].ndim and index.ndim and call[source].ndim:
         d = call.dim()
         if not per_element or index.shape[d] == call[source].shape[d]:
-            yield call.row({source: S(d)}, self=P("sum"), index=S(d if per_element else 0), out=P("sum"))
+            yield call.row(
+                {source: S(d)}, self=P("sum"), index=S(d if per_element else 0), out=P("sum")
+            )
 
 
 @along_dim
@@ -107,9 +138,11 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     # The in-place form of any operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
     write = getattr(
-        getattr(torch.ops.aten, name.removesuffix("_") + "_"), overload.removesuffix("out").rstrip("_") or "default"
+        getattr(torch.ops.aten, name.removesuffix("_") + "_"),
+        overload.removesuffix("out").rstrip("_") or "default",
     )
-    size = spec.local_shape[dim]  # positions 0..size - 1 are of the shard, `size` is of all others
+    # positions 0..size - 1 are of the shard, `size` is of all others
+    size = spec.local_shape[dim]
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim)
@@ -138,7 +171,7 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-# --- embeddings: by index, by embedding dim, or by vocabulary (then a partial sum) ------------------------------------
+# --- embeddings: by index, by embedding dim, or by vocabulary (then a partial sum) ----------------
 
 
 MAX = 2  # the mode of `embedding_bag`
@@ -147,7 +180,9 @@ MAX = 2  # the mode of `embedding_bag`
 @partial(where_sharded, dims=lambda call: (0,))
 def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """With a sharded vocabulary, whose indices do not count from the end."""
-    return lookup(local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1)
+    return lookup(
+        local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1
+    )
 
 
 def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
@@ -177,7 +212,8 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         table, indices = args[place : place + 2]
         positions, is_local = local_positions(indices, weight, 0, from_end=False)
-        # Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which is not counted.
+        # Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which
+        # is not counted.
         positions = positions.masked_fill(~is_local, size).masked_fill(indices == padding, size + 1)
         padded = torch.cat([table, table.new_zeros((2, table.shape[1]))])
         return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)
@@ -192,17 +228,26 @@ GATHER_SCATTER: Table = family(
         "scatter_add": Rule(scatter_add, _scatter),
         "index_add": Rule(scatter_add, _write_slices),
         "index_copy index_fill": Rule(scatter, _write_slices),
-        "embedding": replace(product("v e, ... -> ... e", linear=(0,), local=_embedding), sizes=None),
+        "embedding": replace(
+            product("v e, ... -> ... e", linear=(0,), local=_embedding), sizes=None
+        ),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             # Dense: no DTensor is sparse.
             embedding_bag,
-            lambda local_call: with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None,
+            lambda local_call: (
+                with_arguments(local_call.call, sparse=False)
+                if local_call.call.get("sparse")
+                else None
+            ),
             linear="grad",
         ),
         # Each is the product of a row of the gradient and one of the vocabulary.
         "_embedding_bag_per_sample_weights_backward": replace(
-            product("b e, v e, i, o, k -> i", linear=(0, 1), replicated="b i o k", local=_embedding_bag), sizes=None
+            product(
+                "b e, v e, i, o, k -> i", linear=(0, 1), replicated="b i o k", local=_embedding_bag
+            ),
+            sizes=None,
         ),
         "embedding_dense_backward": Rule(embedding_dense_backward),
     }

@@ -1,7 +1,8 @@
 """Sharding of `x[indices]` and `x[indices] = values` with index tensors, and of `take` and `put`.
 
-Dims that are not indexed keep their sharding.  Along an indexed dim every rank looks up the indices that fall into its
-shard: reading sums that up with zeros elsewhere, writing reaches the one rank that has the element.
+Dims that are not indexed keep their sharding. Along an indexed dim every rank looks up the indices
+that fall into its shard: reading sums that up with zeros elsewhere, writing reaches the one rank
+that has the element.
 """
 
 from __future__ import annotations
@@ -27,7 +28,19 @@ from ..language.local_ops import (
     where_sharded,
 )
 from ..language.notation import aligned
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, adds_up, family
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    adds_up,
+    family,
+)
 from .data_dependent import assumed_result_bytes, selected_by
 from .gather_scatter import lookup, lookup_partial
 
@@ -35,14 +48,16 @@ from .gather_scatter import lookup, lookup_partial
 class IndexedDims(NamedTuple):
     """Where the dims of `x[indices]` come from.
 
-    Of an x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7, 5): `indexed` is
-    ((1,), (2,)), `kept` is ((0, 0), (3, 3)), `first` is 1 and `ndim` is 2.
+    Of an x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7,
+    5): `indexed` is ((1,), (2,)), `kept` is ((0, 0), (3, 3)), `first` is 1 and `ndim` is 2.
     """
 
     # for each index tensor, in order, the dims of x that it stands for (a mask stands for several)
     indexed: tuple[tuple[int, ...], ...]
-    kept: tuple[tuple[int, int], ...]  # pairs (dim of x, dim of the result) of the other dims
-    first: int  # where the indices' common dims begin in the result
+    # pairs (dim of x, dim of the result) of the other dims
+    kept: tuple[tuple[int, int], ...]
+    # where the indices' common dims begin in the result
+    first: int
     ndim: int  # how many common dims the indices have
 
 
@@ -79,7 +94,9 @@ def index(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=S(o)) for d, o in where.kept)
     for j in range(where.ndim):
         if call.outputs[0].shape[where.first + j] != 1:
-            yield call.row(indices=[aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
+            yield call.row(
+                indices=[aligned(index, j, where.ndim) for index in indices], out=S(where.first + j)
+            )
     reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     summed = where.indexed if adds_up(source.dtype) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
@@ -98,7 +115,10 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         return None
 
     def local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
-        positions, is_local = list(indices), torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device)
+        positions, is_local = (
+            list(indices),
+            torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device),
+        )
         for d in sharded:
             positions[d], is_in_dim = local_positions(indices[d], spec, d)
             is_local = is_local & is_in_dim
@@ -115,14 +135,20 @@ def index_put(call: OpCall) -> Iterator[Row]:
     source, *indices, values = call.tensors
     where = indexed_dims(source, call["indices"])
     ndim = source.ndim - sum(map(len, where.indexed)) + where.ndim
-    yield from (call.row(self=S(d), values=aligned(values, o, ndim), out=S(d)) for d, o in where.kept)
+    yield from (
+        call.row(self=S(d), values=aligned(values, o, ndim), out=S(d)) for d, o in where.kept
+    )
     if _same_everywhere(call, where):
-        yield from (call.row(self=S(d), indices=S(j), out=S(d)) for j, d in enumerate(where.indexed[0]))
+        yield from (
+            call.row(self=S(d), indices=S(j), out=S(d)) for j, d in enumerate(where.indexed[0])
+        )
     yield from (call.row(self=S(d), out=S(d)) for dims in where.indexed for d in dims)
     if call["accumulate"]:
         yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
         # Indices and values sharded alike: each rank adds its own, a partial sum.
-        for j in range(where.ndim if values.ndim == ndim and not any(map(_is_mask, indices)) else 0):
+        for j in range(
+            where.ndim if values.ndim == ndim and not any(map(_is_mask, indices)) else 0
+        ):
             of_indices = all(index.ndim == where.ndim and index.shape[j] != 1 for index in indices)
             if of_indices and values.shape[where.first + j] != 1:
                 yield call.row(self=P("sum"), indices=S(j), values=S(where.first + j), out=P("sum"))
@@ -146,9 +172,12 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         mask_here = indices[place]
         assert mask_here is not None, "the mask is where the call had it"
-        for j, d in sharded:  # the mask has at least what x has, but for a rank without elements of x
+        # the mask has at least what x has, but for a rank without elements of x
+        for j, d in sharded:
             size = spec.local_shape[d]
-            mask_here = mask_here.narrow(j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size)
+            mask_here = mask_here.narrow(
+                j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size
+            )
         return op(x, [*indices[:place], mask_here, *indices[place + 1 :]], values, *args)
 
     return run
@@ -168,7 +197,8 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
     ndim = spec.ndim - len(dims) + where.ndim
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
-        integers = [  # every mask replaced by where it is true, one tensor per dim
+        # every mask replaced by where it is true, one tensor per dim
+        integers = [
             part
             for index in indices
             if index is not None
@@ -197,22 +227,33 @@ def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list
 
 
 def _in_shard(  # noqa: PLR0913  # all that is written
-    x: Tensor, dims: Sequence[int], positions: list[Tensor], rows: Tensor, is_local: Tensor, first: int, adds: bool
+    x: Tensor,
+    dims: Sequence[int],
+    positions: list[Tensor],
+    rows: Tensor,
+    is_local: Tensor,
+    first: int,
+    adds: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Positions and rows that write only what is local; as many as before, for no host knows how many are."""
     if 0 in x.shape or not len(is_local):
         return [p[:0] for p in positions], rows[:0]
     column = is_local.view(-1, *[1] * (rows.ndim - 1))
-    if adds:  # the others add nothing, each somewhere else: a device adds equal positions one after another
+    # the others add nothing, each somewhere else: a device adds equal positions one after another
+    if adds:
         at = torch.arange(len(is_local), device=x.device)
-        spread = [torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)]
+        spread = [
+            torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)
+        ]
         return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
     # The others write what the last local one writes, or what is there if none is.
     last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
     there = [p.index_select(0, last) for p in positions]
     present = torch.ops.aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
     row = torch.where(is_local.any(), rows.index_select(0, last), present)
-    return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
+    return [
+        torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)
+    ], torch.where(column, rows, row)
 
 
 def take(call: OpCall) -> Iterator[Row]:
@@ -224,7 +265,9 @@ def take(call: OpCall) -> Iterator[Row]:
 def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """Flat global indices as flat local ones, and whether they are local."""
     here = [-start for start in spec.local_offset]
-    return moved_between_boxes(from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here)
+    return moved_between_boxes(
+        from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here
+    )
 
 
 @where_sharded

@@ -16,7 +16,16 @@ from shoal_mesh import all_reduce
 from ..._torch.tensors import TRACED
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Traffic, in_every_form as in_every_form
+from .rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Traffic,
+    in_every_form as in_every_form,
+)
 
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -29,8 +38,8 @@ def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, .
     Example:
         >>> from shoal_dtensor import Replicate, Shard, Spec
         >>> from shoal_mesh import abstract_mesh
-        >>> sharding_axes(Spec(abstract_mesh((2, 2, 2)), (Shard(1), Replicate(), Shard(1)), (8, 8)), dims=[1])
-        (0, 2)
+        >>> sharding_axes(Spec(abstract_mesh((2, 2, 2)), (Shard(1), Replicate(), Shard(1)), (8, 8)),
+        dims=[1]) (0, 2)
     """
     chosen = range(spec.ndim) if dims is None else dims
     return tuple(sorted({axis for dim in chosen for axis in spec.dim_shardings[dim].axes}))
@@ -77,20 +86,24 @@ def all_reduce_traffic(nbytes: float) -> Traffic:
 def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
     """The two rows of a mean along a factor, given the one of its sum; only its first result is a mean.
 
-    Even shards leave the average of their means, as torch does. The means of uneven shards do not average: there the
-    mean is all-reduced, for a rank's summand would read as another mean by `to_local`.
+    Even shards leave the average of their means, as torch does. The means of uneven shards do not
+    average: there the mean is all-reduced, for a rank's summand would read as another mean by
+    `to_local`.
     """
     mine = row.traffic or (lambda ranks: 0.0)
     reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     yield replace(row, outputs=(P("avg"), *row.outputs[1:]), even=True)
-    yield replace(row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks))
+    yield replace(
+        row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks)
+    )
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """From this rank's part of a sum over shards by `axes`, divided by the global count, to the mean of `mean_rows`."""
     result = local_call.outputs[0]
     averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
-    ranks = prod(result.mesh.shape[axis] for axis in averaged)  # 2: a part of 3 counts as 6, so that avg is a sum
+    # 2: a part of 3 counts as 6, so that avg is a sum
+    ranks = prod(result.mesh.shape[axis] for axis in averaged)
     others = tuple(axis for axis in axes if axis not in averaged)
 
     def run(part: Tensor) -> Tensor:
@@ -107,7 +120,8 @@ def functional(call: OpCall) -> Any:
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     """The operator with some of its arguments, by schema name, replaced by `changes`."""
     op = call.op
-    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}  # view(self, size): size is 1
+    # view(self, size): size is 1
+    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}
     positions = tuple((places[name], name, value) for name, value in changes.items())
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,15 +163,16 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
     )
 
 
-# --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------
+# --- global indices, on a rank that holds an interval of the indexed dim --------------------------
 
 
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     """Refuse indices into `length` elements that are out of range.
 
-    A rank looks up only the indices that fall into its shard, so no kernel would notice one that falls nowhere.  Ranks
-    with empty shards check too: all ranks with the same indices raise.  On an accelerator the device reports it later,
-    as plain indexing does; compiled code raises RuntimeError when it runs.
+    A rank looks up only the indices that fall into its shard, so no kernel would notice one that
+    falls nowhere. Ranks with empty shards check too: all ranks with the same indices raise. On an
+    accelerator the device reports it later, as plain indexing does; compiled code raises
+    RuntimeError when it runs.
     """
     message = f"out of bounds for a dim of {length} elements"
     if index.device.type != "cpu" or isinstance(index, TRACED):
@@ -172,9 +187,12 @@ def from_the_front(index: Tensor, length: int) -> Tensor:
     return torch.where(index < 0, index + length, index)  # [-1, 2] into 5: [4, 2]
 
 
-def local_positions(index: Tensor, spec: Spec, dim: int, *, from_end: bool = True) -> tuple[Tensor, Tensor]:
+def local_positions(
+    index: Tensor, spec: Spec, dim: int, *, from_end: bool = True
+) -> tuple[Tensor, Tensor]:
     """The local positions of global indices into a sharded dim, and whether they are local; others get position 0."""
-    # Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the first is not local.
+    # Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the
+    # first is not local.
     if from_end:  # else no index may count from the end
         return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)
     check_bounds(index, (index >= 0) & (index < spec.shape[dim]), spec.shape[dim])
@@ -196,14 +214,20 @@ def moved_between_boxes(
     Positions are in row-major order; along every dim they are larger in the other box by `shift`.
 
     Example:
-        Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.
+        Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1,
+        column 1: element 3.
 
         >>> moved_between_boxes(torch.tensor([7, 4]), (3, 4), (3, 2), (0, -2))
         (tensor([3, 2]), tensor([ True, False]))
     """
     position, is_inside, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
-        place = index % size + by  # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
+        # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
+        place = index % size + by
         is_inside &= (place >= 0) & (place < length)
-        position, index, step = position + place.clamp(0, max(length - 1, 0)) * step, index // size, step * length
+        position, index, step = (
+            position + place.clamp(0, max(length - 1, 0)) * step,
+            index // size,
+            step * length,
+        )
     return position, is_inside

@@ -1,10 +1,10 @@
 """Rules written as factors: `product("m k, k n -> m n")`.
 
-Each operand lists its dims; a name is a factor of the operator.  Sharding a factor shards every
-operand that has it.  A factor that only inputs have is summed over, so sharding it leaves the outputs partial.
-`...` stands for the broadcast dims that operands share, aligned at the right.  `(h d)` is one dim made of
-two factors, the first varying slowest.  The notation is einsum's; the idea of factors is Shardy's
-(openxla/shardy, sharding rules) and the parser's shape einops'.
+Each operand lists its dims; a name is a factor of the operator. Sharding a factor shards every
+operand that has it. A factor that only inputs have is summed over, so sharding it leaves the
+outputs partial. `...` stands for the broadcast dims that operands share, aligned at the right. `(h
+d)` is one dim made of two factors, the first varying slowest. The notation is einsum's; the idea of
+factors is Shardy's (openxla/shardy, sharding rules) and the parser's shape einops'.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def parse(text: str) -> Pattern:
         text: inputs and outputs around `->`, operands separated by commas, their dims by spaces.
 
     Raises:
-        NotationError: if the pattern has no single arrow, unbalanced brackets or a repeated factor in one operand.
+        NotationError: if the pattern has no single arrow, unbalanced brackets or a repeated factor
+            in one operand.
 
     Example:
         >>> parse("b (h d), d -> b h").inputs
@@ -81,9 +82,12 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
 
 def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
     """Replace `...` by one factor per dim it stands for, named from the right so that operands align."""
-    free = ndim - len(dims) + ((ELLIPSIS,) in dims)  # 4 dims as "... m k": 2, named ...1 ...0
+    # 4 dims as "... m k": 2, named ...1 ...0
+    free = ndim - len(dims) + ((ELLIPSIS,) in dims)
     if free < 0 or (free != 0 and (ELLIPSIS,) not in dims):
-        raise NotationError(f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}")
+        raise NotationError(
+            f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}"
+        )
     result: list[Dim] = []
     for dim in dims:
         result += [(f"...{i}",) for i in reversed(range(free))] if dim == (ELLIPSIS,) else [dim]
@@ -111,25 +115,36 @@ def factor_rows(
     """
     if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
         raise NotationError(
-            f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs, "
+            f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and "
+            f"{len(pattern.outputs)} outputs, "
             f"got {len(inputs)} and {len(outputs)}"
         )
-    operands = [_spread(dims, t.ndim, pattern) for dims, t in zip(pattern.inputs, inputs, strict=True)]
-    results = [_spread(dims, t.ndim, pattern) for dims, t in zip(pattern.outputs, outputs, strict=True)]
+    operands = [
+        _spread(dims, t.ndim, pattern) for dims, t in zip(pattern.inputs, inputs, strict=True)
+    ]
+    results = [
+        _spread(dims, t.ndim, pattern) for dims, t in zip(pattern.outputs, outputs, strict=True)
+    ]
     sizes = _factor_sizes(pattern, [*operands, *results], [*inputs, *outputs])
     rows = []
     for name in dict.fromkeys(name for dims in operands for dim in dims for name in dim):
         if name in replicated or (name.startswith(ELLIPSIS) and ELLIPSIS in replicated):
             continue
-        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]  # by k: S(1), S(0)
-        results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
+        # by k: S(1), S(0)
+        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]
+        results_entries = [
+            _entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)
+        ]
         if all(entries) and all(results_entries):
-            reduced = [P(reduce) if entry is R else entry for entry in results_entries]  # out lacks k: P(sum)
+            # out lacks k: P(sum)
+            reduced = [P(reduce) if entry is R else entry for entry in results_entries]
             rows.append(Row(tuple(filter(None, entries)), tuple(filter(None, reduced))))
     return rows
 
 
-def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]) -> dict[str, int]:
+def _factor_sizes(
+    pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]
+) -> dict[str, int]:
     """The extent of every factor; broadcast operands (size 1) do not count."""
     sizes: dict[str, int] = {}
     for operand, tensor in zip(dims, tensors, strict=True):
@@ -137,16 +152,25 @@ def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence
             if len(dim) == 1:
                 size = sizes.get(dim[0], 1)  # "k" of 1 (broadcast), then of 6: 6
                 if size not in (1, n) and n != 1:
-                    raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}")
+                    raise NotationError(
+                        f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}"
+                    )
                 sizes[dim[0]] = n if size == 1 else size
-    pairs = [pair for each in zip(dims, tensors, strict=True) for pair in zip(each[0], each[1].shape, strict=True)]
+    pairs = [
+        pair
+        for each in zip(dims, tensors, strict=True)
+        for pair in zip(each[0], each[1].shape, strict=True)
+    ]
     for dim, n in sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0])):
         unknown = [name for name in dim if name not in sizes]
         if len(unknown) == 1:
-            others = prod(sizes[name] for name in dim if name in sizes)  # (h d) of 12 with d = 4: h = 3
+            # (h d) of 12 with d = 4: h = 3
+            others = prod(sizes[name] for name in dim if name in sizes)
             sizes[unknown[0]] = n // others if others else 1
         elif unknown:
-            raise NotationError(f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow")
+            raise NotationError(
+                f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow"
+            )
     return sizes
 
 
@@ -155,9 +179,11 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
     for i, dim in enumerate(dims):
         if name in dim:
             position = dim.index(name)
-            if prod(map(sizes.__getitem__, dim[:position])) != 1:  # "(h d)" by d: every head has a part
+            # "(h d)" by d: every head has a part
+            if prod(map(sizes.__getitem__, dim[:position])) != 1:
                 return None
-            broadcast = tensor.shape[i] == 1 and sizes[name] != 1  # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
+            # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
+            broadcast = tensor.shape[i] == 1 and sizes[name] != 1
             return R if broadcast else S(i, prod(map(sizes.__getitem__, dim[position + 1 :])))
     return R
 
@@ -203,12 +229,22 @@ def product(
     pattern, fixed = parse(text), tuple(replicated.split())
 
     def rows(call: OpCall) -> list[Row]:
-        present = tuple(dims for dims, place in zip(pattern.outputs, call.results.values(), strict=False) if place)
+        present = tuple(
+            dims
+            for dims, place in zip(pattern.outputs, call.results.values(), strict=False)
+            if place
+        )
         wanted = replace(pattern, outputs=present)  # a mask argument may leave results out
         rows = factor_rows(wanted, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
-    return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
+    return Rule(
+        rows,
+        local,
+        unordered=local is None,
+        skip_empty=skip_empty,
+        sizes=None if "(" in text else (),
+    )
 
 
 def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
@@ -229,32 +265,47 @@ Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
 
 
 def pointwise(
-    *, linear: Sequence[int] = (), jointly: bool = False, monotone: bool = False, partial: Partials | None = None
+    *,
+    linear: Sequence[int] = (),
+    jointly: bool = False,
+    monotone: bool = False,
+    partial: Partials | None = None,
 ) -> Rule:
     """The rule of an elementwise operator with broadcasting: every dim may be sharded, in all operands alike.
 
     Args:
-        linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the only one).
-        jointly: whether it is linear in all tensor operands together, with no constant term (`real`, `add` without
-            numbers): partial sums in, partial sums out.
-        monotone: for one operand: whether it never decreases, so that it commutes with partial `max` and `min`.
+        linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the
+            only one).
+        jointly: whether it is linear in all tensor operands together, with no constant term
+            (`real`, `add` without numbers): partial sums in, partial sums out.
+        monotone: for one operand: whether it never decreases, so that it commutes with partial
+            `max` and `min`.
         partial: further rows with partial values.
 
     Example:
         >>> import torch
         >>> from shoal_dtensor.testing import validate
-        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3), rule=pointwise(linear=(0,))).wrong
-        []
+        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3),
+        rule=pointwise(linear=(0,))).wrong []
     """
 
     def rows(call: OpCall) -> list[Row]:
         count = len(call.tensors)
         outputs = call.outputs or tuple(call.tensors[i] for i in call.written)
-        pattern = parse(", ".join([ELLIPSIS] * count) + " -> " + ", ".join([ELLIPSIS] * len(outputs)))
-        result = factor_rows(pattern, call.tensors, outputs) + linear_rows(linear, count, len(outputs))
-        ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone and count == 1 else ())
+        pattern = parse(
+            ", ".join([ELLIPSIS] * count) + " -> " + ", ".join([ELLIPSIS] * len(outputs))
+        )
+        result = factor_rows(pattern, call.tensors, outputs) + linear_rows(
+            linear, count, len(outputs)
+        )
+        ops = (("sum", "avg") if jointly else ()) + (
+            ("max", "min") if monotone and count == 1 else ()
+        )
         result += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
-        result += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
+        result += [
+            Row(inputs, (output,) * len(outputs))
+            for inputs, output in (partial(call) if partial else ())
+        ]
         return result
 
     return Rule(rows, by_value=False, unordered=True, sizes=())

@@ -23,17 +23,18 @@ ShardingMap = Callable[[DimSharding], DimSharding]
 class S:
     """The axis shards tensor dim `dim`, at multiples of `unit` elements.
 
-    Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
-    of the dim belong to one step of the factor, so all S entries of a row are sharded at the same factor steps.  With
-    `runs`, the dim is so many equal runs, and the factor is what one of them holds (see `StridedDimSharding`).
+    Behind a row stands one factor of the operator. An entry `S(dim, unit)` says that `unit`
+    consecutive elements of the dim belong to one step of the factor, so all S entries of a row are
+    sharded at the same factor steps. With `runs`, the dim is so many equal runs, and the factor is
+    what one of them holds (see `StridedDimSharding`).
 
     Attributes:
         dim: the tensor dim.
         unit: elements of the dim per step of the factor.
         runs: equal runs of the dim that are all sharded alike.
-        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps what it has of the
-            selected range), and for inputs sharded as such outputs: from the factor's sharding to this dim's, over
-            the same axes.  `unit` is not used then.
+        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps
+            what it has of the selected range), and for inputs sharded as such outputs: from the
+            factor's sharding to this dim's, over the same axes. `unit` is not used then.
     """
 
     dim: int
@@ -63,12 +64,15 @@ class Row:
     """One way to run an operator along one mesh axis; written by `OpCall.row`, with entries by argument name.
 
     Attributes:
-        inputs: one entry per tensor input, in schema order, lists expanded, None arguments left out.
+        inputs: one entry per tensor input, in schema order, lists expanded, None arguments left
+            out.
         outputs: one entry per tensor output, in order, lists expanded, None outputs left out.
         even: whether every shard must have the same size.
-        traffic: bytes that each rank receives in the local function's collectives, given the number of ranks; None if
-            it starts none.  The result of a view operator whose row communicates does not alias its input.
-        ordered: whether it matters where along the factor a shard is, in a rule that is `unordered` otherwise.
+        traffic: bytes that each rank receives in the local function's collectives, given the number
+            of ranks; None if it starts none. The result of a view operator whose row communicates
+            does not alias its input.
+        ordered: whether it matters where along the factor a shard is, in a rule that is `unordered`
+            otherwise.
     """
 
     inputs: tuple[Entry, ...]
@@ -83,7 +87,9 @@ class RowError(ShoalTensorError, ValueError):
 
 
 @lru_cache(maxsize=256)
-def partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int) -> list[Row]:
+def partial_rows(
+    partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int
+) -> list[Row]:
     """A row for each partial placement, which the inputs `together` and all results have."""
     return [
         Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
@@ -97,8 +103,8 @@ _TENSOR_KINDS = ("TensorType", "ListType")
 class OpSchema:
     """One overload, as rules and dispatch need to know it.
 
-    `add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` reads `self`, `other` and `alpha`,
-    writes `self`, and its only return is `self`.
+    `add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` reads `self`,
+    `other` and `alpha`, writes `self`, and its only return is `self`.
 
     Args:
         op: the overload.
@@ -109,11 +115,15 @@ class OpSchema:
         defaults: the values of the arguments that have a default.
         outs: names of the `out=` arguments.
         written: names of the inputs that are written in place.
-        unmarked: names of those that are written although the schema does not say so, when the operator trains.
-        returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or `out0`, `out1`, ...
+        unmarked: names of those that are written although the schema does not say so, when the
+            operator trains.
+        returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or
+            `out0`, `out1`, ...
         is_list: for each of `returns` whether it is a list of tensors.
-        returned_inputs: for each of `returns` the written input or `out=` argument that it is, or None.
-        entry_names: what a row may name: inputs, results by their names and places, and `out` for all results.
+        returned_inputs: for each of `returns` the written input or `out=` argument that it is, or
+            None.
+        entry_names: what a row may name: inputs, results by their names and places, and `out` for
+            all results.
         returns_only_tensors: whether nothing but tensors is returned (or nothing at all).
         is_view: whether an output aliases an input that is not written.
         is_random: whether it uses a random number generator.
@@ -123,9 +133,20 @@ class OpSchema:
         arguments = op._schema.arguments
         kinds = [(r, r.type.kind()) for r in op._schema.returns]
         returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]
-        aliased = {a.name: a.alias_info.before_set for a in arguments if a.alias_info and a.alias_info.is_write}
+        aliased = {
+            a.name: a.alias_info.before_set
+            for a in arguments
+            if a.alias_info and a.alias_info.is_write
+        }
         owners = [
-            next((name for name, marks in aliased.items() if r.alias_info and marks & r.alias_info.before_set), None)
+            next(
+                (
+                    name
+                    for name, marks in aliased.items()
+                    if r.alias_info and marks & r.alias_info.before_set
+                ),
+                None,
+            )
             for r, _ in returned
         ]
         single = len(returned) == 1
@@ -134,14 +155,20 @@ class OpSchema:
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.outs = tuple(a.name for a in arguments if a.is_out)
         self.written = tuple(name for name in aliased if name not in self.outs)
-        self.unmarked = ("running_mean", "running_var") if op._schema.name in WITH_UNMARKED_WRITES else ()
-        self.returns = tuple(r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned))
+        self.unmarked = (
+            ("running_mean", "running_var") if op._schema.name in WITH_UNMARKED_WRITES else ()
+        )
+        self.returns = tuple(
+            r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned)
+        )
         self.is_list = tuple(is_list for _, is_list in returned)
         self.returned_inputs = tuple(owners)
         places = (f"out{i}" for i in range(max(1, len(self.returns) or len(self.written))))
         self.entry_names = frozenset((*self.inputs, *self.returns, "out", *places))
         self.returns_only_tensors = len(returned) == len(kinds)
-        self.is_view = any(r.alias_info is not None and not r.alias_info.is_write for r, _ in returned)
+        self.is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r, _ in returned
+        )
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -166,9 +193,9 @@ class OpCall:
         op: the overload.
         args: positional arguments, each tensor replaced by its `TensorMeta`.
         kwargs: keyword arguments, likewise.
-        tensors: the tensor inputs that the operator reads, flattened in schema order; `out=` arguments are not among
-            them (the propagator gives them the layout of the outputs), so a rule serves the functional and the out
-            form.
+        tensors: the tensor inputs that the operator reads, flattened in schema order; `out=`
+            arguments are not among them (the propagator gives them the layout of the outputs), so a
+            rule serves the functional and the out form.
         outputs: the global tensor outputs, flattened; empty when the shapes are data-dependent.
 
     Example:
@@ -190,7 +217,11 @@ class OpCall:
     def bound(self) -> dict[str, Any]:
         """All arguments by name, with defaults; `out=` arguments where they are given."""
         schema = self.schema
-        return {**schema.defaults, **dict(zip(schema.positional, self.args, strict=False)), **self.kwargs}
+        return {
+            **schema.defaults,
+            **dict(zip(schema.positional, self.args, strict=False)),
+            **self.kwargs,
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -214,21 +245,23 @@ class OpCall:
         values = value if isinstance(value, list | tuple) else (value,)
         return tuple(sorted({int(v) % max(ndim, 1) for v in values} if ndim else ()))
 
-    # --- which tensor is which argument ---------------------------------------------------------------------------
+    # --- which tensor is which argument -----------------------------------------------------------
 
     @cached_property
     def places(self) -> dict[str, range]:
         """For each argument that is read: the indices of its tensors in `tensors`; none for None and numbers."""
         values = [self.bound.get(name) for name in self.schema.inputs]
         sizes = [1 if isinstance(value, TensorMeta) else len([*flatten(value)]) for value in values]
-        return {name: range(*span) for name, span in zip(self.schema.inputs, spans(sizes), strict=True)}
+        return {
+            name: range(*span) for name, span in zip(self.schema.inputs, spans(sizes), strict=True)
+        }
 
     @cached_property
     def results(self) -> dict[str, range]:
         """For each result: the indices of its tensors among the outputs.
 
-        Results are named as the schema's returns.  An operator that returns nothing and writes to its inputs has
-        these for results.  Those that a mask argument leaves out have no index.
+        Results are named as the schema's returns. An operator that returns nothing and writes to
+        its inputs has these for results. Those that a mask argument leaves out have no index.
         """
         schema = self.schema
         if not schema.returns:
@@ -241,7 +274,11 @@ class OpCall:
                 sizes = [count // len(names)] * len(names)
             elif 0 < count < len(names):
                 mask = self.get("output_mask") or self.get("grad_input_mask")
-                names, mask = (names, mask) if mask else (tuple(f"out{i}" for i in range(count)), [True] * count)
+                names, mask = (
+                    (names, mask)
+                    if mask
+                    else (tuple(f"out{i}" for i in range(count)), [True] * count)
+                )
                 sizes = [int(wanted) for wanted in mask]
         return {name: range(*span) for name, span in zip(names, spans(sizes), strict=True)}
 
@@ -254,7 +291,8 @@ class OpCall:
     def updated(self) -> tuple[int, ...]:
         """Indices of the inputs that the operator writes although its schema does not say so: running statistics.
 
-        Their layout is not constrained.  What is not sharded as a row asks is redistributed, written, and sent back.
+        Their layout is not constrained. What is not sharded as a row asks is redistributed,
+        written, and sent back.
         """
         if not self.get("training", True):
             return ()
@@ -275,7 +313,8 @@ class OpCall:
     def aliased(self) -> tuple[int | None, ...]:
         """For each output the flat index of the tensor that it is, or None.
 
-        Indices beyond the inputs are `out=` arguments: of an operator with two inputs, 2 is the first.
+        Indices beyond the inputs are `out=` arguments: of an operator with two inputs, 2 is the
+        first.
         """
         if not any(self.schema.returned_inputs):
             return (None,) * len(self.outputs)
@@ -289,7 +328,7 @@ class OpCall:
         """Whether the operator returns tensors whose shapes depend on values."""
         return bool(self.schema.returns) and not self.outputs
 
-    # --- rows -----------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def row(
         self,
@@ -303,13 +342,15 @@ class OpCall:
     ) -> Row:
         """A row with entries by argument name; what is not named is replicated.
 
-        Inputs have the names of the schema's arguments; an entry for one that is None or a number is ignored.
-        Results have the names of the schema's returns; a single unnamed one is `out`, several are `out0`, `out1`, ...,
-        and `out` names all results that have no entry of their own.  A list of tensors takes one entry for all, or a
-        sequence with one for each.  If an argument and a result have the same name, the argument is meant.
+        Inputs have the names of the schema's arguments; an entry for one that is None or a number
+        is ignored. Results have the names of the schema's returns; a single unnamed one is `out`,
+        several are `out0`, `out1`, ..., and `out` names all results that have no entry of their
+        own. A list of tensors takes one entry for all, or a sequence with one for each. If an
+        argument and a result have the same name, the argument is meant.
 
         Args:
-            entries: `S(dim)`, `R` or `P(op)` by names that are computed; named: by names that are written out.
+            entries: `S(dim)`, `R` or `P(op)` by names that are computed; named: by names that are
+                written out.
             even, traffic, ordered: see `Row`.
 
         Raises:
@@ -317,7 +358,8 @@ class OpCall:
 
         Example:
             >>> import torch
-            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
+            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4,
+            2)))
             >>> from shoal_dtensor.rules import S
             >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
             >>> row = call.row(self=S(1), mat2=S(0), out=P("sum"))
@@ -329,7 +371,8 @@ class OpCall:
             unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
             raise RowError(
                 f"{self.op}: a row names {unknown}, but the arguments are "
-                f"{', '.join(self.schema.inputs)} and the results {', '.join(self.results) or 'none'}"
+                f"{', '.join(self.schema.inputs)} and the results "
+                f"{', '.join(self.results) or 'none'}"
             )
         given: list[Entry] = []
         for name, place in self.places.items():
@@ -346,9 +389,12 @@ class OpCall:
     def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
         """The entries of `count` tensors, given one for all or a sequence."""
         if not isinstance(given, list | tuple):
-            return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
+            # the only sequences are lists and tuples
+            return [given] * count  # type: ignore[list-item]
         if len(given) != count:
-            raise RowError(f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries")
+            raise RowError(
+                f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries"
+            )
         return given
 
     def linear(self, *names: str) -> Iterator[Row]:
@@ -360,8 +406,8 @@ class OpCall:
     def keeping_partials(self, *names: str, ops: Sequence[str] = REDUCE_OPS) -> Iterator[Row]:
         """The rows in which these arguments and all results are partial alike.
 
-        For operators that only move elements: those commute with every reduction (partial norms included, unless
-        `ops` says which reductions they commute with).
+        For operators that only move elements: those commute with every reduction (partial norms
+        included, unless `ops` says which reductions they commute with).
         """
         together = frozenset([i for name in names for i in self.places[name]])
         count = sum([len(place) for place in self.results.values()])

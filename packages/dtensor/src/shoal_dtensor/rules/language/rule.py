@@ -1,12 +1,12 @@
 """How an operator may be sharded: a row function, and where needed the local function that runs on shards.
 
-A rule reads global shapes and arguments and yields rows; a row says how each tensor input and output is placed along
-one mesh axis.  Rules know no mesh, cost or communication: the propagator gives each mesh axis one row and prices what
-the inputs need to get there.
+A rule reads global shapes and arguments and yields rows; a row says how each tensor input and
+output is placed along one mesh axis. Rules know no mesh, cost or communication: the propagator
+gives each mesh axis one row and prices what the inputs need to get there.
 
-Row functions are generators, named after the operator (`OpCall.row`).  The same function serves the functional, the
-in-place and the `out=` form; for operators that only write to their inputs (`_foreach_add_`) `out` means what is
-written.
+Row functions are generators, named after the operator (`OpCall.row`). The same function serves the
+functional, the in-place and the `out=` form; for operators that only write to their inputs
+(`_foreach_add_`) `out` means what is written.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class LocalCall:
 
     Attributes:
         call: the global call.
-        inputs: spec of every tensor input as the local function gets it (after redistribution), flattened.
+        inputs: spec of every tensor input as the local function gets it (after redistribution),
+            flattened.
         outputs: spec of every tensor output, flattened.
     """
 
@@ -74,27 +75,32 @@ class Rule:
 
     Attributes:
         rows: the rows for a call; the row where everything is replicated is always implied.
-        local: for operators whose local call differs from the global one (shape arguments, offsets, masks,
-            uneven means): given the decided call, the function to run instead of the operator, with the
-            operator's own arguments (tensors local); None to run the operator itself.
-        skip_empty: whether a rank that has an empty shard runs nothing, because the kernel refuses empty tensors or has
-            no neutral value for them.  It contributes what leaves the reduction of each output as it is (0 to a sum,
-            -inf to a maximum).  Rows that communicate run on every rank all the same.
-        kind: what else distinguishes the operator, if anything.
-            "each": a `foreach` operator: lists are walked in step, and `rows` describes one element's call.
-            "dynamic": output shapes are data-dependent: the local function's outputs are taken as they come.
-            "copy": a view operator of which the local function's result does not alias its input.
-        by_value: whether numbers among the arguments influence `rows` or `local`.  Where they do not (pointwise
-            and optimizer operators), only their types key the cache, so a learning rate adds no entry per step.
-        unordered: whether only the sizes of shards matter, not where in the dim they are, to every row whose entries
-            are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
-        sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
-            outputs have sizes of their inputs: the names of arguments that are lists of sizes. A run on few elements
-            then shows the outputs for all such shapes. None where sizes matter otherwise.
-        linear: names of arguments, with spaces between them, in each of which alone the operator is linear: a partial
-            sum or average of one makes all results such.
-        moves: names of arguments of which the operator only moves elements to the results: if all of them are partial
-            alike, the results are too, whatever the reduction.
+        local: for operators whose local call differs from the global one (shape arguments, offsets,
+            masks, uneven means): given the decided call, the function to run instead of the
+            operator, with the operator's own arguments (tensors local); None to run the operator
+            itself.
+        skip_empty: whether a rank that has an empty shard runs nothing, because the kernel refuses
+            empty tensors or has no neutral value for them. It contributes what leaves the reduction
+            of each output as it is (0 to a sum, -inf to a maximum). Rows that communicate run on
+            every rank all the same.
+        kind: what else distinguishes the operator, if anything. "each": a `foreach` operator: lists
+            are walked in step, and `rows` describes one element's call. "dynamic": output shapes
+            are data-dependent: the local function's outputs are taken as they come. "copy": a view
+            operator of which the local function's result does not alias its input.
+        by_value: whether numbers among the arguments influence `rows` or `local`. Where they do not
+            (pointwise and optimizer operators), only their types key the cache, so a learning rate
+            adds no entry per step.
+        unordered: whether only the sizes of shards matter, not where in the dim they are, to every
+            row whose entries are plain `S(dim)` and to `local` under them. Such rows also run on
+            strided dims (`StridedDimSharding`).
+        sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or
+            to 1, and whose outputs have sizes of their inputs: the names of arguments that are
+            lists of sizes. A run on few elements then shows the outputs for all such shapes. None
+            where sizes matter otherwise.
+        linear: names of arguments, with spaces between them, in each of which alone the operator is
+            linear: a partial sum or average of one makes all results such.
+        moves: names of arguments of which the operator only moves elements to the results: if all
+            of them are partial alike, the results are too, whatever the reduction.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
@@ -110,8 +116,8 @@ class Rule:
     def rows_of(self, call: OpCall) -> list[Row]:
         """The rows for a call, but for those in which a conversion of dtypes would come before a reduction and may not.
 
-        An operator that writes to inputs and returns nothing keeps those in which every written input already has the
-        placement of the result.
+        An operator that writes to inputs and returns nothing keeps those in which every written
+        input already has the placement of the result.
         """
         rows = [*self.rows(call), *(call.linear(*self.linear.split()) if self.linear else ())]
         if self.moves:
@@ -119,17 +125,22 @@ class Rule:
         rows = reducible_later(rows, call)
         if call.schema.returns or not call.written:
             return rows
-        kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]
+        kept = [
+            row
+            for row in rows
+            if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]
+        ]
         return [replace(row, outputs=()) for row in kept]
 
 
 def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
     """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
 
-    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
-    1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
-    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.  No
-    sum is of what torch can only move.
+    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum
+    would be far off: of 1e9 + 1 and -1e9 comes 1, and 0 once both are float32. Nor are those of
+    integers widened: in int8, 100 + 100 wraps. No average of integers or truth values is left
+    pending, for they can not hold n times a value on one of n ranks. No sum is of what torch can
+    only move.
     """
     sources = [meta.dtype for meta in call.tensors]
     results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
@@ -138,8 +149,16 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
         return rows
 
     def fits(row: Row) -> bool:
-        given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]
-        left = [(e.reduce_op, kind) for e, kind in zip(row.outputs, results, strict=False) if isinstance(e, P)]
+        given = [
+            (e.reduce_op, kind)
+            for e, kind in zip(row.inputs, sources, strict=True)
+            if isinstance(e, P)
+        ]
+        left = [
+            (e.reduce_op, kind)
+            for e, kind in zip(row.outputs, results, strict=False)
+            if isinstance(e, P)
+        ]
         can_hold = {"sum": adds_up, "avg": _has_fractions}
         if not all(can_hold[op](kind) for op, kind in given + left if op in can_hold):
             return False
@@ -154,9 +173,15 @@ def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
         return True
     if op in ("max", "min"):
         return target.is_floating_point and not source.is_complex
-    if op not in ("sum", "avg") and (not op.startswith("norm") or source.is_complex or target.is_complex):
+    if op not in ("sum", "avg") and (
+        not op.startswith("norm") or source.is_complex or target.is_complex
+    ):
         return False
-    return _has_fractions(source) and _has_fractions(target) and torch.finfo(target).eps <= torch.finfo(source).eps
+    return (
+        _has_fractions(source)
+        and _has_fractions(target)
+        and torch.finfo(target).eps <= torch.finfo(source).eps
+    )
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:
@@ -182,7 +207,10 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
             result.append(row)
             continue
         for norm in norms:
-            inputs, outputs = ([norm if e is ANY_NORM else e for e in entries] for entries in (row.inputs, row.outputs))
+            inputs, outputs = (
+                [norm if e is ANY_NORM else e for e in entries]
+                for entries in (row.inputs, row.outputs)
+            )
             result.append(replace(row, inputs=tuple(inputs), outputs=tuple(outputs)))
     return result
 
@@ -192,7 +220,7 @@ def replicated(call: OpCall) -> Iterable[Row]:
     return ()
 
 
-# --- what a rank runs -------------------------------------------------------------------------------------------------
+# --- what a rank runs -----------------------------------------------------------------------------
 
 
 def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
@@ -201,12 +229,19 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
     Args:
         rule: of the operator.
         local_call: the call with its specs.
-        communicates: whether a row of the decision does; every rank runs the rule's own function then.
+        communicates: whether a row of the decision does; every rank runs the rule's own function
+            then.
     """
     if rule.skip_empty and not communicates and local_call.outputs:
-        # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to a sum it adds 0.
-        has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
-        if all(0 in spec.local_shape or (has_nothing and bool(spec.partials)) for spec in local_call.outputs):
+        # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to
+        # a sum it adds 0. A list is faster here than a generator.
+        has_nothing = any(
+            [0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs]  # noqa: C419
+        )
+        if all(
+            0 in spec.local_shape or (has_nothing and bool(spec.partials))
+            for spec in local_call.outputs
+        ):
             return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None
 
@@ -214,7 +249,9 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
 def contribution(local_call: LocalCall) -> LocalFunction:
     """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
     call, outputs = local_call.call, local_call.outputs
-    values = [identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs]
+    values = [
+        identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs
+    ]
     present = [i for i, place in enumerate(call.results.values()) for _ in place]
     is_list, count = call.schema.is_list == (True,), len(call.results)
 
@@ -223,8 +260,11 @@ def contribution(local_call: LocalCall) -> LocalFunction:
         filled = []
         for spec, value in zip(outputs, values, strict=True):
             stride = (1,) if spec.coordinate is None else spec.local_stride
-            part = given[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype).fill_(value)
-            filled.append(bound(part, *given) if torch.compiler.is_compiling() else part)  # as where the operator runs
+            part = (
+                given[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype).fill_(value)
+            )
+            # as where the operator runs
+            filled.append(bound(part, *given) if torch.compiler.is_compiling() else part)
         if is_list:
             return filled
         results: list[Tensor | None] = [None] * count
@@ -242,7 +282,9 @@ def nothing_of(local_call: LocalCall) -> LocalFunction:
         return contribution(local_call) if call.schema.returns else lambda *args, **kwargs: None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        raise PlacementError(f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none")
+        raise PlacementError(
+            f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+        )
 
     return run
 
@@ -258,14 +300,16 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) for name in outs]
         results = function(*args, **kwargs)
-        for target, result in zip(targets, [results] if isinstance(results, Tensor) else results, strict=True):
+        for target, result in zip(
+            targets, [results] if isinstance(results, Tensor) else results, strict=True
+        ):
             target.copy_(result)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 Table = dict[OpOverload, Rule]
 
@@ -277,12 +321,13 @@ class DuplicateRuleError(ShoalTensorError, ValueError):
 def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     """A table from `aten` names to rules.
 
-    Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
-    `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one, `name.start*` for those that
-    begin so, and both come before a plain name.  Names that this version of torch lacks are skipped, and so are
-    overloads that no call with a DTensor leads to: those with a list to write to (`_foreach_add.List_out`),
-    TorchScript's own for lists and dicts of tensors, and those that take a dim by its name (torch 2.11 has them; no
-    DTensor has named dims).  With `unordered`, all rules are (see `Rule`).
+    Each key is a space-separated list of names. A name stands for all overloads that take tensors,
+    functional and `out=`, and those of the in-place twin `name_`; `name.overload` stands for that
+    one, `name.start*` for those that begin so, and both come before a plain name. Names that this
+    version of torch lacks are skipped, and so are overloads that no call with a DTensor leads to:
+    those with a list to write to (`_foreach_add.List_out`), TorchScript's own for lists and dicts
+    of tensors, and those that take a dim by its name (torch 2.11 has them; no DTensor has named
+    dims). With `unordered`, all rules are (see `Rule`).
 
     Args:
         rules: rules by lists of names.
@@ -306,7 +351,11 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
             if chosen:
                 packet = getattr(torch.ops.aten, base, None)
                 overloads = packet.overloads() if packet is not None else ()
-                exact |= {getattr(packet, overload): rule for overload in overloads if fnmatchcase(overload, chosen)}
+                exact |= {
+                    getattr(packet, overload): rule
+                    for overload in overloads
+                    if fnmatchcase(overload, chosen)
+                }
                 continue
             for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
                 if table.setdefault(op, rule) is not rule:
@@ -328,7 +377,9 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
         fills_list = any(argument.is_out and "List" in kind for argument, kind in kinds)
         by_name = any(argument.name == "dim" and "str" in kind for argument, kind in kinds)
         takes_tensors = any("Tensor" in kind for _, kind in kinds)
-        if takes_tensors and not (fills_list or by_name or overload in ("Dict_Tensor", "Tensor_list")):
+        if takes_tensors and not (
+            fills_list or by_name or overload in ("Dict_Tensor", "Tensor_list")
+        ):
             yield op
 
 
@@ -346,7 +397,9 @@ def merge(**tables: Table) -> Table:
     for name, table in tables.items():
         for op, rule in table.items():
             if op in merged:
-                raise DuplicateRuleError(f"{op} has a rule in the tables {owner[op]!r} and {name!r}")
+                raise DuplicateRuleError(
+                    f"{op} has a rule in the tables {owner[op]!r} and {name!r}"
+                )
             merged[op], owner[op] = rule, name
     return merged
 

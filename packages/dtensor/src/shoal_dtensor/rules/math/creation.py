@@ -1,8 +1,9 @@
 """Sharding of operators that make a tensor like another, of constants or of random numbers.
 
-Any sharding of random numbers is free: each rank fills its own box of the global tensor (`rng.draw`), and how the
-values relate to the mesh is up to the random mode, read when the operator runs.  Addends are never drawn: they would
-not add up to the distribution asked for.  Operators whose use of the generator is data-dependent are replicated.
+Any sharding of random numbers is free: each rank fills its own box of the global tensor
+(`rng.draw`), and how the values relate to the mesh is up to the random mode, read when the operator
+runs. Addends are never drawn: they would not add up to the distribution asked for. Operators whose
+use of the generator is data-dependent are replicated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,20 @@ from ...rng.state import check_in_step, generator_of
 from ...rng.streams import Fill
 from ..language.local_ops import bytes_of, in_every_form, where_sharded, with_arguments
 from ..language.notation import alike, pointwise
-from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
+from ..language.rule import (
+    ANY_NORM,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+    replicated,
+)
 
 
 def fill(call: OpCall) -> Iterator[Row]:
@@ -30,7 +44,8 @@ def fill(call: OpCall) -> Iterator[Row]:
     source, result = call["self"].shape, call.outputs[0].shape
     for d, n in enumerate(source):
         yield call.row(self=S(d), out=S(d) if len(source) == len(result) and n == result[d] else R)
-    if call.written:  # a partial tensor that is written to stays one; a new tensor like it is replicated
+    # a partial tensor that is written to stays one; a new tensor like it is replicated
+    if call.written:
         yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
     else:
         yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
@@ -40,16 +55,24 @@ def _fills(name: str, *parameters: str | float) -> Rule:
     """The rule of an operator that is one fill, in any form, by numbers or names of the operator's own arguments."""
 
     def local(local_call: LocalCall) -> LocalFunction:
-        values = [local_call.call[value] if isinstance(value, str) else value for value in parameters]
+        values = [
+            local_call.call[value] if isinstance(value, str) else value for value in parameters
+        ]
         numbers = Fill(name, tuple(values))
         (spec,), in_place = local_call.outputs, bool(local_call.call.written)
         # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
         summed = [axis for axis, op in spec.partials if op == "sum"]
         gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
-        unreduced = spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+        unreduced = spec.with_(
+            placements=[Replicate() if p.is_partial() else p for p in spec.placements]
+        )
 
         def run_fill(
-            like: Tensor, *_: Any, generator: Generator | None = None, out: Tensor | None = None, **__: Any
+            like: Tensor,
+            *_: Any,
+            generator: Generator | None = None,
+            out: Tensor | None = None,
+            **__: Any,
         ) -> Tensor:
             target = like if in_place else empty_local(spec, like.device) if out is None else out
             drawn = draw(unreduced, numbers, generator, out=target)
@@ -64,7 +87,9 @@ def _bernoulli(local_call: LocalCall) -> LocalFunction:
     """The probabilities are `p`, or without one the tensor itself."""
     (spec,) = local_call.outputs
 
-    def run_fill(like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+    def run_fill(
+        like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None
+    ) -> Tensor:
         target = empty_local(spec, like.device)
         chances = like if p is None else p.expand(target.shape)
         return draw(spec, Fill("bernoulli_"), generator, out=target, operand=chances)
@@ -76,7 +101,9 @@ def _normal(local_call: LocalCall) -> LocalFunction:
     """Normal numbers with means or deviations as tensors: torch scales and moves standard ones, in that order."""
     (spec,) = local_call.outputs
 
-    def run_fill(mean: Tensor | float, std: Tensor | float = 1.0, *, generator: Generator | None = None) -> Tensor:
+    def run_fill(
+        mean: Tensor | float, std: Tensor | float = 1.0, *, generator: Generator | None = None
+    ) -> Tensor:
         device = next((each.device for each in (std, mean) if isinstance(each, Tensor)), None)
         fill = Fill("normal_", (0.0, 1.0 if isinstance(std, Tensor) else std))
         drawn = draw(spec, fill, generator, out=empty_local(spec, device))
@@ -115,11 +142,14 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
     op, (result,) = local_call.call.op, local_call.outputs
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
-    def run_gathered(chances: Tensor, *args: Any, generator: Generator | None = None, **kwargs: Any) -> Tensor:
+    def run_gathered(
+        chances: Tensor, *args: Any, generator: Generator | None = None, **kwargs: Any
+    ) -> Tensor:
         check_in_step(spec.mesh, generator_of(chances.device) if generator is None else generator)
         whole = chances.new_ones(spec.shape) if spec.coordinate is None else run(gather, chances)
         samples: Tensor = op(whole, *args, generator=generator, **kwargs)
-        if result.coordinate is None:  # outside of the mesh, where as many numbers are drawn
+        # outside of the mesh, where as many numbers are drawn
+        if result.coordinate is None:
             return samples.new_empty(0)
         return samples[slices_of(result.box(result.coordinate))].clone()
 
@@ -130,7 +160,11 @@ def _local_size(local_call: LocalCall) -> LocalFunction | None:
     """This rank's size, and where a stride is asked for, strided in the global order of dims."""
     (spec,), call = local_call.outputs, local_call.call
     stride = {"stride": spec.local_stride} if "stride" in call.bound else {}
-    return None if spec.local_shape == spec.shape else with_arguments(call, size=list(spec.local_shape), **stride)
+    return (
+        None
+        if spec.local_shape == spec.shape
+        else with_arguments(call, size=list(spec.local_shape), **stride)
+    )
 
 
 CREATION: Table = family(
@@ -159,7 +193,9 @@ CREATION: Table = family(
             lambda call: () if call["training"] else alike(call)
         ),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
-        "zeros_like ones_like empty_like full_like": Rule(fill, by_value=False, unordered=True, sizes=()),
+        "zeros_like ones_like empty_like full_like": Rule(
+            fill, by_value=False, unordered=True, sizes=()
+        ),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(fill, _local_size),
     }
 )

@@ -1,8 +1,9 @@
 """Sharding of linear algebra: products, distances, dense factorisations and solvers, Fourier transforms.
 
-A factor in both inputs and the output of a product shards all three; a factor only in the inputs is summed: partial
-output.  An added matrix (`addmm`) must then be a partial sum too, so that it is counted once.  Of factorisations, batch
-dims may be sharded; of transforms, the dims that are not transformed.
+A factor in both inputs and the output of a product shards all three; a factor only in the inputs is
+summed: partial output. An added matrix (`addmm`) must then be a partial sum too, so that it is
+counted once. Of factorisations, batch dims may be sharded; of transforms, the dims that are not
+transformed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from ..._torch.tensors import with_conjugates
 from ...layout.spec import Spec
 from ..language.local_ops import in_every_form, where_sharded
 from ..language.notation import Pattern, alike, factor_rows, parse, product
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+    replicated,
+)
 
 
 def _added(text: str, name: str = "self") -> Rule:
@@ -33,8 +46,11 @@ def _added(text: str, name: str = "self") -> Rule:
         for row in factor_rows(Pattern(text, inputs, pattern.outputs), call.tensors, call.outputs):
             added = (P("sum"),) if row.outputs[0] == P("sum") else row.inputs[index : index + 1]
             yield replace(row, inputs=(*row.inputs[:index], *added, *row.inputs[index + 1 :]))
-        # Linear in the added operand together with any one factor; an average may also meet a fixed added operand.
-        for factor in (operand for operand, place in call.places.items() if place and operand != name):
+        # Linear in the added operand together with any one factor; an average may also meet a fixed
+        # added operand.
+        for factor in (
+            operand for operand, place in call.places.items() if place and operand != name
+        ):
             yield from call.keeping_partials(name, factor, ops=("sum", "avg"))
             yield from call.keeping_partials(factor, ops=("avg",))
         yield from call.keeping_partials(name, ops=("avg",))
@@ -44,7 +60,10 @@ def _added(text: str, name: str = "self") -> Rule:
 
 def _added_alone(local_call: LocalCall) -> LocalFunction | None:
     """A rank without elements of a factor has only the added operand (the kernels do not agree on its shape then)."""
-    spec, empty = local_call.outputs[0], any(0 in spec.local_shape for spec in local_call.inputs[1:])
+    spec, empty = (
+        local_call.outputs[0],
+        any(0 in spec.local_shape for spec in local_call.inputs[1:]),
+    )
     if not empty or (local_call.call.written and 0 not in spec.local_shape):
         return None
     beta: float = local_call.call["beta"]
@@ -64,7 +83,9 @@ def linear(call: OpCall) -> Iterator[Row]:
     if call["bias"] is not None and not vector:
         yield from _WITH_BIAS.rows(call)
     else:
-        yield from product("... k, k -> ..." if vector else "... k, n k -> ... n", linear=(0, 1)).rows(call)
+        yield from product(
+            "... k, k -> ..." if vector else "... k, n k -> ... n", linear=(0, 1)
+        ).rows(call)
 
 
 def matmul(call: OpCall) -> Iterator[Row]:
@@ -73,7 +94,8 @@ def matmul(call: OpCall) -> Iterator[Row]:
     left = "k" if a.ndim == 1 else "m k" if a.ndim == 2 else "... m k"
     right = "k" if b.ndim == 1 else "k n" if b.ndim == 2 else "... k n"
     batch = "... " if max(a.ndim, b.ndim) > 2 else ""
-    result = f"{batch}{'m ' if a.ndim > 1 else ''}{'n' if b.ndim > 1 else ''}"  # 2 and 3 dims: "... m n"
+    # 2 and 3 dims: "... m n"
+    result = f"{batch}{'m ' if a.ndim > 1 else ''}{'n' if b.ndim > 1 else ''}"
     yield from product(f"{left}, {right} -> {result}", linear=(0, 1)).rows(call)
 
 
@@ -82,15 +104,20 @@ def kron(call: OpCall) -> Iterator[Row]:
     ndims = [tensor.ndim for tensor in call.tensors]
     places = range(max(ndims))
     first, second = (
-        [f"{name}{i}" if i >= max(ndims) - n else "" for i in places] for name, n in zip("ab", ndims, strict=True)
+        [f"{name}{i}" if i >= max(ndims) - n else "" for i in places]
+        for name, n in zip("ab", ndims, strict=True)
     )
-    result = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))  # 1 and 2 dims: "( b0) (a1 b1)"
-    yield from product(f"{' '.join(first)}, {' '.join(second)} -> {result}", linear=(0, 1)).rows(call)
+    # 1 and 2 dims: "( b0) (a1 b1)"
+    result = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))
+    yield from product(f"{' '.join(first)}, {' '.join(second)} -> {result}", linear=(0, 1)).rows(
+        call
+    )
 
 
 def batched(call: OpCall) -> Iterator[Row]:
     """Rows for leading dims that all operands share; the last two dims of the inputs are matrices."""
-    # An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots) is replicated.
+    # An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots)
+    # is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
     for d, n in enumerate(main.shape[:-2]):
         batches = [t.ndim > d and t.shape[d] == n for t in (*call.tensors, *call.outputs)]
@@ -103,7 +130,8 @@ def batched(call: OpCall) -> Iterator[Row]:
 @where_sharded
 def _trace(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The trace is the sum over shards of the part of the diagonal that crosses them."""
-    row, column = spec.local_offset  # rows 2:4 of (4, 4): 2 and 0, so the shard's (0, 2) and (1, 3)
+    # rows 2:4 of (4, 4): 2 and 0, so the shard's (0, 2) and (1, 3)
+    row, column = spec.local_offset
     return lambda matrix, *_, **__: matrix.diagonal(row - column).sum()
 
 
@@ -116,9 +144,13 @@ def linalg_cross(call: OpCall) -> Iterator[Row]:
 
 def trilinear(call: OpCall) -> Iterator[Row]:
     """Each operand lacks the dims that it is expanded by; some dims of the product are summed."""
-    dims, gone = range(call["i1"].ndim + len(call["expand1"])), ("expand1", "expand2", "expand3", "sumdim")
+    dims, gone = (
+        range(call["i1"].ndim + len(call["expand1"])),
+        ("expand1", "expand2", "expand3", "sumdim"),
+    )
     i1, i2, i3, out = (" ".join(f"d{d}" for d in dims if d not in call[name]) for name in gone)
-    yield from product(f"{i1}, {i2}, {i3} -> {out}", linear=(0, 1, 2)).rows(call)  # by 1, of 3: "d0 d2"
+    # by 1, of 3: "d0 d2"
+    yield from product(f"{i1}, {i2}, {i3} -> {out}", linear=(0, 1, 2)).rows(call)
 
 
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)
@@ -139,9 +171,14 @@ MATMUL: Table = family(
         "addr": _added("m, n -> m n"),
         "baddbmm": _added("b m k, b k n -> b m n"),
         "addbmm": _added("b m k, b k n -> m n"),
-        # Distances between rows; torch's kernel of the gradient leaves out a batch that both sides share.
-        "_cdist_forward _euclidean_dist": product("... p m, ... r m -> ... p r", replicated="m", skip_empty=True),
-        "_cdist_backward": product("... p r, ... p m, ... r m, ... p r -> ... p m", linear=(0,), skip_empty=True),
+        # Distances between rows; torch's kernel of the gradient leaves out a batch that both sides
+        # share.
+        "_cdist_forward _euclidean_dist": product(
+            "... p m, ... r m -> ... p r", replicated="m", skip_empty=True
+        ),
+        "_cdist_backward": product(
+            "... p r, ... p m, ... r m, ... p r -> ... p m", linear=(0,), skip_empty=True
+        ),
     },
     unordered=True,
 ) | family(
@@ -151,7 +188,8 @@ MATMUL: Table = family(
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu": _BATCHED,
         "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
-        "_linalg_check_errors": Rule(replicated),  # every rank sees all matrices, so all raise alike
+        # every rank sees all matrices, so all raise alike
+        "_linalg_check_errors": Rule(replicated),
         # Its kernel is made of other operators, which look at conjugate marks.
         "linalg_pinv.atol_rtol_tensor": Rule(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
@@ -159,6 +197,8 @@ MATMUL: Table = family(
         "linalg_cross": Rule(linalg_cross),
         "trace": product("m n -> ", linear=(0,), local=_trace),
         "_trilinear": Rule(trilinear),
-        "_fft_c2c _fft_r2c _fft_c2r": Rule(lambda call: alike(call, *call.dims()), skip_empty=True, linear="self"),
+        "_fft_c2c _fft_r2c _fft_c2r": Rule(
+            lambda call: alike(call, *call.dims()), skip_empty=True, linear="self"
+        ),
     }
 )

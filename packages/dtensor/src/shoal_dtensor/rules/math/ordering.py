@@ -1,7 +1,8 @@
 """Sharding of operators that compare along a dim: sort, median, topk and argmax, and cumulative ones.
 
-Along a sharded dim the shards are exchanged for complete columns and back.  Where few values of a shard matter, every
-rank gathers those: the candidates of `topk` and `argmax`, the totals of the shards before it.
+Along a sharded dim the shards are exchanged for complete columns and back. Where few values of a
+shard matter, every rank gathers those: the candidates of `topk` and `argmax`, the totals of the
+shards before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from shoal_mesh.internal import bound
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
 from ...redistribute.execution.kernels import identity_of
-from ..language.local_ops import along_dim, bytes_of, functional, moved_between_boxes, shard_index, where_sharded
+from ..language.local_ops import (
+    along_dim,
+    bytes_of,
+    functional,
+    moved_between_boxes,
+    shard_index,
+    where_sharded,
+)
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
 from .reduction import rows_along
 
@@ -29,9 +37,12 @@ def sort(call: OpCall) -> Iterator[Row]:
     """And `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
-    nbytes = bytes_of(*call.tensors, *call.outputs)  # what all ranks send to make columns of shards, and back
+    # what all ranks send to make columns of shards, and back
+    nbytes = bytes_of(*call.tensors, *call.outputs)
     for d in call.dims() if "dim" in call.bound else ():
-        yield call.row(self=S(d), out=result(d), traffic=lambda ranks: nbytes / ranks, ordered=result is S)
+        yield call.row(
+            self=S(d), out=result(d), traffic=lambda ranks: nbytes / ranks, ordered=result is S
+        )
 
 
 @along_dim
@@ -47,7 +58,9 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """
     call, sharding, here = local_call.call, spec.dim_sharding(dim), shard_index(spec, dim)
     name, keepdim = call.op.__name__.split(".")[0].removesuffix("_"), bool(call.get("keepdim"))
-    named: dict[str, Any] = {argument: call[argument] for argument in ("descending", "k") if argument in call.bound}
+    named: dict[str, Any] = {
+        argument: call[argument] for argument in ("descending", "k") if argument in call.bound
+    }
     named |= {"stable": True} if name == "sort" else {}
     sizes, rest = sharding.sizes, [n for d, n in enumerate(spec.local_shape) if d != dim]
     columns = chunk_sizes(prod(rest), len(sizes))
@@ -59,7 +72,9 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     def shared(result: Tensor) -> Tensor:
         """This rank's shard of a result, or all of it, from that of its columns."""
         if name != "sort":
-            values = all_gather_v(result.contiguous(), spec.mesh.comm(sharding.axes), columns).view(rest)
+            values = all_gather_v(result.contiguous(), spec.mesh.comm(sharding.axes), columns).view(
+                rest
+            )
             return values.unsqueeze(dim) if keepdim else values
         shard = result.new_empty(prod(rest), sizes[here])
         exchange(result.split_with_sizes(sizes, 1), shard.split_with_sizes(columns))
@@ -97,7 +112,10 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-@partial(where_sharded, dims=lambda call: range(call["self"].ndim) if call["dim"] is None else call.dims())
+@partial(
+    where_sharded,
+    dims=lambda call: range(call["self"].ndim) if call["dim"] is None else call.dims(),
+)
 def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The first best of the shards' first best, along a dim or, without one, in the flattened tensor."""
     call, result = local_call.call, local_call.outputs[0]
@@ -118,15 +136,18 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
             value, place = find(x, dim)
             index = place + spec.offset(dim)
         comm = spec.mesh.comm(axes)
-        values, indices = (all_gather(t.reshape(1, *result.local_shape), comm) for t in (value, index))
+        values, indices = (
+            all_gather(t.reshape(1, *result.local_shape), comm) for t in (value, index)
+        )
         best, _ = find(values, 0)
-        first = indices.masked_fill((values != best) & (values == values), behind_all).amin(0)  # NaN != NaN
+        # NaN != NaN
+        first = indices.masked_fill((values != best) & (values == values), behind_all).amin(0)
         return (best, first) if with_values else first
 
     return run
 
 
-# --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
+# --- cumulative operators: a local scan, then the totals of the shards before ---------------------
 
 
 def cumulative(call: OpCall) -> Iterator[Row]:
@@ -135,10 +156,13 @@ def cumulative(call: OpCall) -> Iterator[Row]:
     columns = prod(n for d, n in enumerate(source.shape) if d != dim)
     total = columns * sum(output.dtype.itemsize for output in call.outputs)
     for d in range(source.ndim):
-        yield call.row(self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None)
+        yield call.row(
+            self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None
+        )
 
 
-Scan = tuple[Tensor, ...]  # what a cumulative operator returns: values, and of `cummax` and `cummin` their indices
+# what a cumulative operator returns: values, and of `cummax` and `cummin` their indices
+Scan = tuple[Tensor, ...]
 
 
 def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
@@ -163,7 +187,9 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """A local scan, combined with the ends of the shards before, which every rank gathers."""
     scan_shard, axes = functional(local_call.call), spec.dim_sharding(dim).axes
     combine = _SCANS[scan_shard.__name__.removesuffix(".default")]
-    holders = [shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size]
+    holders = [
+        shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size
+    ]
 
     def ends(scanned: Tensor) -> Tensor:
         """The last element of every shard's scan, anything for an empty shard."""
@@ -193,7 +219,9 @@ ORDERING: Table = family(
         "sort.default sort.stable sort.values sort.values_stable": Rule(sort, _sort),
         "median nanmedian mode kthvalue": Rule(sort, _sort),
         "topk": Rule(topk, _topk),
-        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(topk, _extremum, unordered=True, skip_empty=True),
+        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(
+            topk, _extremum, unordered=True, skip_empty=True
+        ),
         "cumsum": Rule(cumulative, _scanned, sizes=(), linear="self"),
         "cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _scanned),

@@ -1,8 +1,9 @@
 """Sharding of elementwise operators, on one mesh axis.
 
-Every dim may be sharded, in all operands alike (the rows of `pointwise`).  What differs is what happens to partial
-values: linear operators pass partial sums on, increasing ones partial extrema, and choosing ones (`where`, `copy_`) any
-reduction that gives `x` for equal values `x`.  Scalars never influence a row, only whether an operand is a number.
+Every dim may be sharded, in all operands alike (the rows of `pointwise`). What differs is what
+happens to partial values: linear operators pass partial sums on, increasing ones partial extrema,
+and choosing ones (`where`, `copy_`) any reduction that gives `x` for equal values `x`. Scalars
+never influence a row, only whether an operand is a number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
 from ..language.notation import Partials, pointwise
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family, replicated
+from ..language.rule import (
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+    replicated,
+)
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 Number = int | float | complex
@@ -29,7 +43,9 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
     """For each reduction and each group of operands, `()` for all: that those and the result are partial."""
     every = range(len(call.tensors))
     pairs = [(P(op), group or every) for op in ops for group in groups]
-    return [(tuple([partial if i in group else R for i in every]), partial) for partial, group in pairs]
+    return [
+        (tuple([partial if i in group else R for i in every]), partial) for partial, group in pairs
+    ]
 
 
 def _number_operands(call: OpCall) -> int:
@@ -43,21 +59,33 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
     """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
     call, result = local_call.call, local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
-    name = next((name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)), None)
-    if not axes or name is None or result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
+    name = next(
+        (name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)),
+        None,
+    )
+    if (
+        not axes
+        or name is None
+        or result.coordinate is None
+        or not any(result.coordinate[axis] for axis in axes)
+    ):
         return None
-    return with_arguments(call, **{name: type(call[name])(0)})  # a number's type has a say in the result's dtype
+    # a number's type has a say in the result's dtype
+    return with_arguments(call, **{name: type(call[name])(0)})
 
 
 def _sums(call: OpCall) -> PartialRows:
     """`a + b`: partial sums on both sides; an average on one side and a fixed value on the other."""
-    # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the rank that has the
-    # maximum, and in floats an all-infinite shard gives inf - inf.
+    # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the
+    # rank that has the maximum, and in floats an all-infinite shard gives inf - inf.
     name = call.op.__name__.partition(".")[0]
-    # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
+    # A number makes a partial sum a value that users read: only what is written in place stays
+    # partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
     fixed = [(0,), (1,)] if len(call.tensors) == 2 and name != "rsub" else []
-    return _partial(call, ["avg"] if whole else ["sum", "avg"], ()) + _partial(call, ["avg"], *fixed)
+    return _partial(call, ["avg"] if whole else ["sum", "avg"], ()) + _partial(
+        call, ["avg"], *fixed
+    )
 
 
 def _negated(call: OpCall) -> PartialRows:
@@ -82,14 +110,19 @@ def _masked_fill(call: OpCall) -> PartialRows:
 
 def _replaced(call: OpCall) -> PartialRows:
     """Values taken from the second tensor, if there is one; old values do not matter."""
-    # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
-    both = _partial(call, REDUCE_OPS, ()) if len(call.tensors) == 2 else _partial(call, ["sum"], (0,))
+    # Not partial norms: what is written to them must pass `write_back`, for they remember what they
+    # were reduced to.
+    both = (
+        _partial(call, REDUCE_OPS, ()) if len(call.tensors) == 2 else _partial(call, ["sum"], (0,))
+    )
     return both + _partial(call, IDEMPOTENT, (0,))
 
 
 def _extremum(op: str) -> Rule:
     """The larger (smaller) of two values, each fixed or a partial `op`; not `fmax`, which drops a NaN that wins."""
-    return pointwise(partial=lambda call: _partial(call, [op], (), *((i,) for i in range(len(call.tensors)))))
+    return pointwise(
+        partial=lambda call: _partial(call, [op], (), *((i,) for i in range(len(call.tensors))))
+    )
 
 
 def _joint(op: str) -> Partials:
@@ -99,13 +132,19 @@ def _joint(op: str) -> Partials:
 
 def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule:
     """Linear in the operands of each group together; an average of one of `averages` may meet fixed others."""
-    return pointwise(partial=lambda call: _partial(call, ["sum", "avg"], *groups) + _partial(call, ["avg"], *averages))
+    return pointwise(
+        partial=lambda call: (
+            _partial(call, ["sum", "avg"], *groups) + _partial(call, ["avg"], *averages)
+        )
+    )
 
 
 def _linear_unless_rounded(call: OpCall) -> PartialRows:
     """Linear in the first operand, if that is a tensor and the result is not rounded, as one of integers is."""
     result = (call.outputs or call.tensors)[0].dtype
-    is_rounded = call.get("rounding_mode") is not None or not (result.is_floating_point or result.is_complex)
+    is_rounded = call.get("rounding_mode") is not None or not (
+        result.is_floating_point or result.is_complex
+    )
     if is_rounded or not isinstance(call[call.schema.inputs[0]], TensorMeta):
         return []
     return _partial(call, ["sum", "avg"], (0,))
@@ -113,7 +152,10 @@ def _linear_unless_rounded(call: OpCall) -> PartialRows:
 
 def equal(call: OpCall) -> Iterator[Row]:
     if call["self"].shape == call["other"].shape:
-        yield from (call.row(self=S(d), other=S(d), traffic=lambda ranks: 8) for d in range(call["self"].ndim))
+        yield from (
+            call.row(self=S(d), other=S(d), traffic=lambda ranks: 8)
+            for d in range(call["self"].ndim)
+        )
 
 
 def _equal(local_call: LocalCall) -> LocalFunction:
@@ -143,7 +185,9 @@ _RULES: dict[str, Rule] = {
     "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
     "copy fill": replace(pointwise(partial=_replaced), local=_offset),
-    "zero": pointwise(partial=lambda call: _partial(call, [op for op in REDUCE_OPS if op != "bxor"], ())),
+    "zero": pointwise(
+        partial=lambda call: _partial(call, [op for op in REDUCE_OPS if op != "bxor"], ())
+    ),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
     "where.Scalar": _PLAIN,
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
@@ -220,27 +264,36 @@ _LISTS = {
 _TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
 
 
-# --- optimizers and AMP: element by element of their lists, all state sharded alike -----------------------------------
+# --- optimizers and AMP: element by element of their lists, all state sharded alike ---------------
 
 
 def fused_optimizer(call: OpCall) -> Iterator[Row]:
     """A parameter, its gradient and its state are sharded alike; step counts, rates and scales are replicated."""
-    shared = {a.name for a in call.op._schema.arguments if "List" not in str(a.type)} | {"state_steps"}
+    shared = {a.name for a in call.op._schema.arguments if "List" not in str(a.type)} | {
+        "state_steps"
+    }
     for d in range(call.tensors[0].ndim):
         entries = {name: R if name in shared else S(d) for name in call.places}
-        yield call.row(entries | {f"out{i}": entries[name] for i, name in enumerate(call.schema.written)})
+        yield call.row(
+            entries | {f"out{i}": entries[name] for i, name in enumerate(call.schema.written)}
+        )
 
 
 def unscale(call: OpCall) -> Iterator[Row]:
     """An infinity anywhere is reported everywhere."""
     for d in range(call.tensors[0].ndim):
-        yield call.row(self=S(d), out0=S(d), traffic=all_reduce_traffic(call["found_inf"].dtype.itemsize))
+        yield call.row(
+            self=S(d), out0=S(d), traffic=all_reduce_traffic(call["found_inf"].dtype.itemsize)
+        )
 
 
 def _unscale(local_call: LocalCall) -> LocalFunction | None:
     """found_inf = maximum over shards of found_inf."""
     *gradients, found_inf, _scale = local_call.inputs
-    axes, op = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)})), local_call.call.op
+    axes, op = (
+        tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)})),
+        local_call.call.op,
+    )
     if not axes:
         return None
 
@@ -255,7 +308,9 @@ _OPTIMIZERS = {
     "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": Rule(
         fused_optimizer, by_value=False, kind="each", unordered=True
     ),
-    "_amp_foreach_non_finite_check_and_unscale_": Rule(unscale, _unscale, by_value=False, kind="each"),
+    "_amp_foreach_non_finite_check_and_unscale_": Rule(
+        unscale, _unscale, by_value=False, kind="each"
+    ),
 }
 POINTWISE: Table = family(_RULES | _OPTIMIZERS) | family(
     _LISTS | {f"{n}.Tensor {n}_.Tensor": _with_numbers(_LISTS[n]) for n in _TERNARY}

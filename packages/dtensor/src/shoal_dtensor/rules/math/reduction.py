@@ -1,8 +1,8 @@
 """Sharding of reductions and of softmax and its like, on one mesh axis.
 
-A dim that is kept stays sharded.  Sharding a reduced dim leaves a partial value where the reduction has a partial form.
-A mean over even shards is the average of their means.  Uneven means, variances, log-sum-exp and softmax finish with one
-or two all-reduces.
+A dim that is kept stays sharded. Sharding a reduced dim leaves a partial value where the reduction
+has a partial form. A mean over even shards is the average of their means. Uneven means, variances,
+log-sum-exp and softmax finish with one or two all-reduces.
 """
 
 from __future__ import annotations
@@ -30,12 +30,29 @@ from ..language.local_ops import (
     where_sharded,
 )
 from ..language.notation import alike
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import (
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    Traffic,
+    family,
+)
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """The dims that the call reduces."""
-    if call.get("dim") == [] and not call.get("keepdim") and call.outputs[0].ndim == call.tensors[0].ndim:
+    if (
+        call.get("dim") == []
+        and not call.get("keepdim")
+        and call.outputs[0].ndim == call.tensors[0].ndim
+    ):
         return ()
     return call.dims()
 
@@ -44,7 +61,12 @@ by_reduced_dims = partial(where_sharded, dims=reduced_dims)
 
 
 def rows_along(
-    call: OpCall, result: Entry | None, traffic: Traffic | None = None, *, ordered: bool = False, **results: Entry
+    call: OpCall,
+    result: Entry | None,
+    traffic: Traffic | None = None,
+    *,
+    ordered: bool = False,
+    **results: Entry,
 ) -> Iterator[Row]:
     """One row per input dim; sharding one that the call works along gives `result`, or no row if that is None."""
     dims, ndim = reduced_dims(call), call["self"].ndim
@@ -60,7 +82,8 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
     """Sharding a reduced dim leaves `P(op)`; the partial values `passed` in pass through."""
 
     def rows(call: OpCall) -> Iterator[Row]:
-        multiplies_complex = op == "product" and call.outputs[0].dtype.is_complex  # which no collective does
+        # which no collective does
+        multiplies_complex = op == "product" and call.outputs[0].dtype.is_complex
         yield from rows_along(call, None if multiplies_complex else P(op))
         yield from call.keeping_partials("self", ops=passed)
 
@@ -91,7 +114,9 @@ def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunc
 def var(call: OpCall) -> Iterator[Row]:
     """And `logsumexp`: two all-reduces, as a partial variance would read as another one by `to_local`."""
     has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
-    yield from rows_along(call, None if has_no_maximum else R, lambda ranks: 2 * bytes_of(*call.outputs))
+    yield from rows_along(
+        call, None if has_no_maximum else R, lambda ranks: 2 * bytes_of(*call.outputs)
+    )
 
 
 @by_reduced_dims
@@ -99,15 +124,19 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
     call, count, dims = local_call.call, _count(local_call), list(reduced_dims(local_call.call))
     gone = () if call.get("keepdim") else tuple(dims)
-    correction = call.get("correction", call.get("unbiased"))  # how many elements fewer to divide by: 1 by default
+    # how many elements fewer to divide by: 1 by default
+    correction = call.get("correction", call.get("unbiased"))
     divisor = max(count - (1.0 if correction is None else float(correction)), 0.0)
     is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
         distance = x - mean
-        # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
-        square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
+        # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor
+        # subclass.
+        square = (
+            distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
+        )
         total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
         variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
         result = (variance.sqrt() if is_deviation else variance).squeeze(gone)
@@ -123,22 +152,29 @@ def _order(call: OpCall) -> float:
 
 def norm(call: OpCall) -> Iterator[Row]:
     """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken."""
-    # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a rank's part.
+    # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a
+    # rank's part.
     order, simple = _order(call), {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
     yield from rows_along(call, P(simple.get(order) or f"norm{order!r}"))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
     """The operator itself, but for empty shards in a list, of which there is no extremum."""
-    order, op, is_list = _order(local_call.call), local_call.call.op, local_call.call.schema.is_list == (True,)
+    order, op, is_list = (
+        _order(local_call.call),
+        local_call.call.op,
+        local_call.call.schema.is_list == (True,),
+    )
     has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
     neutral = 0.0 if order >= 0 else inf  # what has this norm counts for nothing
 
     def run(shards: Any, *args: Any, **kwargs: Any) -> Any:
         if sums_are_in_tree() and 0 < order < inf:
             raise OperatorArgumentError(
-                f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on the sharding; "
-                "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ there"
+                f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on "
+                "the sharding; "
+                "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ "
+                "there"
             )
         if has_empty:
             shards = [shard if shard.numel() else shard.new_full((1,), neutral) for shard in shards]
@@ -173,7 +209,9 @@ def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 def segment_reduce(call: OpCall) -> Iterator[Row]:
     """Segments are along `axis`; lengths have the dims before it, all of which the kernel reads."""
     for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
-        yield call.row({name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d))
+        yield call.row(
+            {name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d)
+        )
 
 
 def softmax(call: OpCall) -> Iterator[Row]:
@@ -183,7 +221,9 @@ def softmax(call: OpCall) -> Iterator[Row]:
     traffic = all_reduce_traffic((1 if is_gradient else 2) * rows * result.dtype.itemsize)
     # Of integers there is no kernel: all ranks get the error of the global tensor.
     for d in range(result.ndim if result.dtype.is_floating_point else 0):
-        yield call.row(dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None)
+        yield call.row(
+            dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None
+        )
 
 
 @along_dim
@@ -203,7 +243,9 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
         weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
-        return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
+        return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(
+            dtype
+        )
 
     return backwards if "grad_output" in local_call.call.places else forwards
 
@@ -218,7 +260,9 @@ REDUCTION: Table = family(
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
         # Every slice along its dim has a norm of its own.
         "renorm": Rule(lambda call: (call.row(self=S(call.dim()), out=S(call.dim())),)),
-        "aminmax": Rule(lambda call: rows_along(call, R, min=P("min"), max=P("max")), skip_empty=True),
+        "aminmax": Rule(
+            lambda call: rows_along(call, R, min=P("min"), max=P("max")), skip_empty=True
+        ),
         "any": _reduction("max"),
         "all": _reduction("min"),
         "var var_mean std std_mean": Rule(var, _var),

@@ -1,8 +1,9 @@
 """Sharding of fused scaled-dot-product attention: by batch and by head, forward and backward.
 
-Where several query heads share a head of keys, they go along with it.  Queries may also be sharded along their sequence
-while keys and values are replicated; where a causal mask asks for positions, only the kernel that takes a mask instead.
-Kernels whose random state is an output (dropout inside) run replicated: their streams cannot be split.
+Where several query heads share a head of keys, they go along with it. Queries may also be sharded
+along their sequence while keys and values are replicated; where a causal mask asks for positions,
+only the kernel that takes a mask instead. Kernels whose random state is an output (dropout inside)
+run replicated: their streams cannot be split.
 """
 
 from __future__ import annotations
@@ -15,7 +16,20 @@ import torch
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import sharding_axes, with_arguments
 from ..language.notation import aligned
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, backward, family
+from ..language.rule import (
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    backward,
+    family,
+)
 
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
 KEY_SIDE = ("key", "value")
@@ -44,8 +58,11 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
         alike = key[d] == value[d] and key[d] and query[d] % key[d] == 0
         if alike and (query[d] == key[d] or d == heads):
             yield d, query[d] // key[d]
-    follow = all(_is_bookkeeping(m, call) or m.shape[sequence] == query[sequence] for m in call.outputs)
-    if "logsumexp" in call.bound:  # other kernels take the longest sequence as a number or pad the log-sum
+    follow = all(
+        _is_bookkeeping(m, call) or m.shape[sequence] == query[sequence] for m in call.outputs
+    )
+    # other kernels take the longest sequence as a number or pad the log-sum
+    if "logsumexp" in call.bound:
         follow = masked
     if follow and (masked or not call["is_causal"]):
         yield sequence, 1
@@ -61,13 +78,22 @@ def attention(call: OpCall) -> Iterator[Row]:
 
     The gradient of a mask that broadcasts has no row.
     """
-    first, present = next(iter(call.places)), dict(zip(GRADIENTS, call.results.values(), strict=False))
+    first, present = (
+        next(iter(call.places)),
+        dict(zip(GRADIENTS, call.results.values(), strict=False)),
+    )
     is_gradient = first in QUERY_SIDE[1:]
     for d, group in _shardable(call):
-        inputs = {name: _entry(call, name, d, group) for name, place in call.places.items() if place}
-        results: list[Entry] = [R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs]
+        inputs = {
+            name: _entry(call, name, d, group) for name, place in call.places.items() if place
+        }
+        results: list[Entry] = [
+            R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs
+        ]
         if is_gradient:
-            broadcast = inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
+            broadcast = (
+                inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
+            )
             if present.get("attn_bias") and broadcast:
                 continue
             entries = [inputs.get(name, R) for name in present]
@@ -88,7 +114,9 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
         like = args[place]
         # Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
         behind = torch.ones((queries, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
-        mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
+        mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device).masked_fill_(
+            behind, -torch.inf
+        )
         return attend(*args, **kwargs | {"attn_mask": mask})
 
     return run
@@ -100,5 +128,9 @@ _KERNELS = (
     "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable"
 )
 ATTENTION: Table = family(
-    {f"{_KERNELS} {backward(_KERNELS)}": Rule(attention, _attend, skip_empty=True, linear="grad_out grad_out_")}
+    {
+        f"{_KERNELS} {backward(_KERNELS)}": Rule(
+            attention, _attend, skip_empty=True, linear="grad_out grad_out_"
+        )
+    }
 )

@@ -1,7 +1,7 @@
 """Sharding of losses.
 
-A mean over even shards is the average of theirs, over uneven ones it is all-reduced.  Negative log-likelihood also
-runs with sharded classes: each rank looks up the targets whose class it has.
+A mean over even shards is the average of theirs, over uneven ones it is all-reduced. Negative
+log-likelihood also runs with sharded classes: each rank looks up the targets whose class it has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,20 @@ from ..language.local_ops import (
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, backward, family
+from ..language.rule import (
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    backward,
+    family,
+)
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -46,7 +59,11 @@ def loss(call: OpCall) -> Iterator[Row]:
 def _loss(local_call: LocalCall) -> LocalFunction | None:
     """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
     call, is_mean = local_call.call, local_call.call["reduction"] == MEAN
-    axes = sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}) if is_mean else []
+    axes = (
+        sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)})
+        if is_mean
+        else []
+    )
     is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
@@ -60,9 +77,11 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
         total, *rest = [result] if isinstance(result, Tensor) else result
-        if has_nothing:  # some kernels leave a sum of no samples as the memory was
+        # some kernels leave a sum of no samples as the memory was
+        if has_nothing:
             total.zero_()
-        total = finish(total.div_(count))  # of a gradient the one of the sum / global count
+        # of a gradient the one of the sum / global count
+        total = finish(total.div_(count))
         return (total, *rest) if rest else total
 
     return run
@@ -92,13 +111,16 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
         target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
-        if d == classes:  # losses are all-reduced too: as partial sums they would read as other losses by `to_local`
+        # losses are all-reduced too: as partial sums they would read as other losses by `to_local`
+        if d == classes:
             result, summed = (S(d), None) if is_gradient else (R, both)
             yield call.row(self=S(d), weight=S(0), out0=result, traffic=summed, ordered=True)
         elif is_gradient:
             yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
         else:
-            row = call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
+            row = call.row(
+                self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic
+            )
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
@@ -126,7 +148,9 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
     reduces, is_mean = call["reduction"] != NONE, call["reduction"] == MEAN
 
-    def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def run(
+        x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         loss, total = kernel(x, targets_here(target), weight, SUM if reduces else NONE, _IGNORED)
         if reduces or x.ndim == 1:
             total = all_reduced(total, spec, axes)
@@ -141,9 +165,14 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     call, spec = local_call.call, local_call.inputs[1]
     if not sharding_axes(spec, (_class_dim(call),)):
         return None
-    back, targets_here = with_arguments(call, ignore_index=_IGNORED), _targets_here(local_call, spec)
+    back, targets_here = (
+        with_arguments(call, ignore_index=_IGNORED),
+        _targets_here(local_call, spec),
+    )
 
-    return lambda gradient, x, target, *args, **kwargs: back(gradient, x, targets_here(target), *args, **kwargs)
+    return lambda gradient, x, target, *args, **kwargs: back(
+        gradient, x, targets_here(target), *args, **kwargs
+    )
 
 
 _LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
@@ -154,7 +183,9 @@ LOSS: Table = family(
         f"{_LOSSES} binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
         backward(_LOSSES): Rule(pointwise(linear=(0,)).rows, _loss, sizes=()),
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
-        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss, _nll_loss_backward, sizes=(), linear="grad_output"),
+        "nll_loss_backward nll_loss2d_backward": Rule(
+            nll_loss, _nll_loss_backward, sizes=(), linear="grad_output"
+        ),
     },
     unordered=True,
 ) | family(

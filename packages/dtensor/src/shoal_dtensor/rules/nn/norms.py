@@ -1,8 +1,9 @@
 """Sharding of norms: layer norm and RMS norm, of trailing dims; group norm; batch norm.
 
-Dims that no statistic is over are free, channels of groups at the groups' borders.  Where a dim is sharded that
-statistics are over, a norm is computed in plain torch around an all-reduce of them: batch norm is synchronised.
-Gradients of weight and bias are partial sums where what they are summed over is sharded.
+Dims that no statistic is over are free, channels of groups at the groups' borders. Where a dim is
+sharded that statistics are over, a norm is computed in plain torch around an all-reduce of them:
+batch norm is synchronised. Gradients of weight and bias are partial sums where what they are summed
+over is sharded.
 """
 
 from __future__ import annotations
@@ -17,8 +18,27 @@ import torch
 from torch import Tensor
 
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, in_every_form, sharding_axes, with_arguments
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.local_ops import (
+    all_reduce_traffic,
+    all_reduced,
+    bytes_of,
+    in_every_form,
+    sharding_axes,
+    with_arguments,
+)
+from ..language.rule import (
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+)
 
 
 def _dims(call: OpCall) -> tuple[list[int], list[int]]:
@@ -48,15 +68,21 @@ def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
 def _is_training(call: OpCall) -> bool:
     """Whether a norm uses the batch's own statistics, as all but batch norms always do."""
     names = ("training", "train", "update")
-    return next((bool(call[name]) for name in names if name in call.bound), "no_update" not in call.op.__name__)
+    return next(
+        (bool(call[name]) for name in names if name in call.bound),
+        "no_update" not in call.op.__name__,
+    )
 
 
 def norm(call: OpCall) -> Iterator[Row]:
     """And its gradients, by the input and by weight and bias."""
     is_gradient, training, made = "grad_out" in call.places, _is_training(call), call.outputs[1:]
-    if is_gradient:  # two sums as large as a statistic are all-reduced
+    # two sums as large as a statistic are all-reduced
+    if is_gradient:
         source_meta = call["input"]
-        made = (call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype),) * 2
+        made = (
+            call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype),
+        ) * 2
     traffic = all_reduce_traffic(bytes_of(*made)) if training else None
     # Tensors beside the input and the gradient; what some overloads reserve is empty.
     vectors = [name for name, place in call.places.items() if place and call[name].shape != (0,)]
@@ -65,46 +91,61 @@ def norm(call: OpCall) -> Iterator[Row]:
         entries |= {"input": source, "out0": source}
         if is_gradient:
             entries |= {"grad_out": source, "out": P("sum") if parameters is R else parameters}
-        else:  # without the batch's statistics there are none to return: what stands for them is empty: `_with_given`
-            entries |= {f"out{i}": statistics if training and t.shape != (0,) else R for i, t in enumerate(made, 1)}
+        else:
+            # without the batch's statistics there are none to return: what stands for them is
+            # empty: `_with_given`
+            entries |= {
+                f"out{i}": statistics if training and t.shape != (0,) else R
+                for i, t in enumerate(made, 1)
+            }
         yield call.row(entries, traffic=traffic if statistics is R else None)
 
 
 class Statistics:
     """What the statistics of a norm are over.
 
-    Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3).  A group norm of 3 groups
-    splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements each, and parameters (6, 1).
+    Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3). A
+    group norm of 3 groups splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements
+    each, and parameters (6, 1).
     """
 
     def __init__(self, local_call: LocalCall) -> None:
         call, self.spec = local_call.call, local_call["input"]
         local, (over, having), unit = self.spec.local_shape, _dims(call), _unit(call)
-        self.axes = sharding_axes(self.spec, over)  # the mesh axes over which they are summed
-        self.count = unit * prod(self.spec.shape[d] for d in over)  # of how many elements: (8, 6, 5), unit 2: 2 * 5
-        # The shape of the local input in which they are over whole `dims`, and that of weight and bias beside it.
+        # the mesh axes over which they are summed
+        self.axes = sharding_axes(self.spec, over)
+        # of how many elements: (8, 6, 5), unit 2: 2 * 5
+        self.count = unit * prod(self.spec.shape[d] for d in over)
+        # The shape of the local input in which they are over whole `dims`, and that of weight and
+        # bias beside it.
         self.shape: Sequence[int] = local
         self.dims, self.parameters = over, [n if d in having else 1 for d, n in enumerate(local)]
         if "group" in call.bound:
-            self.shape, self.dims = (local[0], local[1] // unit, unit * prod(local[2:])), [2]  # (8, 6, 3): (8, 3, 6)
+            # (8, 6, 3): (8, 3, 6)
+            self.shape, self.dims = (local[0], local[1] // unit, unit * prod(local[2:])), [2]
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
-        sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])  # 2 of (8, 3, 6): (2, 8, 3, 1)
+        # 2 of (8, 3, 6): (2, 8, 3, 1)
+        sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
         return (all_reduced(sums, self.spec, self.axes) / self.count).unbind()
 
     def given(self, statistic: Tensor) -> Tensor:
         """A statistic that an operator is given, or returns, shaped to be broadcast to `shape`."""
-        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])  # (8, 3, 6): (8, 3, 1)
+        # (8, 3, 6): (8, 3, 1)
+        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])
 
 
 def _norm(local_call: LocalCall) -> LocalFunction | None:
     call, is_gradient = local_call.call, "grad_out" in local_call.call.places
     if sharding_axes(local_call["input"], _dims(call)[0]) and _is_training(call):
-        return (_normalise_backward if is_gradient else _normalise)(local_call, Statistics(local_call))
+        return (_normalise_backward if is_gradient else _normalise)(
+            local_call, Statistics(local_call)
+        )
     if "group" not in call.bound:
         return None if is_gradient else _with_given(local_call)
-    batch, channels = local_call["input"].local_shape[:2]  # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
+    # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
+    batch, channels = local_call["input"].local_shape[:2]
     sizes = {"N": batch, "C": channels, "group": channels * call["group"] // max(call["C"], 1)}
     return None if (batch, channels) == (call["N"], call["C"]) else with_arguments(call, **sizes)
 
@@ -124,7 +165,8 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         given = dict(zip(names, args, strict=False)) | kwargs
         x, weight, bias = given["input"], given["weight"], given.get("bias")
         centred, made = _wide(x).reshape(statistics.shape), []
-        if "bias" in given:  # RMS norm, which has none, takes 0 for the mean
+        # RMS norm, which has none, takes 0 for the mean
+        if "bias" in given:
             made = [*statistics.means(centred)]
             centred = centred - made[0]
         (variance,) = statistics.means(centred * centred)
@@ -134,11 +176,13 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         result = result if bias is None else result + bias.reshape(parameters)
         if "momentum" in given:
             # Running statistics, alike on every rank; those of the variance are unbiased.
-            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))  # of 10 elements: 10 / 9
+            # of 10 elements: 10 / 9
+            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))
             for name, value in (("running_mean", made[0]), ("running_var", unbiased)):
                 if (running := given.get(name)) is not None:
                     running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
-            made.append(x.new_empty(0))  # what some overloads reserve for their gradient
+            # what some overloads reserve for their gradient
+            made.append(x.new_empty(0))
         pairs = zip((result, *made), outputs, strict=False)
         return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
 
@@ -164,7 +208,12 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
         of_weight = gradient * normal.reshape(x.shape)
         results = (of_input, *(t.sum_to_size(statistics.parameters) for t in (of_weight, gradient)))
         wanted = compress(results, mask)
-        made = iter([t.to(s.dtype).reshape(s.local_shape) for t, s in zip(wanted, local_call.outputs, strict=True)])
+        made = iter(
+            [
+                t.to(s.dtype).reshape(s.local_shape)
+                for t, s in zip(wanted, local_call.outputs, strict=True)
+            ]
+        )
         return tuple(next(made) if wanted else None for wanted in mask)
 
     return in_every_form(call, run)
@@ -177,19 +226,26 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     op = getattr(torch.ops.aten, local_call.call.op.__name__.split(".")[0])  # without `out=`
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (op(x, *args, **kwargs)[0], *(x.new_empty((0,), dtype=spec.dtype) for spec in local_call.outputs[1:]))
+        return (
+            op(x, *args, **kwargs)[0],
+            *(x.new_empty((0,), dtype=spec.dtype) for spec in local_call.outputs[1:]),
+        )
 
     return in_every_form(local_call.call, run)
 
 
-_BATCH_NORMS = "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _batch_norm_no_update"
+_BATCH_NORMS = (
+    "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _batch_norm_no_update"
+)
 _NORM = Rule(norm, _norm, skip_empty=True, linear="grad_out")
 _NORM_OF_SHAPE = replace(_NORM, sizes=("normalized_shape",))
 
 NORMS: Table = family(
     {
         "native_layer_norm _fused_rms_norm": _NORM_OF_SHAPE,
-        "native_layer_norm_backward _fused_rms_norm_backward": replace(_NORM_OF_SHAPE, skip_empty=False),
+        "native_layer_norm_backward _fused_rms_norm_backward": replace(
+            _NORM_OF_SHAPE, skip_empty=False
+        ),
         f"{_BATCH_NORMS} native_batch_norm_backward batch_norm_backward": _NORM,
     },
     unordered=True,

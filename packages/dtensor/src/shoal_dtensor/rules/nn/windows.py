@@ -1,11 +1,13 @@
 """Sharding of operators on images: convolution, pooling, resampling, moves of elements between dims.
 
-The dims before the spatial ones are free; of a convolution output channels are, and input channels leave partial sums.
-Along a spatial dim, ranks fetch the border rows that their windows read; other spatial dims are replicated.  Resampling
-to a multiple of a sharded dim enlarges the shard with the rows beside it, and leaves out what the halos gave; at the
-ends of the dim nothing is added, so the kernel does there what it does with the global tensor.  Linear, by 2:
+The dims before the spatial ones are free; of a convolution output channels are, and input channels
+leave partial sums. Along a spatial dim, ranks fetch the border rows that their windows read; other
+spatial dims are replicated. Resampling to a multiple of a sharded dim enlarges the shard with the
+rows beside it, and leaves out what the halos gave; at the ends of the dim nothing is added, so the
+kernel does there what it does with the global tensor. Linear, by 2:
 
-    rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, and keeps rows 2..9 of those
+    rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, and keeps rows 2..9 of
+    those
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ def planes(call: OpCall) -> Iterator[Row]:
     """Rows for the leading dims that all operands share: windows, and pads that reflect, read all of the others."""
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
-    differ = [d for d in range(call.outputs[0].ndim) if d >= free or len({t.shape[d] for t in operands}) > 1]
+    differ = [
+        d
+        for d in range(call.outputs[0].ndim)
+        if d >= free or len({t.shape[d] for t in operands}) > 1
+    ]
     return alike(call, *differ)
 
 
-# --- pooling, resampling ----------------------------------------------------------------------------------------------
+# --- pooling, resampling --------------------------------------------------------------------------
 
 # With float32 scales a nearest neighbour is exact up to a factor of 40; 41 / 41 rounds down.
 LARGEST = 16
@@ -56,22 +62,33 @@ def _takes_maximum(call: OpCall) -> bool:
 
 def _windows(call: OpCall) -> dict[int, Windows]:
     """For every spatial dim its windows; averages only where every window counts alike."""
-    if call.schema.outs:  # the targets would be those of the shards with halos
+    # the targets would be those of the shards with halos
+    if call.schema.outs:
         return {}
     if "upsample" in call.op.__name__:
         return _enlarging(call)
-    source, pooled, spatial = call["self"], call.get("grad_output") or call.outputs[0], spatial_dims(call)
-    if "kernel_size" not in call.bound:  # adaptive: where windows are equally long and do not overlap
+    source, pooled, spatial = (
+        call["self"],
+        call.get("grad_output") or call.outputs[0],
+        spatial_dims(call),
+    )
+    # adaptive: where windows are equally long and do not overlap
+    if "kernel_size" not in call.bound:
         dims = range(source.ndim - spatial, source.ndim)
         sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
-        return {d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0}  # 8 to 4: 2, 2
+        # 8 to 4: 2, 2
+        return {
+            d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0
+        }
     by_dim = windows_of(call, source, pooled, per_dim(call, "kernel_size", spatial))
     if _takes_maximum(call) or call["divisor_override"] is not None:
         return by_dim
 
-    def count_alike(windows: Windows) -> bool:  # whether every window of an average divides by the same number
+    # whether every window of an average divides by the same number
+    def count_alike(windows: Windows) -> bool:
         overhangs = windows.reads((0, windows.outputs))[1] > windows.length + windows.padding
-        return not overhangs and (call["count_include_pad"] or windows.padding == 0)  # 5 by 2s, ceil_mode: reads to 6
+        # 5 by 2s, ceil_mode: reads to 6
+        return not overhangs and (call["count_include_pad"] or windows.padding == 0)
 
     return {d: windows for d, windows in by_dim.items() if count_alike(windows)}
 
@@ -88,7 +105,11 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     windows = {}
     for dim, name in enumerate(given, len(small) - spatial):
         n, factor = small[dim], large[dim] // max(small[dim], 1)  # 4 rows to 8: factor 2
-        if factor * n == large[dim] and 1 <= factor <= LARGEST and call.get(name) in (None, float(factor)):
+        if (
+            factor * n == large[dim]
+            and 1 <= factor <= LARGEST
+            and call.get(name) in (None, float(factor))
+        ):
             windows[dim] = Windows(n, large[dim], factor, factor, transposed=True, beside=beside)
     return windows
 
@@ -98,7 +119,10 @@ def windowed(call: OpCall) -> Iterator[Row]:
     is_gradient = "grad_output" in call.places
     yield from planes(call)
     for dim, windows in _windows(call).items():
-        whole, result = S(dim), S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
+        whole, result = (
+            S(dim),
+            S(dim, windows.stride) if windows.transposed else S(dim, map=windows),
+        )
         inputs = {name: whole if name in ("self", "input") else result for name in call.places}
         traffic = halo_traffic(windows, call.get("self", call.tensors[0]), dim)
         yield call.row(inputs, out=whole if is_gradient else result, traffic=traffic)
@@ -111,7 +135,9 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
         windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
         dims = range(len(large) - spatial, len(large))
         # 6 rows by 2: 12
-        sizes = [halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims]
+        sizes = [
+            halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims
+        ]
         of_input = {"input_size": halos.shape} if "input_size" in call.bound else {}
         return with_arguments(call, output_size=sizes, **of_input)
     if "output_size" in call.bound:
@@ -122,7 +148,11 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
     """The operator on a shard with halos; of the gradient, what others' outputs read of the shard comes from them."""
     call, source, result = local_call.call, local_call.inputs[0], local_call.outputs[0]
-    is_gradient, spatial, largest = "grad_output" in call.places, spatial_dims(call), _takes_maximum(call)
+    is_gradient, spatial, largest = (
+        "grad_output" in call.places,
+        spatial_dims(call),
+        _takes_maximum(call),
+    )
     source, result = (result, source) if is_gradient else (source, result)
     halos, empty = Halos(source, _windows(call)), 0 in result.local_shape
     if not halos and "input_size" not in call.bound:
@@ -140,7 +170,8 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
     def backwards(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if empty:
             return halos.return_gradient(gradient.new_zeros(halos.shape))
-        if largest:  # behind all arguments are the places of the maxima
+        # behind all arguments are the places of the maxima
+        if largest:
             args = (*args[:-1], moved_between_boxes(args[-1], whole, here, [-n for n in first])[0])
         if "self" in call.places:  # of which nothing but the shape is read
             args = (gradient.new_empty(halos.shape), *args[1:])
@@ -152,7 +183,8 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
     """The random samples have batch and channels too, spelt (N, C, spatial)."""
     source, samples = call["self"], call["random_samples"]
-    new = 2 + spatial_dims(call) - source.ndim  # of (C, H, W): 1, so channels, 0, are dim 1
+    # of (C, H, W): 1, so channels, 0, are dim 1
+    new = 2 + spatial_dims(call) - source.ndim
     for d in range(2 - new):
         if samples.shape[d + new] == source.shape[d]:
             yield call.row(self=S(d), random_samples=S(d + new), out=S(d))
@@ -163,7 +195,7 @@ def _images(text: str, replicated: str = "") -> Rule:
     return replace(product(text, linear=(0,), replicated=replicated, skip_empty=True), sizes=None)
 
 
-# --- convolution ------------------------------------------------------------------------------------------------------
+# --- convolution ----------------------------------------------------------------------------------
 
 Case = dict[str, Any]
 
@@ -178,8 +210,10 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         yield {"weight": S(of_output), "bias": S(0), "out": S(channel)}, None
         yield {"input": S(channel), "weight": S(of_input), "bias": P("sum"), "out": P("sum")}, None
     else:
-        # 4 groups of 2 input and 3 output channels are sharded as 4 steps: input channels by 2, output channels by 3.
-        # The weight is (12, 2, ...), transposed (8, 3, ...): it has 4 steps of 3 or 2 along its first dim.
+        # 4 groups of 2 input and 3 output channels are sharded as 4 steps: input channels by 2,
+        # output channels by 3.
+        # The weight is (12, 2, ...), transposed (8, 3, ...): it has 4 steps of 3 or 2 along its
+        # first dim.
         first, second, *_ = call["weight"].shape
         unit = first // groups
         taken, given = (unit, second) if call["transposed"] else (second, unit)
@@ -195,7 +229,9 @@ def _convolved(call: OpCall) -> dict[int, Windows]:
     has_targets = bool(call.schema.outs) and (call["transposed"] or "output_mask" in call.bound)
     if has_targets or 0 in call["weight"].shape:
         return {}
-    return windows_of(call, call["input"], result, call["weight"].shape[2:], transposed=call["transposed"])
+    return windows_of(
+        call, call["input"], result, call["weight"].shape[2:], transposed=call["transposed"]
+    )
 
 
 def _channel(call: OpCall) -> int:
@@ -231,7 +267,9 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
     """A result in the memory format of the global one, where the operands' shards suggest another to the kernel."""
     convolve, result = _convolve(local_call), local_call.outputs[0]
-    is_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])]
+    is_contiguous = [
+        spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])
+    ]
     if all(is_contiguous) or local_call.call.schema.outs:
         return convolve
     wanted = torch.contiguous_format if is_contiguous[0] else torch.channels_last
@@ -241,7 +279,11 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
 
 def _convolve(local_call: LocalCall) -> LocalFunction | None:
     """Of nothing it is the bias; to what is cropped or filled up the bias is added afterwards."""
-    call, (source, weight), shape = local_call.call, local_call.inputs[:2], local_call.outputs[0].local_shape
+    call, (source, weight), shape = (
+        local_call.call,
+        local_call.inputs[:2],
+        local_call.outputs[0].local_shape,
+    )
     halos, groups = Halos(source, _convolved(call)), _local_groups(call, weight)
     empty = 0 in (*weight.local_shape, *shape, *halos.shape)
     if not (halos or empty):
@@ -255,7 +297,9 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
         if empty:
             result = bound(x.new_zeros(shape), wide, weight)
         else:
-            result = halos.cropped(convolve(wide, weight, None if bias_last else bias, *args, **kwargs))
+            result = halos.cropped(
+                convolve(wide, weight, None if bias_last else bias, *args, **kwargs)
+            )
         return result + bias.view(per_channel) if bias_last and bias is not None else result
 
     return in_every_form(call, run) if empty else run
@@ -273,21 +317,31 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
         return None if same else with_arguments(call, **sizes)
     bias_apart = empty or (call["transposed"] and bool(halos))
     wanted = [*mask[:2], mask[2] and not bias_apart]
-    back = with_arguments(call, output_mask=wanted, **sizes, **halos.unpadded(call, weight.ndim - 2))
+    back = with_arguments(
+        call, output_mask=wanted, **sizes, **halos.unpadded(call, weight.ndim - 2)
+    )
     others = [d for d in range(gradient.ndim) if d != channel]
 
-    def run(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> tuple[Tensor | None, ...]:
+    def run(
+        gradient: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any
+    ) -> tuple[Tensor | None, ...]:
         wide = halos.fetch(x)
         results: list[Any]
         if empty:
-            results = [bound(torch.zeros_like(wide), gradient), bound(torch.zeros_like(weight), gradient), None]
+            results = [
+                bound(torch.zeros_like(wide), gradient),
+                bound(torch.zeros_like(weight), gradient),
+                None,
+            ]
         else:
             results = [*back(halos.uncropped(gradient), wide, weight, *args)]
         if bias_apart:
             results[2] = gradient.sum(others)
         if mask[0]:
             results[0] = halos.return_gradient(results[0])
-        return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
+        return tuple(
+            result if wanted else None for result, wanted in zip(results, mask, strict=True)
+        )
 
     return in_every_form(call, run)
 
@@ -306,16 +360,23 @@ _PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d re
 WINDOWED: Table = family(
     {
         "convolution": Rule(convolution, _in_global_memory_format),
-        "convolution_backward": Rule(convolution_backward, _convolve_backward, linear="grad_output"),
-        # k elements of its window for each channel; by 2, a channel of 2 x 2 fine pixels is 4 channels of coarse ones
+        "convolution_backward": Rule(
+            convolution_backward, _convolve_backward, linear="grad_output"
+        ),
+        # k elements of its window for each channel; by 2, a channel of 2 x 2 fine pixels is 4
+        # channels of coarse ones
         "im2col": _images("... c h w -> ... (c k) l", "h w"),
         "col2im": _images("... (c k) l -> ... c h w", "l"),
         "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
         "pixel_unshuffle": _images("... c (h r) (w s) -> ... (c r s) h w"),
-        "channel_shuffle native_channel_shuffle": Rule(lambda call: alike(call, 1), skip_empty=True),
+        "channel_shuffle native_channel_shuffle": Rule(
+            lambda call: alike(call, 1), skip_empty=True
+        ),
         _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
         _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
-        backward(f"{_MAXIMA} {_SUMS}"): Rule(windowed, _windowed, skip_empty=True, linear="grad_output"),
+        backward(f"{_MAXIMA} {_SUMS}"): Rule(
+            windowed, _windowed, skip_empty=True, linear="grad_output"
+        ),
         _PADS: Rule(planes, skip_empty=True, moves="self"),
         backward(f"{_PADS} {_SAMPLED}"): Rule(planes, skip_empty=True, linear="grad_output"),
         "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
@@ -324,7 +385,11 @@ WINDOWED: Table = family(
         # at the places in `t`: batch, channels of the image, rows and columns of the grid
         "grid_sampler_2d": _images("n c h w, n p q t -> n c p q", "h w t"),
         "grid_sampler_3d": _images("n c d h w, n o p q t -> n c o p q", "d h w t"),
-        "grid_sampler_2d_backward": _images("n c p q, n c h w, n p q t -> n c h w, n p q t", "h w t"),
-        "grid_sampler_3d_backward": _images("n c o p q, n c d h w, n o p q t -> n c d h w, n o p q t", "d h w t"),
+        "grid_sampler_2d_backward": _images(
+            "n c p q, n c h w, n p q t -> n c h w, n p q t", "h w t"
+        ),
+        "grid_sampler_3d_backward": _images(
+            "n c o p q, n c d h w, n o p q t -> n c d h w, n o p q t", "d h w t"
+        ),
     }
 )

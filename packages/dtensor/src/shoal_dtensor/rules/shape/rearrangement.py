@@ -1,11 +1,13 @@
 """Sharding of operators that put tensors together, move whole dims or look at diagonals: cat, pad, roll, repeat, tril.
 
-Along a dim that grows, the sharded operand stays where it is, and its first and last shard take in what comes before
-and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0 and x[2:], b on rank 1.  To roll, flip
-or repeat a sharded dim, each rank sends exactly the ranges that others need.
+Along a dim that grows, the sharded operand stays where it is, and its first and last shard take in
+what comes before and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0
+and x[2:], b on rank 1. To roll, flip or repeat a sharded dim, each rank sends exactly the ranges
+that others need.
 
-Of a diagonal, a view, rows and columns may be sharded; where both are, by different mesh axes, an element is held by
-the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks, two ranks hold the diagonal.
+Of a diagonal, a view, rows and columns may be sharded; where both are, by different mesh axes, an
+element is held by the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks,
+two ranks hold the diagonal.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
-from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    Traffic,
+    family,
+)
 from .slicing import SliceMap
 from .views import same_dims, unsqueeze, with_input_sizes
 
@@ -35,27 +48,32 @@ def cat(call: OpCall) -> Iterator[Row]:
         yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
-        padded = SliceMap(-sum(lengths[:i]), sum(lengths[i:]), exclusive=True)  # lengths 2, 4, 1, i = 1: -2:5
-        yield call.row(tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded))
+        # lengths 2, 4, 1, i = 1: -2:5
+        padded = SliceMap(-sum(lengths[:i]), sum(lengths[i:]), exclusive=True)
+        yield call.row(
+            tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded)
+        )
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
     """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
-    # Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
-    # and those of replicated operands, without being the one that joins them.
+    # Of two operands that different axes shard, one has all its elements on one coordinate; a rank
+    # there may hold them, and those of replicated operands, without being the one that joins them.
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
     if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
         return None
     op, start = local_call.call.op, result.offset(dim)
-    stop = start + result.local_shape[dim]  # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
+    # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
+    stop = start + result.local_shape[dim]
     parts, before = [], 0
     for i in joined:
         spec = local_call.inputs[i]
         first = before + spec.offset(dim)  # 0:2, 4:6, 6:7
         length = max(min(first + spec.local_shape[dim], stop) - max(first, start), 0)
-        parts.append((i, max(first, start) - first if length else 0, length))  # nothing of the first, all of the others
+        # nothing of the first, all of the others
+        parts.append((i, max(first, start) - first if length else 0, length))
         before += spec.shape[dim]
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +84,13 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
 
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     """For every padded dim how much it grows at its start and its end."""
-    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim  # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
-    return {ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)}
+    # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
+    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim
+    return {
+        ndim - 1 - i // 2: (pad[i], pad[i + 1])
+        for i in range(0, len(pad), 2)
+        if (pad[i], pad[i + 1]) != (0, 0)
+    }
 
 
 def constant_pad_nd(call: OpCall) -> Iterator[Row]:
@@ -91,8 +114,8 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     local: list[int] = []
     for d in reversed(range(source.ndim)):
         have, want = source.local_shape[d], result.local_shape[d]
-        # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no more than 3, and adds
-        # no more than 0: 0 at the start, 0 - 3 - 0 at the end.
+        # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no
+        # more than 3, and adds no more than 0: 0 at the start, 0 - 3 - 0 at the end.
         low = source.local_offset[d] + pads.get(d, (0, 0))[0] - result.local_offset[d]
         low = min(max(low, -have), want)
         local += [low, want - have - low]
@@ -110,7 +133,8 @@ def _turns(call: OpCall) -> dict[int, int]:
     for d, shift in zip(call["dims"], call.get("shifts") or [0] * len(call["dims"]), strict=False):
         if source.ndim:
             dim = int(d) % source.ndim
-            turns[dim] = (turns.get(dim, 0) + int(shift)) % max(source.shape[dim], 1)  # 6 rolled by 1: 1; by -1: 5
+            # 6 rolled by 1: 1; by -1: 5
+            turns[dim] = (turns.get(dim, 0) + int(shift)) % max(source.shape[dim], 1)
     return turns
 
 
@@ -120,7 +144,9 @@ def roll(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
 
 
-def _moved(local_call: LocalCall, moves: list[Relocation], rest: Callable[[Tensor], Tensor]) -> LocalFunction | None:
+def _moved(
+    local_call: LocalCall, moves: list[Relocation], rest: Callable[[Tensor], Tensor]
+) -> LocalFunction | None:
     """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other."""
 
     def run(x: Tensor, *args: object) -> Tensor:
@@ -136,7 +162,8 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     turns, flips = _turns(call), call.get("shifts") is None
     for d in [d for d in turns if source.dim_shardings[d].axes]:
         n, turn, shards = source.shape[d], 0 if flips else turns.pop(d), spans(source.sizes(d))
-        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants 0:3.
+        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants
+        # 0:3.
         places = [(start,) if flips else (start + turn, start + turn - n) for start, _ in shards]
         wanted = [(n - stop, n - start) for start, stop in shards] if flips else shards
         moves.append(Relocation(source, d, places, wanted))
@@ -157,7 +184,8 @@ class RepeatMap:
 
 def repeat(call: OpCall) -> Iterator[Row]:
     repeats, ndim = call["repeats"], call["self"].ndim
-    new = len(repeats) - ndim  # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
+    # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
+    new = len(repeats) - ndim
     yield from same_dims(call, ((d, d + new) for d in range(ndim) if repeats[d + new] == 1))
     for d in range(ndim):
         if repeats[d + new] > 1:
@@ -169,12 +197,19 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     source, target = local_call["self"], local_call.outputs[0]
     repeats, moves = [int(n) for n in local_call.call["repeats"]], []
     new = len(repeats) - source.ndim
-    sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
+    sharded = [
+        d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1
+    ]
     for d in sharded:
         n, wanted = source.shape[d], spans(target.sizes(d + new))
-        places = [[start + n * k for k in range(repeats[d + new])] for start in source.dim_sharding(d).offsets]
-        moves.append(Relocation(source, d, places, wanted))  # of 3 elements twice, 2:3 is put at 2 and 5
-    others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]  # (2, 3), dim 0 fetched: (1, 3)
+        places = [
+            [start + n * k for k in range(repeats[d + new])]
+            for start in source.dim_sharding(d).offsets
+        ]
+        # of 3 elements twice, 2:3 is put at 2 and 5
+        moves.append(Relocation(source, d, places, wanted))
+    # (2, 3), dim 0 fetched: (1, 3)
+    others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
     return _moved(local_call, moves, lambda x: x.repeat(others))
 
 
@@ -187,9 +222,12 @@ def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
 def diagonal(call: OpCall) -> Iterator[Row]:
     one, two, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
     last, length = call.outputs[0].ndim - 1, call.outputs[0].shape[-1]
-    for d, start in ((one, max(0, -offset)), (two, max(0, offset))):  # (4, 4), offset 1: rows 0:3, columns 1:4
+    # (4, 4), offset 1: rows 0:3, columns 1:4
+    for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
         yield call.row(self=S(d), out=S(last, map=SliceMap(start, start + length, intersects=True)))
-    yield from same_dims(call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim))))
+    yield from same_dims(
+        call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim)))
+    )
 
 
 def _diagonal(local_call: LocalCall) -> LocalFunction | None:
@@ -228,8 +266,12 @@ REARRANGEMENT: Table = family(
         "roll flip": Rule(roll, _roll, moves="self"),
         "rot90": Rule(lambda call: alike(call, *call.dims("dims")), moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
-        "diagonal.default": Rule(diagonal, _diagonal, unordered=True, skip_empty=True, moves="self"),
-        "diagonal_backward.default": Rule(diag_embed, with_input_sizes, skip_empty=True, linear="grad_output"),
+        "diagonal.default": Rule(
+            diagonal, _diagonal, unordered=True, skip_empty=True, moves="self"
+        ),
+        "diagonal_backward.default": Rule(
+            diag_embed, with_input_sizes, skip_empty=True, linear="grad_output"
+        ),
         "diagonal_scatter": Rule(diagonal_scatter, moves="self src"),
         "diag_embed": Rule(diag_embed, linear="self"),
         "tril triu": product("... -> ...", linear=(0,), local=_tril),

@@ -1,10 +1,12 @@
 """Sharding of slices, selections and splits, of their gradients, and of writes into a slice, out of place.
 
-A slice of a sharded dim stays sharded, a view of local storage.  A selected index is held by one coordinate, which has
-all of the result.  Gradients are put into zeros, the other way round: many shardings of the longer dim fit, and that of
-`torch.chunk` is preferred, which the forward input most likely had.
+A slice of a sharded dim stays sharded, a view of local storage. A selected index is held by one
+coordinate, which has all of the result. Gradients are put into zeros, the other way round: many
+shardings of the longer dim fit, and that of `torch.chunk` is preferred, which the forward input
+most likely had.
 
-Each map is a value (hashable, printable) from the sharding of one dim to that of another, over the same mesh axes.
+Each map is a value (hashable, printable) from the sharding of one dim to that of another, over the
+same mesh axes.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ aten: Any = torch.ops.aten
 class SliceMap:
     """Each shard keeps its elements at `start`, `start + step`, ... below `stop`, `unit` elements for each.
 
-    Of a selected index, the shard that has it holds all elements of some dim of the result, the others none.  A range
-    that reaches over the ends of the dim makes it longer: what it adds belongs to the first and the last shard.
+    Of a selected index, the shard that has it holds all elements of some dim of the result, the
+    others none. A range that reaches over the ends of the dim makes it longer: what it adds belongs
+    to the first and the last shard.
 
     Example:
         >>> sharding = DimSharding((0,), (2,), (4, 4))
@@ -48,29 +51,36 @@ class SliceMap:
     stop: int
     step: int = 1
     unit: int = 1
-    # Of a dim that may grow no second operand may be sharded along it: its shards would be next to these.
+    # Of a dim that may grow no second operand may be sharded along it: its shards would be next to
+    # these.
     exclusive: bool = False
-    # Of a diagonal, which may be sharded by rows and by columns, a shard is what those have in common.
+    # Of a diagonal, which may be sharded by rows and by columns, a shard is what those have in
+    # common.
     intersects: bool = False
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
         is_inside = 0 <= self.start < self.step and not self.exclusive
         if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
-            length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
-            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(self.unit)
+            # x[::2] of 4 + 4: 2 + 2
+            length, step = self.before(sharding.length), sharding.step // self.step
+            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(
+                self.unit
+            )
         # x[1:7] of 4 + 4: up to 3 and 6, so 3 + 3.
         return sharding.resharded(self.before, self.before(self.stop)).scaled(self.unit)
 
     def before(self, position: int) -> int:
         """How many selected elements are before `position`."""
-        return max(0, -(-(min(position, self.stop) - self.start) // self.step))  # x[1::3], before 8: 1, 4, 7, so 3
+        # x[1::3], before 8: 1, 4, 7, so 3
+        return max(0, -(-(min(position, self.stop) - self.start) // self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGradMap:
     """The inverse of `SliceMap(start, ..., step)`: each shard of `length` elements has what it had of the slice.
 
-    Of a slice of one element, the shard that has this element holds all others too unless `torch.chunk` has it there.
+    Of a slice of one element, the shard that has this element holds all others too unless
+    `torch.chunk` has it there.
     """
 
     length: int
@@ -83,8 +93,11 @@ class SliceGradMap:
         if selected(default) == sharding:
             return default
 
-        def end(n: int) -> int:  # of the shard that ends with the first `n` elements of the slice
-            return 0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
+        # of the shard that ends with the first `n` elements of the slice
+        def end(n: int) -> int:
+            return (
+                0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
+            )
 
         # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
         return sharding.resharded(end, self.length)
@@ -96,20 +109,31 @@ def selection(call: OpCall, length: int) -> SliceMap:
         at = call["index"] % length
         return SliceMap(at, at + 1)
     # Computed, not asked of `slice.indices`, which takes no symbols.
-    ends = (0 if call["start"] is None else call["start"], length if call["end"] is None else call["end"])
-    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)  # x[-3:] of 8: 5, 8
+    ends = (
+        0 if call["start"] is None else call["start"],
+        length if call["end"] is None else call["end"],
+    )
+    # x[-3:] of 8: 5, 8
+    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)
     return SliceMap(start, max(start, stop), call["step"])
 
 
 def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[int, int, int]]:
     """How many selected elements are before this rank's shard, how many in it, and the slice as the shard sees it."""
     selected, offset = selection(call, spec.shape[dim]), spec.offset(dim)
-    first, stop = selected.before(offset), selected.before(offset + spec.local_shape[dim])  # 1:7, shard 4:8: 3, 6
+    # 1:7, shard 4:8: 3, 6
+    first, stop = selected.before(offset), selected.before(offset + spec.local_shape[dim])
     if first == stop:
         return first, 0, (0, 0, 1)
-    # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local position 0.
+    # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local
+    # position 0.
     start = selected.start + first * selected.step - offset
-    return first, stop - first, (start, start + (stop - first - 1) * selected.step + 1, selected.step)  # 4, 7: 0:4:3
+    # 4, 7: 0:4:3
+    return (
+        first,
+        stop - first,
+        (start, start + (stop - first - 1) * selected.step + 1, selected.step),
+    )
 
 
 def slice_(call: OpCall) -> Iterator[Row]:
@@ -118,7 +142,8 @@ def slice_(call: OpCall) -> Iterator[Row]:
     if "start" in call.bound:
         maps = [selection(call, source.shape[dim])]
     else:
-        maps = [SliceMap(*span) for span in spans(t.shape[dim] for t in call.outputs)]  # split into 2 and 3: 0:2, 2:5
+        # split into 2 and 3: 0:2, 2:5
+        maps = [SliceMap(*span) for span in spans(t.shape[dim] for t in call.outputs)]
     yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
     yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
 
@@ -133,12 +158,14 @@ def _slice(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 def _split(local_call: LocalCall) -> LocalFunction | None:
     dim = local_call.call.dim()
     sizes = [output.local_shape[dim] for output in local_call.outputs]
-    split = torch.split_with_sizes  # 0.4 us less than working the sizes out at every call
+    # 0.4 us less than working the sizes out at every call
+    split = torch.split_with_sizes
     return lambda x, size, at=0: split(x, sizes, dim)
 
 
 def _after(dim: int, removed: int) -> int:
-    return dim - (dim > removed)  # without dim 1, dim 0 is dim 0 and dim 2 is dim 1
+    # without dim 1, dim 0 is dim 0 and dim 2 is dim 1
+    return dim - (dim > removed)
 
 
 def select(call: OpCall) -> Iterator[Row]:
@@ -148,8 +175,11 @@ def select(call: OpCall) -> Iterator[Row]:
     shape = call.outputs[0].shape if call.outputs else ()
     for d, n in enumerate(shape):
         if n:
-            yield call.row(self=S(dim), out=[S(d, map=SliceMap(index, index + 1, unit=n)) for index in indices])
-    if is_one and not shape:  # one element, which no dim is left to be sharded
+            yield call.row(
+                self=S(dim), out=[S(d, map=SliceMap(index, index + 1, unit=n)) for index in indices]
+            )
+    # one element, which no dim is left to be sharded
+    if is_one and not shape:
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
 
@@ -176,23 +206,32 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
         mine = aten.unbind.int(x, dim)
-        nothing = x.narrow(0, 0, 0)  # of `x`: a compiler must see that every rank uses it, or ranks' graphs differ
-        return [mine[i - first] if 0 <= i - first < count else nothing.reshape(s) for i, s in enumerate(shapes)]
+        # of `x`: a compiler must see that every rank uses it, or ranks' graphs differ
+        nothing = x.narrow(0, 0, 0)
+        return [
+            mine[i - first] if 0 <= i - first < count else nothing.reshape(s)
+            for i, s in enumerate(shapes)
+        ]
 
     return run
 
 
-# --- gradients: zeros around ------------------------------------------------------------------------------------------
+# --- gradients: zeros around ----------------------------------------------------------------------
 
 
 def slice_backward(call: OpCall) -> Iterator[Row]:
     """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
-    dim, is_one, gradient = int(call["dim"]) % len(call["input_sizes"]), "index" in call.bound, call["grad_output"]
+    dim, is_one, gradient = (
+        int(call["dim"]) % len(call["input_sizes"]),
+        "index" in call.bound,
+        call["grad_output"],
+    )
     length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
     yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others))
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
-    whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]  # one coordinate has all of a selection's gradient
+    # one coordinate has all of a selection's gradient
+    whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]
     yield from (call.row(grad_output=entry, out=back) for entry in (whole if is_one else [S(dim)]))
 
 
@@ -241,7 +280,9 @@ SLICING: Table = family(
         "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split, moves="self"),
         "select.int": Rule(select, _select, skip_empty=True, moves="self"),
         "unbind.int": Rule(select, _unbind, moves="self"),
-        "slice_backward.default select_backward.default": Rule(slice_backward, _slice_backward, linear="grad_output"),
+        "slice_backward.default select_backward.default": Rule(
+            slice_backward, _slice_backward, linear="grad_output"
+        ),
     },
     unordered=True,
 ) | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter, moves="self src")})

@@ -1,12 +1,14 @@
 """Sharding of views that rearrange dims: reshapes, permutations, broadcasts, windows and reinterpretations.
 
-Every local call is a view of local storage, so what is written through the result reaches its base.  A sharding that
-has no row is gathered by the propagator, which marks the result as no view of its input.
+Every local call is a view of local storage, so what is written through the result reaches its base.
+A sharding that has no row is gathered by the propagator, which marks the result as no view of its
+input.
 
-A reshape keeps the row-major order of elements.  Of dims that are merged and split together the slowest one stays
-sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6 elements, so shards are multiples of
-12, which are 3 source rows or 2 target rows.  Shards of a faster dim become equal runs (`StridedDimSharding`) where the
-dims before it are merged with it: (4, 6) -> (24,) by columns has 4 runs of 6, and splitting them makes it plain again.
+A reshape keeps the row-major order of elements. Of dims that are merged and split together the
+slowest one stays sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6
+elements, so shards are multiples of 12, which are 3 source rows or 2 target rows. Shards of a
+faster dim become equal runs (`StridedDimSharding`) where the dims before it are merged with it: (4,
+6) -> (24,) by columns has 4 runs of 6, and splitting them makes it plain again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from math import lcm, prod
 import torch
 
 from ..language.local_ops import with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family, replicated
+from ..language.rule import (
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    Row,
+    Rule,
+    S,
+    Table,
+    family,
+    replicated,
+)
 
 
 def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
@@ -39,7 +51,8 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
             if have < want:
                 have, i = have * source[i], i + 1  # (2, 3, 4) -> (6, 4): 2, then 2 * 3 = 6
             else:
-                want, j = want * target[j], j + 1  # (6, 4) -> (2, 3, 4): the same of the target
+                # (6, 4) -> (2, 3, 4): the same of the target
+                want, j = want * target[j], j + 1
         result.append((range(first, i), range(second, j)))
     if i < len(source) or j < len(target):
         result.append((range(i, len(source)), range(j, len(target))))
@@ -56,19 +69,26 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
         [(S(0, unit=12), S(0)), (S(0, runs=2), S(1))]
     """
     if 0 in source:
-        # Without elements nothing but the sizes counts: dims that are equal from the left or from the right stay.
+        # Without elements nothing but the sizes counts: dims that are equal from the left or from
+        # the right stay.
         n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
-        left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]  # 2, 0 of (2, 0, 3): [0, 1]
-        right = takewhile(lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n)))
-        others = [(i, i + shift) for i in right if i not in left and i + shift not in left]  # 3 and 3: [(2, 3)]
+        # 2, 0 of (2, 0, 3): [0, 1]
+        left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]
+        right = takewhile(
+            lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n))
+        )
+        # 3 and 3: [(2, 3)]
+        others = [(i, i + shift) for i in right if i not in left and i + shift not in left]
         return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
     mappings: list[tuple[S, S]] = []
     for dims, results in groups(source, target):
         for in_runs in (False, True):
             mappings += _group_mappings(dims, results, source, target, in_runs=in_runs)
-    # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim can say so.
+    # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim
+    # can say so.
     reached = {entry.dim for entry, _ in mappings}
-    lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]  # (4, 1) -> (4,): dim 1
+    # (4, 1) -> (4,): dim 1
+    lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]
     return mappings + [(S(i), S(j, size)) for i in lost for j, size in enumerate(target)]
 
 
@@ -76,21 +96,30 @@ def _group_mappings(
     dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
 ) -> Iterator[tuple[S, S]]:
     """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs."""
-    # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4, 3), dim 1 of each:
-    # there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the source has 2 and one of the target 1.
+    # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4,
+    # 3), dim 1 of each: there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the
+    # source has 2 and one of the target 1.
     total = prod(source[i] for i in dims)  # (2, 6) -> (4, 3) is one group of 12
     for i, j in product(dims, results):
         before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
-        runs = max(before)  # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
-        other_kind = runs == 1 if in_runs else runs != 1  # sizes may be symbols, whose comparisons are no bools
+        # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
+        runs = max(before)
+        # sizes may be symbols, whose comparisons are no bools
+        other_kind = runs == 1 if in_runs else runs != 1
         if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
-        in_source, in_target = runs // before[0], runs // before[1]  # 2 runs in a row of 6, 1 in a row of 3
-        inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
-        both = _lcm(inside, steps)  # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
+        # 2 runs in a row of 6, 1 in a row of 3
+        in_source, in_target = runs // before[0], runs // before[1]
+        inside, steps = (
+            prod(source[k] for k in dims if k > i),
+            prod(target[k] for k in results if k > j),
+        )
+        # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
+        both = _lcm(inside, steps)
         fits = source[i] % in_source == 0 and target[j] % in_target == 0
         if fits and (both < total // runs or source[i] == 1):
-            yield S(i, both // inside, in_source), S(j, both // steps, in_target)  # 12: 3 rows of 4, 2 of 6
+            # 12: 3 rows of 4, 2 of 6
+            yield S(i, both // inside, in_source), S(j, both // steps, in_target)
 
 
 def _lcm(one: int, other: int) -> int:
@@ -127,7 +156,8 @@ def _squeezed(call: OpCall) -> list[int]:
     """The dims that go: of those asked for, the ones that are 1 globally; locally others may be."""
     source = call["self"]
     if "dim" in call.bound and call["dim"] in ((), []):
-        return []  # an empty list asks for none, where reductions take it for all
+        # an empty list asks for none, where reductions take it for all
+        return []
     return [d for d in call.dims() if source.shape[d] == 1]
 
 
@@ -137,7 +167,9 @@ def squeeze(call: OpCall) -> Iterator[Row]:
     others = [d for d in range(ndim) if d not in gone]  # (3, 1, 4) without dim 1: [0, 2]
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
-        yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
+        yield from (
+            call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n
+        )
 
 
 def _squeeze(local_call: LocalCall) -> LocalFunction:
@@ -149,7 +181,8 @@ def unsqueeze(call: OpCall) -> Iterator[Row]:
     """And `stack`."""
     ndim = call.outputs[0].ndim
     dim = int(call["dim"]) % ndim
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim - 1)))  # at 1 of 2 dims: 0 -> 0, 1 -> 2
+    # at 1 of 2 dims: 0 -> 0, 1 -> 2
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim - 1)))
 
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
@@ -158,7 +191,8 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, ((d, d) for d in range(source.ndim - 1)))
     if source.ndim:
         last, n, m = source.ndim - 1, source.shape[-1], target.shape[-1]
-        steps = max(1, min(n, m))  # 8 of f32 as 4 of f64: 4, so units of 2 and 1
+        # 8 of f32 as 4 of f64: 4, so units of 2 and 1
+        steps = max(1, min(n, m))
         yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
 
 
@@ -176,7 +210,9 @@ def expand(call: OpCall) -> Iterator[Row]:
     """And `masked_scatter`, whose target is broadcast to the mask's shape."""
     source, target = call["self"], call.outputs[0]
     new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
-    yield from same_dims(call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new]))
+    yield from same_dims(
+        call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new])
+    )
 
 
 def _expand(local_call: LocalCall) -> LocalFunction:
@@ -186,7 +222,8 @@ def _expand(local_call: LocalCall) -> LocalFunction:
 
 def unfold(call: OpCall) -> Iterator[Row]:
     """And its gradient: windows that do not overlap and leave nothing over are a split; others need neighbours'."""
-    # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements are of 4, 8 or 12.
+    # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements
+    # are of 4, 8 or 12.
     is_gradient, step = "grad_in" in call.places, call["step"]
     whole = call.outputs[0] if is_gradient else call["self"]
     if whole.ndim:
@@ -194,12 +231,18 @@ def unfold(call: OpCall) -> Iterator[Row]:
         yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
         if call["size"] <= step and whole.shape[dim] % step == 0:
             elements, windows = S(dim, step), S(dim)
-            yield call.row(grad_in=windows, out=elements) if is_gradient else call.row(self=elements, out=windows)
+            yield (
+                call.row(grad_in=windows, out=elements)
+                if is_gradient
+                else call.row(self=elements, out=windows)
+            )
 
 
 def view_as_real(call: OpCall) -> Iterator[Row]:
     """And `view_as_complex`: all dims but the one of two, real and imaginary part."""
-    yield from same_dims(call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim))))
+    yield from same_dims(
+        call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim)))
+    )
 
 
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
@@ -211,10 +254,13 @@ VIEWS: Table = family(
     {
         "view.default _unsafe_view.default _reshape_alias.default": Rule(view, _view, moves="self"),
         "unsqueeze.default": Rule(unsqueeze, sizes=(), moves="self"),
-        "squeeze.default squeeze.dim squeeze.dims": Rule(squeeze, _squeeze, skip_empty=True, moves="self"),
+        "squeeze.default squeeze.dim squeeze.dims": Rule(
+            squeeze, _squeeze, skip_empty=True, moves="self"
+        ),
         "permute.default transpose.int t.default": Rule(permute, sizes=(), moves="self"),
         "expand.default": Rule(expand, _expand, moves="self"),
-        "unfold.default": Rule(unfold, skip_empty=True, moves="self"),  # of a shard that is too short for a window
+        # of a shard that is too short for a window
+        "unfold.default": Rule(unfold, skip_empty=True, moves="self"),
     },
     unordered=True,
 ) | family(
@@ -224,6 +270,8 @@ VIEWS: Table = family(
         # Strides are about one storage, which no rank has: gathered, and so no view of its input.
         "as_strided.default": Rule(replicated, moves="self"),
         "as_strided_scatter.default": Rule(replicated, moves="self src"),
-        "unfold_backward.default": Rule(unfold, with_input_sizes, skip_empty=True, linear="grad_in"),
+        "unfold_backward.default": Rule(
+            unfold, with_input_sizes, skip_empty=True, linear="grad_in"
+        ),
     }
 )
