@@ -90,8 +90,7 @@ def torch_runs(length: int) -> str:
     try:
         with torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
             leaf = [x.detach().requires_grad_() for x in buffers]
-            # three
-            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]
+            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]  # three
             out.sum().backward()
     except Exception as error:  # whatever it is, it is what a user gets
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"

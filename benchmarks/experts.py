@@ -91,8 +91,7 @@ class Block(Layer):
         )
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        # a module's call
-        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]
+        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]  # a module's call
 
 
 class HandExchange(torch.autograd.Function):
@@ -128,14 +127,12 @@ class Sent(nn.Module):
         dist.all_to_all_single(received, counts)
         by_rank = torch.stack([counts, received]).view(2, RANKS, -1)
         sends, receives = by_rank.sum(2).tolist()
-        # torch leaves it untyped
-        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]
+        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         which = torch.arange(EXPERTS // RANKS).repeat(RANKS).repeat_interleave(received)
         order = torch.argsort(which, stable=True)
         made = self.own(here.index_select(0, order), by_rank[1].sum(0))
         back = made.index_select(0, torch.argsort(order))
-        # as above
-        return HandExchange.apply(back, receives, sends)  # type: ignore[no-untyped-call, no-any-return]
+        return HandExchange.apply(back, receives, sends)  # type: ignore[no-untyped-call, no-any-return]  # as above
 
 
 class PaddedExperts(Experts):
@@ -144,8 +141,7 @@ class PaddedExperts(Experts):
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         sizes: list[int] = num_tokens_per_expert.tolist()
         groups = torch.split_with_sizes(rows[: sum(sizes)], sizes)
-        # DTensors
-        w1, w2 = (each.to_local() for each in self._parameters.values())  # type: ignore[union-attr]
+        w1, w2 = (each.to_local() for each in self._parameters.values())  # type: ignore[union-attr]  # DTensors
         made = [functional.silu(x @ a.t()) @ b.t() for x, a, b in zip(groups, w1, w2, strict=True)]
         return torch.cat([*made, rows.new_zeros(len(rows) - sum(sizes), rows.shape[1])])
 

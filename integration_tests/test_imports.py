@@ -275,8 +275,7 @@ def public_names(init: Path) -> set[str]:
     for node in ast.parse(init.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            # narrowed by the line above
-            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]  # narrowed by the line above
     raise AssertionError(f"{init} has no literal __all__")
 
 

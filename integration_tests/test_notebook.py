@@ -36,8 +36,7 @@ def shown(notebook: Any) -> list[str]:
 
 
 def test_the_notebook_runs_and_shows_what_the_page_shows(tmp_path: Path) -> None:
-    # it has no types
-    assert shown(executed(tmp_path)) == shown(nbformat.read(PAGE, 4))  # type: ignore[no-untyped-call]
+    assert shown(executed(tmp_path)) == shown(nbformat.read(PAGE, 4))  # type: ignore[no-untyped-call]  # it has no types
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ def loss_parallel(lib: Library) -> Generator[Part, Any, None]:
         x.grad = None
         with lib.styles.loss_parallel():
             loss = yield "forward", partial(F.cross_entropy, x, there)
-            # it is run before the next round
-            yield "backward", lambda: loss.backward()  # noqa: B023
+            yield "backward", lambda: loss.backward()  # noqa: B023  # it is run before the next round
     if lib.ours:
         assert_same(loss, expected)
         assert_same(x.grad, plain.grad)

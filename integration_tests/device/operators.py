@@ -127,8 +127,7 @@ def operators(lib: Library, calls: dict[str, Call] = OPERATORS) -> Generator[Par
     plain = _plain()
     operands = _sharded(lib, plain)
     for name, call in calls.items():
-        # mypy infers no lambda with a default
-        yield name, lambda call=call: call(operands)  # type: ignore[misc]
+        yield name, lambda call=call: call(operands)  # type: ignore[misc]  # mypy infers no lambda with a default
         got = yield name, lambda call=call: call(operands)  # type: ignore[misc]  # as above
         if lib.ours:
             assert_same(got, call(plain)) if isinstance(got, Tensor) else _assert_close(
@@ -187,8 +186,7 @@ def random_operators(lib: Library) -> Generator[Part, Any, None]:
     x = lib.tensor.distribute_tensor(whole, mesh, [shard(0), shard(1)])
     for name, call in RANDOM.items():
         torch.manual_seed(3)
-        # mypy infers no lambda with a default
-        yield name, lambda call=call: call(x)  # type: ignore[misc]
+        yield name, lambda call=call: call(x)  # type: ignore[misc]  # mypy infers no lambda with a default
         got = yield name, lambda call=call: call(x)  # type: ignore[misc]  # as above
         if lib.ours:
             torch.manual_seed(3)

@@ -83,12 +83,11 @@ def _answer(code: str, library: str) -> Any:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             exec(compile(tree, "snippet", "exec"), scope)
-            # an Expr has a value
             value = (
                 None
                 if last is None
                 else eval(compile(ast.Expression(last.value), "snippet", "eval"), scope)
-            )  # type: ignore[attr-defined]
+            )  # type: ignore[attr-defined]  # an Expr has a value
             return _plain(value)
     except Exception as error:
         # whatever a library raises is its answer

@@ -150,8 +150,7 @@ def test_a_dtensor_parameter_keeps_its_layout() -> None:
     loss_of(model, *own(mesh, *batch(0))).backward()
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor)
-    # there is one
-    assert weight.spec.mesh == weight.grad.spec.mesh == mesh["tensor"]  # type: ignore[union-attr]
+    assert weight.spec.mesh == weight.grad.spec.mesh == mesh["tensor"]  # type: ignore[union-attr]  # there is one
 
 
 TRACED = pytest.mark.skipif(

@@ -112,8 +112,7 @@ GATHERED = ColwiseParallel(output_layouts=Replicate())
 IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
     **{
         f"encoder, {batch_first=}, {rows} rows": (
-            # a case
-            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]
+            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]  # a case
             {
                 "self_attn": HeadParallel(),
                 "linear1": ColwiseParallel(),
@@ -126,10 +125,9 @@ IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tenso
     },
     **{
         f"recurrent, {bidirectional=}": (
-            # a case
             lambda bidirectional=bidirectional: Recurrent(
                 batch_first=True, bidirectional=bidirectional
-            ),  # type: ignore[misc]
+            ),  # type: ignore[misc]  # a case
             {"inner": GATHERED},
             lambda: torch.randn(3, 4, 6),
         )

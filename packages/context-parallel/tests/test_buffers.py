@@ -188,8 +188,7 @@ class Labelled(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.calls.append(func)
-        # torch has no types here
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 @on_ranks(2)

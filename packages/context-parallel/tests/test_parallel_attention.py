@@ -113,10 +113,15 @@ def test_collectives_of_each_method() -> None:
     for method, (before, after) in expected.items():
         q, k, v = (layout.shard(x, 2, get_rank()).requires_grad_() for x in whole.tensors)
         with lockstep(), CommDebugMode() as forward:
-            # a literal
             out = context_parallel_attention(
-                q, k, v, all_ranks(), is_causal=True, enable_gqa=True, method=method
-            )  # type: ignore[arg-type]
+                q,
+                k,
+                v,
+                all_ranks(),
+                is_causal=True,
+                enable_gqa=True,
+                method=method,  # type: ignore[arg-type]  # a literal
+            )
         assert counts(forward) == before
         with lockstep(), CommDebugMode() as backward:
             torch.autograd.grad(out.sum(), (q, k, v))
@@ -190,8 +195,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_second_derivatives_are_refused() -> None:
     for method in METHODS:
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
-        # a literal
-        out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]
+        out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]  # a literal
         with pytest.raises(SecondOrderError, match="first derivatives only"):
             torch.autograd.grad(out.sum(), q, create_graph=True)
     assert get_world_size() == 2

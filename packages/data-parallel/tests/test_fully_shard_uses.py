@@ -547,8 +547,7 @@ def test_containers_and_partial_resharding_are_refused() -> None:
     with pytest.raises(LayoutError, match="no forward"):
         fully_shard(nn.ModuleList([Block(4)]), mesh["data"])
     with pytest.raises(LayoutError, match="True, False or None"):
-        # on purpose
-        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]
+        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]  # on purpose
 
 
 # --- experts, recomputation -----------------------------------------------------------------------

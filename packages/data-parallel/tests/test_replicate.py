@@ -265,8 +265,7 @@ class Recomputing(nn.Sequential):
     """Its layer, recomputed."""
 
     def forward(self, x: Tensor) -> Any:
-        # torch
-        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]
+        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]  # torch
 
 
 @SHARDED

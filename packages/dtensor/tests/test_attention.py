@@ -25,5 +25,4 @@ def test_gradients_of_ranks_without_queries_can_be_viewed() -> None:
     for leaf in (full, x):
         q, kv = leaf.transpose(1, 2), leaf.reshape(8, 12).view(1, 8, 6, 2).transpose(1, 2)
         F.scaled_dot_product_attention(q, kv, kv).square().sum().backward()
-    # a DTensor's gradient is one
-    torch.testing.assert_close(x.grad.full_tensor(), full.grad)  # type: ignore[union-attr]
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad)  # type: ignore[union-attr]  # a DTensor's gradient is one

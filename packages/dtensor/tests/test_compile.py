@@ -305,10 +305,11 @@ def test_ranks_that_compute_differently_meet(shape: tuple[int, ...]) -> None:
     leaf, one = x.requires_grad_(), whole.clone().requires_grad_()
     results = compiled(leaf), run_all(one)
     for name, got, expected in zip(UNLIKE, *results, strict=True):
-        # called at once
         torch.testing.assert_close(
-            got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}"
-        )  # type: ignore[misc]
+            got.full_tensor(),
+            expected,
+            msg=lambda text, name=name: f"{name}: {text}",  # type: ignore[misc]  # called at once
+        )
     for outputs in results:
         sum((output * output).sum() for output in outputs).backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), one.grad)
@@ -336,5 +337,4 @@ def test_compiled_backward_of_several_leaves(hooked: bool) -> None:
         with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
             loss.backward()  # type: ignore[no-untyped-call]  # of torch
 
-    # of torch
-    torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]  # of torch

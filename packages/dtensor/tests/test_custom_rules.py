@@ -23,12 +23,10 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def scaled_sum(name: str, *tags: torch.Tag) -> Any:
     """A new operator: `x + factor * y`."""
-    # torch has no types here
-    library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
     library.define(f"{name}(Tensor x, Tensor y, float factor) -> Tensor", tags=tags)
     library.impl(name, lambda x, y, factor: x + factor * y, "CompositeExplicitAutograd")
-    # it is defined as long as its library lives
-    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]
+    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]  # it is defined as long as its library lives
     return getattr(torch.ops.shoal_custom_rules, name).default
 
 

@@ -319,8 +319,8 @@ def sharding(dims: dict[str, int]) -> Callable[[str, nn.Module, DeviceMesh], Non
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if name in dims:
             module.weight = nn.Parameter(
-                distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])])
-            )  # type: ignore[operator]
+                distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])])  # type: ignore[operator]
+            )
 
     return partition
 

@@ -81,10 +81,10 @@ def test_variances_of_complex_numbers() -> None:
         x = put(whole, placements)
         for dims in (None, 0, 1):
             for function in (torch.var, torch.std):
-                # a DTensor
                 torch.testing.assert_close(
-                    function(x, dim=dims).full_tensor(), function(whole, dim=dims)
-                )  # type: ignore[attr-defined]
+                    function(x, dim=dims).full_tensor(),
+                    function(whole, dim=dims),  # type: ignore[attr-defined]  # a DTensor
+                )
 
 
 @on_ranks(4)

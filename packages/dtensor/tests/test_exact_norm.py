@@ -82,8 +82,10 @@ def test_no_gradient_a_zero_and_infinity() -> None:
     )
     for value in (0.0, torch.inf, torch.nan):
         param.grad = distribute_tensor(
-            torch.tensor([0.0, 0.0, value]), param.device_mesh, [Shard(0)]
-        )  # type: ignore[attr-defined]
+            torch.tensor([0.0, 0.0, value]),
+            param.device_mesh,
+            [Shard(0)],  # type: ignore[attr-defined]
+        )
         with sums_in_tree():
             norm = clip_grad_norm_([param], 1.0)
         assert torch.equal(norm, torch.tensor(value)) or (norm.isnan() and value != value)

@@ -15,8 +15,7 @@ class Logged(torch.Tensor):
     """Says which way its operators take."""
 
     @classmethod
-    # as torch calls it
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch calls it
         CALLS.append(("method", cls, func))
         return torch.ones(2)
 

@@ -29,8 +29,7 @@ def test_selective_checkpointing_is_seen_and_left_out() -> None:
 
     def context() -> Any:
         policy = CheckpointPolicy.PREFER_RECOMPUTE
-        # torch
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-untyped-call]
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-untyped-call]  # torch
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(block, x, use_reentrant=False, context_fn=context).sum().backward()

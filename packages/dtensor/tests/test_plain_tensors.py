@@ -203,8 +203,7 @@ def test_a_sparse_result_is_plain() -> None:
         assert not isinstance(sparse, DTensor)
         torch.testing.assert_close(sparse.to_dense(), values)
         sparse.to_dense().square().sum().backward()
-        # a DTensor
-        torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]  # a DTensor
 
 
 class Scaled(torch.autograd.Function):
@@ -383,8 +382,7 @@ def test_memory_that_an_operator_only_writes_is_not_compared() -> None:
 
     x.register_hook(product)
     (x * 2).sum().backward()
-    # a DTensor
-    torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]  # a DTensor
 
 
 def test_shapes_are_compared_with_those_of_plain_tensors() -> None:

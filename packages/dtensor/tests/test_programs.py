@@ -189,10 +189,9 @@ def compare(program: Program) -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert isinstance(other.grad, DTensor)
-            # a DTensor
-            assert other.grad.placements == other.placements, (
+            assert other.grad.placements == other.placements, (  # type: ignore[attr-defined]  # a DTensor
                 "a leaf's gradient has the leaf's layout"
-            )  # type: ignore[attr-defined]
+            )
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
 
 

@@ -78,8 +78,7 @@ def spied(comm: Comm, seen: list[tuple[int, int]]) -> Comm:
     class Group:
         def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
             seen.append((output.data_ptr(), source.data_ptr()))
-            # passed on
-            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]
+            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
 
     group = cast("torch.distributed.ProcessGroup", Group())
     return replace(comm, _group=group, backend="a spy", on_gloo=False)

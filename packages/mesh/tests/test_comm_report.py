@@ -45,8 +45,7 @@ class _Block(nn.Module):
         self.along = (mesh, "tp")
 
     def forward(self, x: Tensor) -> Tensor:
-        # torch has no types
-        y: Tensor = self.lin(_Reduced.apply(x, self.along))  # type: ignore[no-untyped-call]
+        y: Tensor = self.lin(_Reduced.apply(x, self.along))  # type: ignore[no-untyped-call]  # torch has no types
         return y + all_reduce(y.detach(), self.along)
 
 

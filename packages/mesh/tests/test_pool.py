@@ -120,8 +120,7 @@ def _usage() -> tuple[int, int, int, int, int]:
         len(os.listdir(folder))
         for folder in ("/proc/self/fd", "/proc/self/task", gettempdir(), "/dev/shm")
     ]
-    # four of them
-    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]
+    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]  # four of them
 
 
 def _one() -> int:

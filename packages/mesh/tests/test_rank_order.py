@@ -113,8 +113,7 @@ def test_slow_links_decide_the_order() -> None:
             return world.recv(message, other, tag)
 
     real = rank_order._seconds
-    # stands in for a group
-    patch.setattr(rank_order, "_seconds", lambda _, message, other: real(Slow(), message, other))  # type: ignore[arg-type]
+    patch.setattr(rank_order, "_seconds", lambda _, message, other: real(Slow(), message, other))  # type: ignore[arg-type]  # stands in for a group
     with patch.context():
         order = measured_order((2, 2))
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), order="topology")

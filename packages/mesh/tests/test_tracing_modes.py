@@ -40,8 +40,7 @@ AXIS = (0, 1)
 
 
 def received(pending: Any) -> list[Tensor]:
-    # of any
-    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()  # type: ignore[no-any-return]
+    return pending.then(lambda tensors: [tensor.clone() for tensor in tensors]).wait()  # type: ignore[no-any-return]  # of any
 
 
 def blocks(x: Tensor) -> Tensor:
@@ -137,8 +136,7 @@ def test_a_recorded_collective_loses_no_tangent() -> None:
 
 def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock() -> None:
     """Python's dispatcher keeps it in all that it calls, and a thread of gloo may need it to let the next one start."""
-    # of torch
-    library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]  # of torch
     library.define("held(Tensor x) -> Tensor")
     library.impl("held", torch.clone, "CPU")
     x, operator = torch.ones(2), torch.ops.shoal_test_lock.held.default

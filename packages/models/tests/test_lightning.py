@@ -29,8 +29,7 @@ def fit(model: Any, strategy: Any, devices: int, clip: float | None) -> list[flo
 
     losses = []
 
-    # Lightning is not installed where types are checked
-    class Task(lightning.LightningModule):  # type: ignore[misc]
+    class Task(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not installed where types are checked
         def __init__(self) -> None:
             super().__init__()
             self.model = model

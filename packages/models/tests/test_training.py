@@ -88,10 +88,11 @@ def test_accelerate() -> None:
         with hf.single_process():
             accelerator = hf.prepare_accelerator(Accelerator(cpu=True))
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
-        # a list is a dataset
         model, optimizer, loader = accelerator.prepare(
-            each, optimizer, torch.utils.data.DataLoader(examples(), 2)
-        )  # type: ignore[arg-type]
+            each,
+            optimizer,
+            torch.utils.data.DataLoader(examples(), 2),  # type: ignore[arg-type]  # a list is a dataset
+        )
         assert model is each
         for batch in loader:
             accelerator.backward(model(**batch).loss)

@@ -297,8 +297,7 @@ def test_preview_declares_what_the_mode_sends() -> None:
         ]
         x = torch.randn(4, 4, WIDTH, requires_grad=True)
         with CommDebugMode() as counted:
-            # torch leaves it untyped
-            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]
+            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         assert counted.get_comm_counts()[torch.ops._c10d_functional.all_reduce] == 2
 
 

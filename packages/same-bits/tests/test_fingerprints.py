@@ -42,8 +42,7 @@ def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = ""
                 loss = tree_sum(
                     out.redistribute(placements=[Replicate()]).to_local().square().flatten()
                 )
-                # torch leaves it untyped
-                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]
+                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 optimizer.step()
             if mesh.get_rank() == 0:
                 record.save(path / str(step))

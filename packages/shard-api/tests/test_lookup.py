@@ -125,13 +125,12 @@ def _wrong(rank: int, there: Any, elsewhere: Any) -> Any:
 
 INDEX = torch.tensor([0, 1])
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], str]] = {
-    # the mistake under test
     "a list": (
-        lambda t: F.embedding([0, 1], t),
+        lambda t: F.embedding([0, 1], t),  # type: ignore[arg-type]  # the mistake under test
         ArgumentTypeError,
         TypeError,
         "plain tensor of int32 or int64",
-    ),  # type: ignore[arg-type]
+    ),
     "floats on one rank": (
         lambda t: F.embedding(_wrong(2, INDEX.float(), INDEX), t),
         ArgumentTypeError,

@@ -48,8 +48,6 @@ def test_ops_overridden_for_a_kind_of_spec() -> None:
 
     assert _has_custom_op(_OnRankZero(), torch.lgamma)
     assert not _has_custom_op(ChunkShardingSpec(0, placements(0)), torch.lgamma)
-    # unused
-    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]
+    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]  # unused
     with pytest.raises(UnsupportedOpError, match="not overridden for _OnRankZero"):
-        # unused
-        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]
+        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]  # unused

@@ -104,8 +104,7 @@ def test_idle_ranks_become_empty_cells() -> None:
         ),
     ],
 )
-# parametrized
-def test_what_has_no_placements(layout, shape, members, reason) -> None:  # type: ignore[no-untyped-def]
+def test_what_has_no_placements(layout, shape, members, reason) -> None:  # type: ignore[no-untyped-def]  # parametrized
     with pytest.raises(NotExpressibleError, match=reason):
         grid_of(layout, shape, members)
 

@@ -98,8 +98,7 @@ def test_every_lowering_has_a_case() -> None:
     covered = set()
     for case in CASES.values():
         module = case.make().get_submodule(case.path)
-        # declared styles
-        covered.add(case.style.sharding(module).lowering)  # type: ignore[attr-defined]
+        covered.add(case.style.sharding(module).lowering)  # type: ignore[attr-defined]  # declared styles
     # Forms of the invariant arithmetic stand in for lowerings that have cases.
     lowerings = {kind for kind in subclasses(Lowered) if ".invariant." not in kind.__module__}
     # these declare none of their own

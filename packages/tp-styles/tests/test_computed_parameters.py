@@ -28,10 +28,8 @@ COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
     "spectral_norm": spectral_norm,
     "parametrized weight_norm": parametrizations.weight_norm,
     "parametrized spectral_norm": parametrizations.spectral_norm,
-    # torch
-    "pruned weight": lambda module: prune.l1_unstructured(module, "weight", 0.3),  # type: ignore[no-untyped-call]
-    # torch
-    "pruned bias": lambda module: prune.identity(module, "bias"),  # type: ignore[no-untyped-call]
+    "pruned weight": lambda module: prune.l1_unstructured(module, "weight", 0.3),  # type: ignore[no-untyped-call]  # torch
+    "pruned bias": lambda module: prune.identity(module, "bias"),  # type: ignore[no-untyped-call]  # torch
 }
 PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "column and row": ({"0": ColwiseParallel(), "2": RowwiseParallel()}, [0, 2]),

@@ -42,8 +42,7 @@ def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
     hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(
         both, w["up.weight"], w["up.bias"]
     )
-    # torch
-    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]
+    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]  # torch
     return partial + w["down.bias"]
 
 

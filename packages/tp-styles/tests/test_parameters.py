@@ -195,11 +195,9 @@ def test_hooks_see_the_complete_gradient(after: bool) -> None:
     seen: dict[str, Any] = {}
     for name, param in module.named_parameters():
         if after:
-            # torch
-            param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))  # type: ignore[no-untyped-call]  # torch
         else:
-            # torch
-            param.register_hook(lambda grad, n=name: seen.update({n: grad}))  # type: ignore[no-untyped-call]
+            param.register_hook(lambda grad, n=name: seen.update({n: grad}))  # type: ignore[no-untyped-call]  # torch
     module(x).square().sum().backward()
     same(seen, expected)
     same(grads(module), expected)

@@ -33,8 +33,7 @@ def test_a_wrong_plan_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"got int"):
         resolve(MLP(), 3)  # type: ignore[arg-type]  # that it is refused is the test
     with pytest.raises(TypeError, match=r"expected a ParallelStyle or the name of one, got Linear"):
-        # that it is refused is the test
-        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]
+        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
     with pytest.raises(PlanError, match=r"unknown style 'colwize'; known are .*colwise"):
         resolve(MLP(), {"net1": "colwize"})
     # as of torch, which knows no names

@@ -146,8 +146,7 @@ class SharedFirst(Mixture):
     """Calls its shared expert before the experts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # a module's call has no type
-        return self.shared(x) + super().forward(x)  # type: ignore[no-any-return]
+        return self.shared(x) + super().forward(x)  # type: ignore[no-any-return]  # a module's call has no type
 
 
 class Halved(Mixture):
@@ -156,8 +155,7 @@ class Halved(Mixture):
     detached = False
 
     def forward(self, x: Tensor) -> Tensor:
-        # as above
-        return super().forward(x) + self.shared(x.detach() if self.detached else x * 2)  # type: ignore[no-any-return]
+        return super().forward(x) + self.shared(x.detach() if self.detached else x * 2)  # type: ignore[no-any-return]  # as above
 
 
 @on_ranks(2)

@@ -237,8 +237,7 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
 
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
-            # of torch
-            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]
+            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]  # of torch
             return out * random.random() if self.training else out
 
     class Fused(nn.Module):

@@ -36,7 +36,8 @@ from .sequence_layout import UNBOUNDED, AttentionMask, SequenceLayout, Tile, Til
 
 # Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere
 # 128.
-_SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25
+_SCORES = 1 << 22
+_SCORES_OF_DEVICE = 1 << 25
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -88,8 +89,9 @@ def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Outputs:
     """Output and log-sum-exp in plain operators, for any dtype, widths and mask."""
-    outs, sums = [], []
-    for _, scores in _scores(q, k, causal, mask, scale):
+    outs = []
+    sums = []
+    for _, scores in _scores(q, k, causal, mask, scale=scale):
         lse = scores.logsumexp(-1)
         p = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
         outs.append(p.to(v.dtype) @ v)
@@ -100,9 +102,11 @@ def plain_attention(
 def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
     """Gradients of `plain_attention`: with the log-sum of a row, `exp(scores - lse)` is its softmax."""
     grad, q, k, v, out, lse = tensors
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     delta = (grad * out).sum(-1, keepdim=True)
-    for rows, scores in _scores(q, k, causal, mask, scale):
+    for rows, scores in _scores(q, k, causal, mask, scale=scale):
         p = scores.sub_(lse[..., rows, None]).exp_().to(q.dtype)
         dv += p.transpose(-1, -2) @ grad[..., rows, :]
         ds = p * (grad[..., rows, :] @ v.transpose(-1, -2) - delta[..., rows, :])
@@ -144,9 +148,9 @@ _KERNELS = {
             _torch.cuda_flash_attention_backward,
             8,
             True,
-            False,
-            True,
-            "flash",
+            masks=False,
+            groups=True,
+            name="flash",
         ),
         AttentionKernel(
             _torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"
@@ -203,7 +207,9 @@ class BlockKernel:
 
     def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Mask]:
         """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
-        given, rows, columns = self.attn_mask, q.shape[-2], k.shape[-2]
+        given = self.attn_mask
+        rows = q.shape[-2]
+        columns = k.shape[-2]
         if given is None and tile.kind is not TileKind.BAND:
             return self.unmasked, tile.kind is TileKind.CAUSAL, None
         if given is not None:
@@ -265,11 +271,12 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     owner = comm.rank % len(sizes)
     for step in range(len(sizes)):
         last = step == len(sizes) - 1
-        pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
+        pending = None if last else _to_next(block, sizes, owner, comm, what="keys and values")
         yield owner, block
         if pending is not None:
             # of 3 ranks, after the block of 0 that of 2
-            block, owner = pending.wait(), (owner - 1) % comm.size
+            block = pending.wait()
+            owner = (owner - 1) % comm.size
 
 
 def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
@@ -281,14 +288,15 @@ def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: C
             return summed
         if arriving is not None:
             summed += arriving.wait()
-        arriving = _to_next(summed, sizes, owner, comm, "gradients of keys and values")
+        arriving = _to_next(summed, sizes, owner, comm, what="gradients of keys and values")
     assert arriving is not None, "an axis has a rank"
     return arriving.wait()
 
 
 def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str) -> Pending:
     """Send a block to the next rank, and receive the one of the rank before, which is of the owner before."""
-    send, receive = [0] * comm.size, [0] * comm.size
+    send = [0] * comm.size
+    receive = [0] * comm.size
     send[(comm.rank + 1) % comm.size] = block.numel()
     # rank 1 sends block 1 to 2, gets 0 from 0
     receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]
@@ -343,7 +351,8 @@ class _RotatedAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-        sizes = ctx.sizes = _Sizes(k, v, task.layout)
+        sizes = _Sizes(k, v, task.layout)
+        ctx.sizes = sizes
         own_block = torch.cat([k.reshape(-1), v.reshape(-1)])
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact)

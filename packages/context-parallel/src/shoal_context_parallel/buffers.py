@@ -276,7 +276,7 @@ class RoutedAttention(ReplacedAttention):
         """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
         failure: StyleError | None = None
         try:
-            check_attention(qkv, attn_mask, enable_gqa, self.comm, options)
+            check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
             failure = error
         # a selective checkpoint compares with a recomputation, which asks no more
@@ -320,7 +320,13 @@ class RoutedAttention(ReplacedAttention):
             if not self._agreed:
                 self._agree(qkv, attn_mask, enable_gqa, options)
             out = sharded_attention(
-                qkv, attn_mask, is_causal, scale, enable_gqa, self.mesh, options
+                qkv,
+                attn_mask,
+                is_causal,
+                scale,
+                enable_gqa=enable_gqa,
+                mesh=self.mesh,
+                options=options,
             )
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))

@@ -85,8 +85,7 @@ class ContextOptions:
         return layout
 
 
-# those of scaled_dot_product_attention, and what is sharded
-def context_parallel_attention(  # noqa: PLR0913
+def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention, and what is sharded
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -138,9 +137,12 @@ def context_parallel_attention(  # noqa: PLR0913
         >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v,
         is_causal=True), atol=1e-6) True
     """
-    options, qkv = ContextOptions(method, layout, window, documents), (query, key, value)
+    options = ContextOptions(method, layout, window, documents)
+    qkv = (query, key, value)
     axis_of(mesh)
-    return sharded_attention(qkv, attn_mask, is_causal, scale, enable_gqa, mesh, options)
+    return sharded_attention(
+        qkv, attn_mask, is_causal, scale, enable_gqa=enable_gqa, mesh=mesh, options=options
+    )
 
 
 def axis_of(mesh: DeviceMesh) -> Comm:
@@ -166,7 +168,8 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
 ) -> Tensor:
     """`context_parallel_attention` on a mesh of one axis, with its options as one value."""
     comm = mesh.comm(0)
-    layout, (query, key, value) = check_attention(qkv, attn_mask, enable_gqa, comm, options), qkv
+    layout = check_attention(qkv, attn_mask, enable_gqa, comm, options=options)
+    (query, key, value) = qkv
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
@@ -178,12 +181,19 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     )
     if options.method == "ulysses":
         whole = Task(
-            SequenceLayout.contiguous(layout.length, 1), comm, mask, kernel, "ring", q.shape[0]
+            SequenceLayout.contiguous(layout.length, 1),
+            comm,
+            mask,
+            kernel,
+            rotation="ring",
+            batch=q.shape[0],
         )
-        out = _in_heads(q, k, v, whole, layout, mesh)
+        out = _in_heads(q, k, v, whole, layout=layout, mesh=mesh)
     else:
         rotation = options.method if comm.size > 1 else "ring"
-        out = rotated_attention(q, k, v, Task(layout, comm, mask, kernel, rotation, q.shape[0]))
+        out = rotated_attention(
+            q, k, v, Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
+        )
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -191,7 +201,9 @@ def _in_heads(
     q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
 ) -> Tensor:
     """(batch, all heads, local length, width) to that, by attention of (batch, own heads, global length, width)."""
-    heads, shared, rank = q.shape[1], k.shape[1], mesh.comm(0).rank
+    heads = q.shape[1]
+    shared = k.shape[1]
+    rank = mesh.comm(0).rank
     group: int = heads // max(shared, 1)
     # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2)
     # (2, 3) (0, 0).
@@ -200,11 +212,9 @@ def _in_heads(
 
     def move(like: Tensor, shares: Sequence[Range], count: int) -> tuple[Spec, Spec]:
         """S(sequence) and S(heads) of a tensor with so many heads; ranks' positions follow one another."""
-        shape, sizes = (
-            (like.shape[0], count, layout.length, like.shape[-1]),
-            tuple(b - a for a, b in shares),
-        )
-        source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, like.dtype)
+        shape = (like.shape[0], count, layout.length, like.shape[-1])
+        sizes = tuple(b - a for a, b in shares)
+        source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, dtype=like.dtype)
         return source, source.with_(placements=[Shard(1, sizes=sizes)])
 
     # several ranks read a head: a copy for each
@@ -274,7 +284,8 @@ def check_attention(
     layout = options.layout_of(query.shape[-2], comm)
     if attn_mask is not None:
         _check_mask(attn_mask, query.shape[-2], layout, options.method)
-    batch, documents = math.prod(query.shape[:-3]), options.documents
+    batch = math.prod(query.shape[:-3])
+    documents = options.documents
     if documents is not None and len(documents.rows) not in (1, batch):
         raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
     return layout
@@ -304,7 +315,8 @@ def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tens
     """What a user's mask adds to the scores of folded tensors: (n or 1, group or 1, rows, columns)."""
     if mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
-    mask, (*batch, heads, rows, _) = mask.to(query.dtype), query.shape
+    mask = mask.to(query.dtype)
+    (*batch, heads, rows, _) = query.shape
     if mask.ndim < 4 and mask.shape[-3:-2] != (heads,):
         return mask.expand(1, 1, rows, columns)
     # A head of keys has one mask, or one for each query head of its group.

@@ -285,7 +285,7 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
                     for q, k, kind in _pairs(q_span, k_span, *mask.reach):
                         at = slice(q[0] - q_span[0] + q_at, q[1] - q_span[0] + q_at)
                         to = slice(k[0] - k_span[0] + k_at, k[1] - k_span[0] + k_at)
-                        found.append(Tile(row, at, to, kind, q[0] - k[0], k[0]))
+                        found.append(Tile(row, at, to, kind, offset=q[0] - k[0], first_key=k[0]))
     return tuple(found)
 
 
@@ -294,7 +294,8 @@ def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple
     at = 0
     for start, stop in own:
         for segment in segments:
-            low, high = max(start, segment.start), min(stop, segment.stop)
+            low = max(start, segment.start)
+            high = min(stop, segment.stop)
             if low < high:
                 yield (low, high), at + low - start, segment.document
         at += stop - start
@@ -307,7 +308,8 @@ def _pairs(
     # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which
     # are 2 and 3.
     c, d = keys
-    a, b = max(queries[0], c - right), min(queries[1], d + left)
+    a = max(queries[0], c - right)
+    b = min(queries[1], d + left)
     if a >= b:
         return
     if left == right == UNBOUNDED:
@@ -318,6 +320,7 @@ def _pairs(
     else:
         for start in range(a, b, _BAND_ROWS):
             stop = min(start + _BAND_ROWS, b)
-            low, high = max(c, start - left), min(d, stop + right)
+            low = max(c, start - left)
+            high = min(d, stop + right)
             inside = stop - 1 - left <= low and start + right >= high - 1
             yield (start, stop), (low, high), TileKind.FULL if inside else TileKind.BAND

@@ -96,8 +96,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         axes,
         [*(ignored_params or ())],
         shard_placement_fn,
-        policies,
-        reshard_after_forward,
+        policies=policies,
+        reshards=reshard_after_forward,
     )
     _check_own(modules, [param for param, _ in unit.own()])
     unit.take()
@@ -233,7 +233,8 @@ class FSDPModule(ReducingModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
         for unit in units_of(self, recurse):
-            unit.reshards = unit.frees = reshard_after_forward
+            unit.reshards = reshard_after_forward
+            unit.frees = reshard_after_forward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.

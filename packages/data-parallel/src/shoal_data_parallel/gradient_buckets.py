@@ -83,8 +83,7 @@ class Replica:
         """
         leaf: Any = self.leaf
         if self.held is not self.leaf:
-            # torch
-            self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]
+            self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
             # it is older than all forwards: its gradient would wait for the pass's end
             run_when_ready(seen.grad_fn)
             return []
@@ -96,7 +95,8 @@ class Replica:
         return [self.asked[-1]]
 
     def _hook(self, grad: Tensor | None) -> Any:
-        (take, node, handle), leaf = self.asked, cast(Any, self.leaf)
+        (take, node, handle) = self.asked
+        leaf = cast(Any, self.leaf)
         if grad is None or leaf_route(node) != "return":
             return None
         if [*leaf._backward_hooks][-1] != handle.id:
@@ -148,9 +148,13 @@ def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) ->
     """Of a parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction."""
     shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
     spec = Spec(
-        axes.mesh, axes.placements(Replicate()), shape, None, dtype or leaf.grad_dtype or leaf.dtype
+        axes.mesh,
+        axes.placements(Replicate()),
+        shape,
+        None,
+        dtype=dtype or leaf.grad_dtype or leaf.dtype,
     )
-    return Replica(leaf, ShardedParameter((), leaf, spec, spec, None, spec))
+    return Replica(leaf, ShardedParameter((), leaf, spec, spec, inner=None, reduced=spec))
 
 
 class _Seen(Function):
@@ -194,7 +198,8 @@ class Bucket(Group):
     def take(self, i: int) -> Tensor | None:
         """The gradient that autograd has accumulated, taken away from a parameter."""
         leaf = self.replicas[i].leaf
-        grad, leaf.grad = leaf.grad, None
+        grad = leaf.grad
+        leaf.grad = None
         return grad
 
     def keep(self, i: int) -> None:
@@ -237,10 +242,9 @@ class GradientBuckets:
         # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes
         # before it.
         for parameter in self.parameters:
-            # torch
             self._handles.append(
-                parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived))
-            )  # type: ignore[no-untyped-call]
+                parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived))  # type: ignore[no-untyped-call]  # torch
+            )
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -317,7 +321,8 @@ class GradientBuckets:
 
     def _fill(self) -> None:
         """Reduce what `torch.autograd.grad` was asked for, and fill what it returns."""
-        axes, asked = self.buckets[0].axes, sorted(self._given)
+        axes = self.buckets[0].axes
+        asked = sorted(self._given)
         comm = axes.comm
         own = torch.tensor(
             [[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type
@@ -357,7 +362,8 @@ class GradientBuckets:
                 self._reduce(at)
             for reduction in self._reductions:
                 reduction.wait()
-            reductions, self._reductions = self._reductions, []
+            reductions = self._reductions
+            self._reductions = []
         else:
             for bucket in self.buckets:
                 bucket.spoiled = True  # until all are kept
@@ -380,6 +386,7 @@ class GradientBuckets:
         self.owner.around(False)
         for parameter, grad in zip(self.parameters, self._before, strict=True):
             parameter.leaf.grad = grad
-        self._before, self._given = [], {}
+        self._before = []
+        self._given = {}
         while self._reductions:
             self._reductions.pop().give_back()

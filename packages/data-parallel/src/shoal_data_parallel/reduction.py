@@ -96,7 +96,8 @@ class Group(Reducer):
             )
 
     def drop_kept(self) -> None:
-        self.kept, self.spoiled = {}, False
+        self.kept = {}
+        self.spoiled = False
 
 
 class ReducingModule(nn.Module):
@@ -167,7 +168,8 @@ class GroupReduction:
         self._flags: Tensor | None = None
         kept: Kept = {}
         if with_kept:  # otherwise the group goes on keeping it
-            kept, group.kept = group.kept, {}
+            kept = group.kept
+            group.kept = {}
         self._kept: Kept = {} if group.spoiled else kept.copy()
         shards, specs = self._taken(grads, kept)
         partial = [group.parameters[i].partial for i in group.trained]
@@ -189,14 +191,13 @@ class GroupReduction:
 
     def _taken(self, grads: Grads, kept: Kept) -> tuple[list[Tensor], list[Spec]]:
         """The sums of gradients of this pass and kept ones, taken out one by one, and their layouts."""
-        shards, specs = [], []
+        shards = []
+        specs = []
         self._own: list[bool] = []  # whether this rank has one
         for i in self.group.trained:
-            parameter, grad, before = (
-                self.group.parameters[i],
-                grads.pop(i, None),
-                kept.pop(i, None),
-            )
+            parameter = self.group.parameters[i]
+            grad = grads.pop(i, None)
+            before = kept.pop(i, None)
             self._own.append(grad is not None or before is not None)
             local, spec = parameter.gradient(grad) if grad is not None or before is None else before
             if grad is not None and before is not None:
@@ -254,7 +255,8 @@ def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
         reduction.wait()
     asked = [reduction._flags for reduction in reductions if reduction._flags is not None]
     counts = torch.cat([flags.to(asked[0].device) for flags in asked]).tolist() if asked else []
-    found, read = [], iter(counts)
+    found = []
+    read = iter(counts)
     for reduction in reductions:
         there = reduction._own if reduction._flags is None else [*islice(read, len(reduction._own))]
         each = zip(reduction.group.trained, reduction.gradients(), there, strict=True)
@@ -292,6 +294,7 @@ def _move_of_flags(
     partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype
 ) -> tuple[Spec, Spec]:
     """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
-    data, inner = [Partial()] * axes.mesh.ndim, [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
-    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype)
+    data = [Partial()] * axes.mesh.ndim
+    inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
+    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype=dtype)
     return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])

@@ -120,7 +120,9 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     axes = DataAxes(mesh, sharded=0)
     axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
     _install(
-        Replicas(module, axes, bucket_bytes, reduce_dtype, ignored_params), module, src_data_rank
+        Replicas(module, axes, bucket_bytes, reduce_dtype, ignored=ignored_params),
+        module,
+        src_data_rank,
     )
     return module
 
@@ -229,7 +231,8 @@ class Replicas(Reducer):
                 if id(param) in own:
                     own[id(param)][1].append((owner, name))
         policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
-        self.replicas, self._shows_replicas = [], False
+        self.replicas = []
+        self._shows_replicas = False
         # which modules go on to see in their forward, and its shard otherwise
         for param, sites in own.values():
             shard = shard_parameter(param, sites, self.axes, None, policies, view=True)
@@ -238,7 +241,8 @@ class Replicas(Reducer):
 
     def check(self) -> None:
         """Raise if a parameter is no leaf, placed on a data axis, sharded by `fully_shard`, or quantized."""
-        data, owners = set(self.axes.mesh.axis_names), owners_of(self.module)
+        data = set(self.axes.mesh.axis_names)
+        owners = owners_of(self.module)
         of_units = {
             id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()
         }

@@ -118,8 +118,7 @@ class ShardedParameter:
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:
-            # a gathered parameter is no nn.Parameter
-            module._parameters[name] = tensor  # type: ignore[assignment]
+            module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
 
     def adopt(self) -> None:
         """Take the parameter that the first module holds now: `to`, `to_empty` and `load_state_dict` may replace it."""
@@ -146,7 +145,8 @@ class ShardedParameter:
 
     def set_dtypes(self) -> None:
         """Have the layouts the dtypes that follow from that of the leaf."""
-        leaf, precision = self.leaf, self.precision
+        leaf = self.leaf
+        precision = self.precision
         computed = (
             precision.param_dtype
             if precision.param_dtype and leaf.is_floating_point()
@@ -244,19 +244,18 @@ def shard_parameter(
             "gradient; register them after fully_shard, on the parameter that it leaves"
         )
     leaf = _replacement(param, rows, styled=inner is not None)
-    parameter = ShardedParameter(tuple(sites), leaf, resting, gathered, inner, resting, precision)
+    parameter = ShardedParameter(
+        tuple(sites), leaf, resting, gathered, inner=inner, reduced=resting, precision=precision
+    )
     parameter.set_dtypes()
     return parameter
 
 
 def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
     """Send the shards, in the dtypes of the computation and on the device of the mesh: from the host all together."""
-    # Parameters that hold DTensors
-    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]
-    device, dtypes = (
-        torch.device(parameters[0].gathered.mesh.device_type),
-        [p.resting.dtype for p in parameters],
-    )
+    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
+    device = torch.device(parameters[0].gathered.mesh.device_type)
+    dtypes = [p.resting.dtype for p in parameters]
     on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
     if on_host:
         sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
@@ -276,8 +275,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         (p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta
     ]
     moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
-    # DTensors
-    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]
+    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
     with purpose("styles after data parallelism"):
         arrived = iter(redistribute_shards(shards, moves).wait() if moving else ())
 
@@ -306,7 +304,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
 def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
     """The layout of a gradient before its reduction, of what it is on the axes of the styles."""
     data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
-    return Spec(reduced.mesh, (*data, *own), reduced.shape, None, reduced.dtype)
+    return Spec(reduced.mesh, (*data, *own), reduced.shape, None, dtype=reduced.dtype)
 
 
 def _replacement(
@@ -332,7 +330,8 @@ def _layouts(
             f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}"
         )
     shard = (asked or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
-    placements, whole = axes.placements(shard), [Replicate()] * axes.mesh.ndim
+    placements = axes.placements(shard)
+    whole = [Replicate()] * axes.mesh.ndim
     meta = param.shape, None, param.dtype
     if inner is None:
         return Spec(axes.mesh, placements, *meta), Spec(axes.mesh, whole, *meta)

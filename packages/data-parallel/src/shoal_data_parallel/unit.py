@@ -104,13 +104,16 @@ class Unit(Group):
         super().__init__("+".join(type(module).__name__ for module in modules), axes)
         # gathered from the forward of the first to that of the last
         self.modules: list[nn.Module] = list(modules)
-        self.ignored, self.placement, self.policies = ignored, placement, policies
+        self.ignored = ignored
+        self.placement = placement
+        self.policies = policies
         self.parameters = []
         # those that required gradients in the last forward
         self.trained: list[int] = []
         # What the user said of freeing after a forward, and what follows from it, as the outermost
         # unit or inside.
-        self.reshards, self.frees = reshards, True
+        self.reshards = reshards
+        self.frees = True
         # whether torch.autograd.grad gets zeros while gradients are kept, for a pipeline stage
         self.stands_in = False
         # Those that start to gather when this one's forward, or backward, begins; None: what came
@@ -138,14 +141,19 @@ class Unit(Group):
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
         copied = Unit(
-            self.modules, self.axes, self.ignored, self.placement, self.policies, self.reshards
+            self.modules,
+            self.axes,
+            self.ignored,
+            self.placement,
+            policies=self.policies,
+            reshards=self.reshards,
         )
-        copied.divisor, copied.frees, copied.syncs = self.divisor, self.frees, self.syncs
-        copied.parameters, copied.schedule, copied.handles = (
-            self.parameters,
-            self.schedule,
-            self.handles,
-        )
+        copied.divisor = self.divisor
+        copied.frees = self.frees
+        copied.syncs = self.syncs
+        copied.parameters = self.parameters
+        copied.schedule = self.schedule
+        copied.handles = self.handles
         copied.trained = copied.find_trained()
         return vars(copied)
 
@@ -203,12 +211,10 @@ class Unit(Group):
 
     def _reset(self, parameters: list[ShardedParameter]) -> None:
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
-        self.current, self.used, self._coming, self.parameters = (
-            Gathered([]),
-            None,
-            None,
-            parameters,
-        )
+        self.current = Gathered([])
+        self.used = None
+        self._coming = None
+        self.parameters = parameters
         self.trained = self.find_trained()
         self.show()
 
@@ -241,7 +247,8 @@ class Unit(Group):
 
     def gather(self) -> Gathered:
         self.start()
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         versions = self.versions if coming is None else coming[1]
         # with nothing on its way: there are no parameters
         if self.current.versions != versions:

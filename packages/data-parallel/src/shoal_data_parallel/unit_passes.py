@@ -62,7 +62,8 @@ def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
     """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
     if is_compiling() or unit.shown is not None or unit.frees:
         return
-    forward, unit.called = _enter_again(unit), module
+    forward = _enter_again(unit)
+    unit.called = module
     forward.units = unit.schedule.units
     unit.guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
     unit.guards[-1].__enter__()
@@ -81,7 +82,8 @@ def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
 
 def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What a method of a unit's module returns; it counts as the unit's forward."""
-    unit, output = unit_of(module), None
+    unit = unit_of(module)
+    output = None
     try:
         args, kwargs = _before(unit, module, args, kwargs)
         output = method(*args, **kwargs)
@@ -112,7 +114,8 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 @eager_only
 def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Free after the forward, also after one that raised; prepare the backward."""
-    forward, schedule = unit.running, unit.schedule
+    forward = unit.running
+    schedule = unit.schedule
     views = forward.views() if forward is not None else None
     if unit.guards:
         unit.guards.pop().__exit__(None, None, None)
@@ -128,7 +131,8 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if not unit.waiting and not unit.guards:
         # units begin their backward in the opposite order, the outermost first
         if forward is not None:
-            ended, recomputes = schedule.ended, in_backward()
+            ended = schedule.ended
+            recomputes = in_backward()
             at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
             forward.before = ended[max(at - 1, 0) : at]
             if not recomputes:
@@ -162,15 +166,14 @@ def _leave(unit: Unit) -> None:
 
 def _begin(unit: Unit) -> Forward:
     """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
-    schedule, recomputes, is_outermost = (
-        unit.schedule,
-        in_backward(),
-        unit is unit.schedule.units[0],
-    )
+    schedule = unit.schedule
+    recomputes = in_backward()
+    is_outermost = unit is unit.schedule.units[0]
     if not recomputes and (is_outermost or not schedule.running):
         schedule.previous, schedule.order, schedule.ended = schedule.order, [], []
         schedule.running = is_outermost
-    at, previous = len(schedule.order), schedule.previous
+    at = len(schedule.order)
+    previous = schedule.previous
     forward = enter(unit)
     forward.units = schedule.units
     if recomputes:
@@ -197,11 +200,10 @@ def enter(unit: Unit) -> Forward:
         p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True)
     )
     unit.trained = unit.find_trained()
-    forward = Forward(unit, gathered, unit.trained, ref(views), [unit])
+    forward = Forward(unit, gathered, unit.trained, ref(views), units=[unit])
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
-        # torch
-        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]
+        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
@@ -262,7 +264,9 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     must not read memory that was given back. All else goes to the hooks outside, such as those of a
     checkpoint or an offload around the unit.
     """
-    gathered, views, outside = forward.gathered, forward.views(), outer_saved_tensors_hooks()
+    gathered = forward.gathered
+    views = forward.views()
+    outside = outer_saved_tensors_hooks()
     own = {
         t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)
     }
@@ -358,10 +362,8 @@ class UnitBackward:
     def _routes_of(self, forward: Forward) -> Routes:
         if forward not in self._routes:
             self._reach(forward)
-            unit, leaves = (
-                forward.unit,
-                {i: forward.unit.parameters[i].leaf for i in forward.trained},
-            )
+            unit = forward.unit
+            leaves = {i: forward.unit.parameters[i].leaf for i in forward.trained}
             routes = {
                 i: grad_route(n, leaf)
                 for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)
@@ -378,7 +380,8 @@ class UnitBackward:
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
         """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
-        unit, (routes, _, stays) = forward.unit, self._routes_of(forward)
+        unit = forward.unit
+        (routes, _, stays) = self._routes_of(forward)
         adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
         if grad is None or routes[i] == "unused" or not adds:
             return False
@@ -387,7 +390,8 @@ class UnitBackward:
 
     def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
         """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
-        unit, (routes, captured, stays) = forward.unit, self._routes_of(forward)
+        unit = forward.unit
+        (routes, captured, stays) = self._routes_of(forward)
         returned = {i for i, route in routes.items() if route == "return"}
         if forward in self._opened:
             unit.open.discard(forward)
@@ -412,10 +416,8 @@ class UnitBackward:
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
-        reduced, opened = (
-            {reduction.group for reduction in self._reductions},
-            {each.unit for each in self._opened},
-        )
+        reduced = {reduction.group for reduction in self._reductions}
+        opened = {each.unit for each in self._opened}
         # it is a pass of torch.autograd.grad
         captures = any(captured for _, captured, _ in self._routes.values())
         for unit, lead in self._units.items():

@@ -109,13 +109,20 @@ def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
     of_items = tuple(kind for kind in kinds if kind is not list)
     words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_items)
     for item in value if isinstance(value, list) and list in kinds and value else [value]:
-        check_type(where, name, item, of_items, words, StyleTypeError)
+        check_type(where, name, item, of_items, expected=words, error=StyleTypeError)
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:
     """The module of a pipeline stage, of torch's or of anyone's; StyleTypeError if it has none."""
     module = getattr(stage, "submod", None)
-    check_type(where, "the submod of stage", module, nn.Module, "an nn.Module", StyleTypeError)
+    check_type(
+        where,
+        "the submod of stage",
+        module,
+        nn.Module,
+        expected="an nn.Module",
+        error=StyleTypeError,
+    )
     return cast(nn.Module, module)
 
 

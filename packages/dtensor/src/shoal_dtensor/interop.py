@@ -51,9 +51,8 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")
-    # of the class it gets
-    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]
+    check_type("mesh_from_torch", "mesh", mesh, TorchMesh, expected="torch's DeviceMesh")
+    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
 
 
 def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
@@ -77,7 +76,7 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
-    check_type("to_torch", "tensor", tensor, DTensor, "a DTensor of shoal")
+    check_type("to_torch", "tensor", tensor, DTensor, expected="a DTensor of shoal")
     spec = tensor._spec
     placements = [_to_torch_placement(spec, axis) for axis in range(spec.mesh.ndim)]
     tensor_of_torch = TorchTensor.from_local(
@@ -104,10 +103,10 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
-    check_type("from_torch", "tensor", tensor, TorchTensor, "torch's DTensor")
+    check_type("from_torch", "tensor", tensor, TorchTensor, expected="torch's DTensor")
     own_mesh = mesh if mesh is not None else mesh_from_torch(tensor.device_mesh)
     placements = [_from_torch_placement(placement) for placement in tensor.placements]
-    spec = Spec(own_mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    spec = Spec(own_mesh, placements, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
     if any(isinstance(p, StridedShard) for p in placements):
         _refuse_uneven(spec)
     return DTensor(tensor._local_tensor.detach(), spec, requires_grad=tensor.requires_grad)

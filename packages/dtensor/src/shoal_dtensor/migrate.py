@@ -73,7 +73,9 @@ def _find(module: str, name: str) -> tuple[str, str]:
     root = next((root for root in _LAYERS if f"{module}.".startswith(f"{root}.")), "")
     if not root or _is_module(f"{module}.{name}"):
         return ("shoal_mesh" if module == "torch.distributed" and name in _OF_MESHES else ""), ""
-    (layers, stays), hints, absent = _LAYERS[root], [], []
+    (layers, stays) = _LAYERS[root]
+    hints = []
+    absent = []
     for layer in layers:
         try:
             # as `from layer import name` does, whose error has the hint
@@ -100,7 +102,8 @@ Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
     """What becomes of `from torch... import ...`, comments included, and of every `a.b.c` that begins with a module."""
     # by their names here: `import torch.distributed as dist`
-    nodes, modules = [*ast.walk(tree)], dict[str, str]()
+    nodes = [*ast.walk(tree)]
+    modules = dict[str, str]()
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -112,7 +115,8 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
                 for a in node.names
                 if _is_module(name := f"{node.module}.{a.name}")
             }
-            module, homes = str(node.module), dict[str, list[str]]()
+            module = str(node.module)
+            homes = dict[str, list[str]]()
             for alias in node.names:
                 layer, what = _find(module, alias.name)
                 homes.setdefault(layer or module, []).append(ast.unparse(alias))
@@ -154,7 +158,8 @@ def migrate(text: str) -> Migrated:
         >>> migrate("from torch.distributed.device_mesh import nonsense").left
         [(1, 'torch.distributed.device_mesh.nonsense: no layer of shoal has it')]
     """
-    tree, source = ast.parse(text), text.encode()
+    tree = ast.parse(text)
+    source = text.encode()
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     edits: list[tuple[int, int, str]] = []
     left: list[tuple[int, str]] = []
@@ -162,7 +167,8 @@ def migrate(text: str) -> Migrated:
     for node, new, what in _findings(tree, text):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        before, behind = source[starts[node.lineno - 1] : begin], source[end:].partition(b"\n")[0]
+        before = source[starts[node.lineno - 1] : begin]
+        behind = source[end:].partition(b"\n")[0]
         if (
             new
             and isinstance(node, ast.ImportFrom)
@@ -203,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.paths
         for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
     ]
-    changed = left = broken = 0
+    changed = 0
+    left = 0
+    broken = 0
     for path in files:
         old = path.read_text(encoding="utf-8")
         try:
@@ -212,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             broken += 1
             sys.stderr.write(f"{path}: {error}\n")
             continue
-        before, after = old.splitlines(keepends=True), new.text.splitlines(keepends=True)
+        before = old.splitlines(keepends=True)
+        after = new.text.splitlines(keepends=True)
         diff = list(difflib.unified_diff(before, after, str(path), str(path), n=0))
         changed += sum(line.startswith("+") and not line.startswith("+++") for line in diff)
         left += len(new.left)

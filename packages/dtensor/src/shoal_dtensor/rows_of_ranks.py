@@ -35,7 +35,8 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
     some rank has come for the same in half an hour. `numbers` are (n,) of int64, on a device whose
     tensors the mesh's groups send.
     """
-    meeting, comm = _Meeting.of(mesh), mesh.comm(tuple(range(mesh.ndim)))
+    meeting = _Meeting.of(mesh)
+    comm = mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
         return _gather(comm, numbers)
     of_rank = meeting.rows(about(), numbers)

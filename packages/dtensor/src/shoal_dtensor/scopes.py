@@ -63,7 +63,8 @@ class ScopedValue(Generic[T]):
     @contextmanager
     def entered(self, value: T) -> Iterator[None]:
         """Inside the block, `value` holds."""
-        token, before = self._variable.set(value), thread_object(self._key)
+        token = self._variable.set(value)
+        before = thread_object(self._key)
         self.blocks.append(None)
         set_thread_object(self._key, value)
         try:
@@ -237,7 +238,8 @@ def obey(what: str, spec: object, plan: Any) -> None:
 @contextmanager
 def watched(what: str) -> Iterator[None]:
     """Inside the block, a collective of this thread is warned of or refused, as the policy that holds says."""
-    scope, thread = current(), threading.get_ident()
+    scope = current()
+    thread = threading.get_ident()
 
     def before(event: Event) -> None:
         if threading.get_ident() == thread:

@@ -70,16 +70,13 @@ _active_modes = torch._C._len_torch_dispatch_stack
 _active_mode = torch._C._get_dispatch_mode
 _KINDS = torch._C._TorchDispatchModeKey
 # What make_fx(pre_dispatch=True) includes.
-_is_included, _BEFORE_DISPATCH = (
-    torch._C._dispatch_tls_is_dispatch_key_included,
-    torch._C.DispatchKey.PreDispatch,
-)
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode AD follows a tensor."""
-    # of torch
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
 
 
 @contextmanager
@@ -110,8 +107,7 @@ def kept_in_order(collective: Any, directly: str) -> None:
         return
     ir = sys.modules["torch._inductor.ir"]
 
-    # of a module that is not imported here
-    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc,name-defined]
+    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc,name-defined]  # of a module that is not imported here
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.python_kernel_name = directly
@@ -172,8 +168,7 @@ def constant_when_compiled(cls: Class) -> Class:
     fits = issubclass(type(cls), type) and getattr(cls, "__hash__", None) is not None
     try:
         if fits and not hasattr(cls, "__fx_repr__"):
-            # what torch.fx looks for
-            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]
+            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]  # what torch.fx looks for
     except TypeError:  # a type that is written in C
         fits = False
     if not fits:
@@ -193,9 +188,9 @@ def constant_when_compiled(cls: Class) -> Class:
     except TypeError:
         # torch 2.11 asks for a metaclass, which only types that are passed by reference need
         name = f"{cls.__module__}.{cls.__qualname__}"
-        # as 2.11 has it
-        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]
-        opaque_object._OPAQUE_TYPES[cls] = opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
+        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
+        opaque_object._OPAQUE_TYPES[cls] = info
+        opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
         torch._C._register_opaque_type(name)
     return cls
 
@@ -271,7 +266,8 @@ def new_group(
     world = _c10d._get_default_group()
     default_backend, store = _c10d._world.pg_map[world]
     backend = dist.Backend(backend or default_backend)
-    bound = device_id = world.bound_device_id
+    bound = world.bound_device_id
+    device_id = bound
     if (
         device_id is not None
         and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},"

@@ -83,9 +83,8 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
     name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
     values["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
     if kind == "cuda":
-        # torch's
         values["CUDA"] = (
-            f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+            f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
         )
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
@@ -102,7 +101,8 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
 
 def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
     """Who stopped where: reads the files that ranks have left in a folder when one of them was lost."""
-    dumps, lines = {}, []
+    dumps = {}
+    lines = []
     for path in sorted(Path(asked.folder).glob("rank*.json")):
         try:
             dump = json.loads(path.read_text())

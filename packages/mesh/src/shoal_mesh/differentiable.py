@@ -49,7 +49,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm, run: Map, adjoint: Map) -> Tensor:
-        ctx.comm, ctx.run, ctx.adjoint = comm, run, adjoint
+        ctx.comm = comm
+        ctx.run = run
+        ctx.adjoint = adjoint
         function, *arguments = run
         return function(tensor, comm, *arguments)
 
@@ -69,8 +71,7 @@ def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
         # gradients are what these collectives have
         with torch.no_grad():
             check_operand(tensor)
-    # torch has no types here
-    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _linear_op(op: str) -> None:

@@ -104,7 +104,9 @@ class ElasticWorld:
             )
         self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)
-        self._size, self._backend, self._at_least = size, backend, at_least
+        self._size = size
+        self._backend = backend
+        self._at_least = at_least
         self._patience, self._timeout = patience, timedelta(seconds=timeout)
         self._member: Member = {
             "id": secrets.token_hex(8),
@@ -128,8 +130,7 @@ class ElasticWorld:
             PeerError: no world took this rank in time.
             MeshTypeError: an argument of a wrong type.
         """
-        # an abstract class
-        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]
+        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]  # an abstract class
         require(wait, int | float, "wait is a number of seconds")
         failure: Exception | None = None
         while True:
@@ -206,10 +207,12 @@ class ElasticWorld:
 
     def _agreed(self, deadline: float) -> list[Member]:
         """The members of this round, once somebody has written them."""
-        begin, key = time.monotonic(), f"{self.round}/members"
+        begin = time.monotonic()
+        key = f"{self.round}/members"
         last = self.members(self.round - 1) if self.round else []
         while not self._store.check([key]):
-            came, now = self._registered(self.round), time.monotonic()
+            came = self._registered(self.round)
+            now = time.monotonic()
             if now > deadline:
                 raise PeerError(
                     f"no world has taken this rank in time; {len(came)} have come to round "

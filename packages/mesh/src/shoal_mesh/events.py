@@ -203,7 +203,8 @@ class _Timed:
     """The work of a collective, which notes from when to when it is waited for."""
 
     def __init__(self, work: Handle, waits: list[tuple[float, float]]) -> None:
-        self._work, self._waits = work, waits
+        self._work = work
+        self._waits = waits
         self.is_completed = work.is_completed
 
     def wait(self) -> None:
@@ -233,7 +234,7 @@ def observed(  # noqa: PLR0913  # the fields of an event
         for k, v in same.items()
     }
     sends, receives = (None, None) if flow is None else map(tuple, flow)
-    event = Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives)
+    event = Event(op, comm, tuple(tensors), reduce_op, same=plain, sends=sends, receives=receives)
     for observer in observers:
         observer.before(event)
     thread = threading.get_ident()

@@ -29,7 +29,8 @@ _collectives = logging.getLogger("shoal.collectives")
 def _log(event: Event) -> None:
     what = f"{event.op} {event.reduce_op}".rstrip()
     shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
-    axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
+    axes = "x".join(event.comm.axes)
+    why = f": {event.purpose}" if event.purpose else ""
     _collectives.debug(
         "%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, event.seconds * 1e6, why
     )

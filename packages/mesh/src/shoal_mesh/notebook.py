@@ -108,8 +108,6 @@ def _display(kind: str, text: str, ranks: list[int]) -> None:
 
     label = f"[{name_ranks(ranks)}]"
     if kind == "html":
-        # IPython has no types here
-        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]
+        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # IPython has no types here
     else:
-        # the cell has printed it
-        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201
+        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201  # the cell has printed it

@@ -98,7 +98,8 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         def run(*args: Any, **kwargs: Any) -> None:
             state = None
             if "." in body.__qualname__ and "<locals>" not in body.__qualname__ and args:
-                state, args = _attributes(args[0]), args[1:]
+                state = _attributes(args[0])
+                args = args[1:]
             rank_pool(size)._run(run, args, kwargs, state, timeout)
 
         run.__shoal_body__ = body  # type: ignore[attr-defined]  # what the ranks call
@@ -248,8 +249,7 @@ def with_comms(body: F) -> F:
     Raises:
         MeshTypeError: it is not callable.
     """
-    # an abstract class
-    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]
+    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]  # an abstract class
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -224,8 +224,10 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
         raise MeshError(
             f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}"
         )
-    defaults, device = _default(mesh), own_device(mesh.device_type)
-    blocks, times = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)], []
+    defaults = _default(mesh)
+    device = own_device(mesh.device_type)
+    blocks = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)]
+    times = []
     for axis in range(mesh.ndim):  # the first run connects
         gathers = [partial(even.all_gather, block, mesh.comm(axis)) for block in blocks]
         times.append([fastest(gather, repeats + 1, device) for gather in gathers])

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
-    R, V = TypeVar("R"), TypeVar("V")
+    R = TypeVar("R")
+    V = TypeVar("V")
 
 Sizes = Sequence[int]  # of blocks, one per rank
 # flat tensors, or a matrix of which they are the rows
@@ -58,7 +59,9 @@ class Pending(Generic[V]):
     def __init__(
         self, value: Any, work: Handle | None, then: Callable[[Any], V] | None = None
     ) -> None:
-        self.value, self.work, self._then = value, work, then
+        self.value = value
+        self.work = work
+        self._then = then
 
     def wait(self) -> V:
         """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
@@ -71,7 +74,8 @@ class Pending(Generic[V]):
 
     def then(self, function: Callable[[V], R]) -> Pending[R]:
         """The same collective, its result passed through `function`; use the returned object from now on."""
-        first, pending = self._then, cast("Pending[R]", self)
+        first = self._then
+        pending = cast("Pending[R]", self)
         pending._then = function if first is None else lambda value: function(first(value))
         return pending
 

@@ -36,12 +36,10 @@ class RowScaled(Tensor):
         if func is LINEAR:
             x, w, bias = args
             return LINEAR(x, w.data8.to(w.scale.dtype) * w.scale, bias)
-        # torch
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
 
     @classmethod
-    # torch's stub has three arguments
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub has three arguments
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(args[0].data8, args[0].scale)
         # torchao's can be copied to float64, and have no views

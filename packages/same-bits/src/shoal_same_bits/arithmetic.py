@@ -174,7 +174,8 @@ def invariant_arithmetic(
         raise StyleError(
             f"invariant_arithmetic: rows are computed together, so at least 1; got {rows}"
         )
-    before, entered = current_arithmetic(), InvariantArithmetic(blocks, rows)
+    before = current_arithmetic()
+    entered = InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
         raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
     attention = (

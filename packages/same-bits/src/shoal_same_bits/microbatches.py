@@ -48,7 +48,10 @@ class _GradientTree:
                 f"{other.leaf.dtype}; have parameters in the dtype of the computation, without "
                 "param_dtype"
             )
-        self.model, self.count, self.passes = model, count, 0  # passes: so far
+        # passes: so far
+        self.model = model
+        self.count = count
+        self.passes = 0
         # (How many passes, their gradients): the binary digits of the passes so far, largest first.
         self.nodes: list[tuple[int, list[Tensor | None]]] = []
 
@@ -76,17 +79,16 @@ class _GradientTree:
                 "every backward "
                 "reduce them (no no_sync() and no reduce_after_last_microbatch)"
             )
-        size, grads = 1, [param.grad for param in self.params]
+        size = 1
+        grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
         self.passes += 1
         while self.nodes and self.nodes[-1][0] == size:
             _, left = self.nodes.pop()
             pairs = zip(left, grads, strict=True)
-            size, grads = (
-                2 * size,
-                [b if a is None else a if b is None else a.add_(b) for a, b in pairs],
-            )
+            size = 2 * size
+            grads = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         self.nodes.append((size, grads))
 
     def finish(self) -> None:
@@ -175,11 +177,9 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
         ...     accumulate_stage_in_tree(stage, microbatches=4)
     """
     tree = _GradientTree(submodule_of("accumulate_stage_in_tree", stage), microbatches)
-    backward, weights, reduce = (
-        stage.backward_one_chunk,
-        stage.backward_weight_one_chunk,
-        stage.perform_reduce_grad,
-    )
+    backward = stage.backward_one_chunk
+    weights = stage.backward_weight_one_chunk
+    reduce = stage.perform_reduce_grad
 
     def backward_one_chunk(
         number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -43,7 +43,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
         )
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    queries, keys = query.shape[-2], key.shape[-2]
+    queries = query.shape[-2]
+    keys = key.shape[-2]
     shape = (*query.shape[:-1], value.shape[-1])
     if not query.numel() or not key.numel():
         return query.new_zeros(shape)
@@ -71,7 +72,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
 
 def _mask(query: Tensor, keys: int, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
     """What to add to scores, for every head or for one that stands for all: (B, ..., Q, K)."""
-    queries, dtype = query.shape[-2], torch.float32 if query.dtype.itemsize < 4 else query.dtype
+    queries = query.shape[-2]
+    dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
     if attn_mask is None:
         mask = query.new_zeros(queries, keys, dtype=dtype)
         if is_causal:
@@ -111,7 +113,8 @@ def _outputs(
         top = torch.stack([each.amax(-1, keepdim=True) for each in scores]).amax(0)
         top = top.masked_fill(top == -torch.inf, 0.0)
         weights = [(each - top).exp() for each in scores]
-        total, out = weights[0].sum(-1, keepdim=True), weights[0] @ v[0]
+        total = weights[0].sum(-1, keepdim=True)
+        out = weights[0] @ v[0]
         for weight, values in zip(weights[1:], v[1:], strict=True):
             total, out = total + weight.sum(-1, keepdim=True), out + weight @ values
         yield out / total.masked_fill(total == 0, 1.0)

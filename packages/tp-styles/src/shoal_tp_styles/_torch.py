@@ -13,8 +13,7 @@ StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
 # How many refer to a tensor; all of Python counts as one.
-# no stub has it
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
 
 
 # A block in which modes see calls of torch functions, inside of `unwatched_functions` too.

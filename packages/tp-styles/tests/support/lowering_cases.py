@@ -244,8 +244,7 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"attention, weights {weights}, same {same}": Case(
-            # a case
-            lambda weights=weights, same=same: SelfAttention(weights=weights, same=same),  # type: ignore[misc]
+            lambda weights=weights, same=same: SelfAttention(weights=weights, same=same),  # type: ignore[misc]  # a case
             HeadParallel(),
             Replicate(),
             (2, 4, 8),

@@ -49,7 +49,8 @@ def is_unrecorded(tensor: torch.Tensor) -> bool:
 
 def never_compiled(function: Callable[..., Any]) -> None:
     """Have eager code between graphs run a function, and what it calls, as it is; torch.compile would try each."""
-    actions, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy
     eval_frame.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
 
 
@@ -100,12 +101,10 @@ def record_whole(name: str, *guarded: bool) -> None:
 
     It guards what else is given: torch 2.15 guards no value that nothing takes.
     """
-    # torch gives it no types
-    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]
+    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
-# as assume_constant_result marks it, which imports the compiler
-record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
 
 
 # --- symbols for sizes, as the recorder of a graph sees them --------------------------------------
@@ -136,14 +135,14 @@ def _recorded(size: Any, tracer: Any) -> Any:
     from torch.utils._sympy.interp import sympy_interp  # loaded where symbols are
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    nodes, expression = tracer.symnode_tracker.sym_node_dict, size.node.expr
+    nodes = tracer.symnode_tracker.sym_node_dict
+    expression = size.node.expr
     known = {
         symbol: next((node for node in nodes if node.expr == symbol), None)
         for symbol in expression.free_symbols
     }
     if None in known.values():
         return size
-    # of torch
-    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]
+    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]  # of torch
     computed = sympy_interp(PythonReferenceAnalysis, symbols, expression)
     return computed if isinstance(computed, int | torch.SymInt) else size

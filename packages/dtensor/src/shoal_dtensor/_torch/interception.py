@@ -81,8 +81,10 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
 
     def wrap(api: Any) -> None:
         for kind in ("model", "optim"):
-            reader, loader = f"_get_{kind}_state_dict", f"_load_{kind}_state_dict"
-            original_get, original_load = getattr(api, reader), getattr(api, loader)
+            reader = f"_get_{kind}_state_dict"
+            loader = f"_load_{kind}_state_dict"
+            original_get = getattr(api, reader)
+            original_load = getattr(api, loader)
             setattr(api, reader, partial(get, original_get))
             setattr(api, loader, partial(load, original_load, original_get))
 

@@ -64,10 +64,9 @@ def results_of(op: OpOverload, build: Build) -> Any:
 
 def out_of_sight() -> AbstractContextManager[Any]:
     """A block in which the modes of users do not see operators; torch takes 13 us for it, modes or not."""
-    # of torch
     modes = (
-        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
-    )  # type: ignore[no-untyped-call]
+        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
+    )
     return _disable_current_modes() if modes else nullcontext()
 
 
@@ -76,11 +75,11 @@ def _without_traces() -> Iterator[None]:
     """A block that logs no error of fake tensors, and after which torch keeps no frame, so no tensor, of callers."""
     # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a
     # variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
-    imported, log = (
-        "torch._dynamo" in sys.modules,
-        logging.getLogger("torch._subclasses.fake_tensor"),
-    )
-    before, log.disabled = log.disabled, True  # the errors are raised as well
+    imported = "torch._dynamo" in sys.modules
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    # the errors are raised as well
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:
@@ -265,8 +264,7 @@ def is_collective(op: OpOverload) -> bool:
 def group_ranks(group: Any) -> tuple[int, ...]:
     """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""
     if isinstance(group, str):
-        # a name is a str
-        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name is a str
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))

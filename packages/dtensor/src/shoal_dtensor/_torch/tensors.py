@@ -160,7 +160,8 @@ _uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
 @cache
 def _stash_takes_over() -> bool:
     """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
-    key, probe = "shoal_dtensor.probe", object()
+    key = "shoal_dtensor.probe"
+    probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(key, probe)
     uncounted = sys.getrefcount(probe) == before
@@ -182,8 +183,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Run an autograd function; outside of functorch, without the 3 us that `Function.apply` takes to look for it."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
-    # of C, left out of torch's stub
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -209,7 +209,8 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
         optimizer.state or (closure is not None and closure.default is closure.empty)
     ):
         return {}
-    stand_in, inside = object.__new__(kind), {}
+    stand_in = object.__new__(kind)
+    inside = {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     for group in groups:

@@ -80,10 +80,21 @@ def distribute_tensor(
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)
     check_type(
-        "distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None"
+        "distribute_tensor",
+        "src_data_rank",
+        src_data_rank,
+        (int, type(None)),
+        expected="an int or None",
     )
     if isinstance(tensor, DTensor):
-        asked = Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order)
+        asked = Spec(
+            mesh,
+            wanted,
+            tensor.shape,
+            tensor._spec.stride,
+            dtype=tensor.dtype,
+            shard_order=shard_order,
+        )
         if tensor._spec.same_layout(asked):
             return tensor
         raise PlacementError(
@@ -92,18 +103,17 @@ def distribute_tensor(
         )
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
-    check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
+    check_type("distribute_tensor", "tensor", tensor, torch.Tensor, expected="a tensor")
     spec = _layout_of(tensor, mesh, wanted, shard_order)
     with torch.no_grad():
         values = tensor.detach()
         local = _shared_out(spec, lambda start: shard_of(values, start, src_data_rank))
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
-    # Parameter keeps the DTensor class
     return (
-        nn.Parameter(result, requires_grad=tensor.requires_grad)
+        nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
         if isinstance(tensor, nn.Parameter)
         else result
-    )  # type: ignore[return-value]
+    )
 
 
 def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
@@ -133,7 +143,7 @@ def _layout_of(
             "differentiable"
         )
     stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
-    return Spec(mesh, placements, tensor.shape, stride, tensor.dtype, shard_order)
+    return Spec(mesh, placements, tensor.shape, stride, dtype=tensor.dtype, shard_order=shard_order)
 
 
 def _read(
@@ -156,7 +166,7 @@ def _read(
             f"{list(placements)}"
         )
     nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
-    spec = Spec(mesh, placements, shape, None, nothing.dtype, shard_order)
+    spec = Spec(mesh, placements, shape, None, dtype=nothing.dtype, shard_order=shard_order)
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
         return DTensor(nothing.new_empty((0,), device=device), spec)
@@ -192,14 +202,15 @@ def distribute_module(
         ArgumentValueError: if a function takes another number of arguments.
     """
     mesh = mesh_or_current(device_mesh)
-    check_type("distribute_module", "module", module, nn.Module, "an nn.Module")
+    check_type("distribute_module", "module", module, nn.Module, expected="an nn.Module")
     for name, function in (
         ("partition_fn", partition_fn),
         ("input_fn", input_fn),
         ("output_fn", output_fn),
     ):
         check_callable("distribute_module", name, function)
-    before, after = _with_module("input_fn", input_fn), _with_module("output_fn", output_fn)
+    before = _with_module("input_fn", input_fn)
+    after = _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
         raise PlacementError(
             "distribute_module: this module was distributed before; distribute a fresh one"
@@ -258,7 +269,8 @@ def _replicate(
     for held, where in several.items():
         for table, name in where:
             if isinstance(made := table.get(name), DTensor):
-                first = table[name] = shared.setdefault(held, made)
+                first = shared.setdefault(held, made)
+                table[name] = first
                 if not made._spec.same_layout(first._spec):
                     raise PlacementError(
                         f"distribute_module: partition_fn made a shared parameter {first._spec!r} "
@@ -314,8 +326,7 @@ def _factory(function: F) -> F:
         )
         for name, hint in Keywords.__annotations__.items()
     ]
-    # inspect reads it
-    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]  # inspect reads it
     return factory
 
 
@@ -339,12 +350,17 @@ def _new(
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     for n in shape:
         check_type(
-            "a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them"
+            "a factory",
+            "its size",
+            n,
+            (int, torch.SymInt),
+            expected="integers or one sequence of them",
         )
     mesh = mesh_or_current(options["device_mesh"])
     placements, shard_order = read_placements(mesh, options["placements"])
-    dtype, device = options["dtype"] or dtype or torch.get_default_dtype(), mesh.device_type
-    spec = Spec(mesh, placements, shape, None, dtype, shard_order)
+    dtype = options["dtype"] or dtype or torch.get_default_dtype()
+    device = mesh.device_type
+    spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=shard_order)
     if number is None:
         local = torch.empty(spec.local_shape, dtype=dtype, device=device)
     else:
@@ -394,7 +410,7 @@ def full(
     size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]
 ) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
-    check_type("full", "fill_value", fill_value, (bool, int, float, complex), "a number")
+    check_type("full", "fill_value", fill_value, (bool, int, float, complex), expected="a number")
     dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value).dtype
     return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
 

@@ -77,14 +77,14 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             name,
             entries,
             (tuple, list, type(None)),
-            "a tuple with one entry for each input",
+            expected="a tuple with one entry for each input",
         )
     check_type(
         "local_map",
         "out_placements",
         out_placements,
         (tuple, list, type(None)),
-        "a list of placements",
+        expected="a list of placements",
     )
     if device_mesh is not None:
         check_mesh("local_map", device_mesh)
@@ -121,7 +121,9 @@ def _local_inputs(
         if entries is not None and len(entries) != len(flat):
             given = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
             raise PlacementIndexError(f"local_map: {given}")
-    every, local, specs = (None,) * len(flat), [], []
+    every = (None,) * len(flat)
+    local = []
+    specs = []
     for i, (item, placements, grad) in enumerate(
         zip(flat, wanted or every, grads or every, strict=True)
     ):
@@ -196,10 +198,8 @@ def _outputs(
             spec = layout_of_ranks(
                 item, mesh, placements, None, about=functools.partial(about, i), values=True
             )
-            placements, options = (
-                spec.placements,
-                {"shape": spec.shape, "shard_order": spec.shard_order},
-            )
+            placements = spec.placements
+            options = {"shape": spec.shape, "shard_order": spec.shard_order}
         outputs.append(DTensor.from_local(item, mesh, placements, **options))
     return pytree.tree_unflatten(outputs, structure)
 
@@ -222,7 +222,9 @@ def register_rule(
         >>> from shoal_dtensor.rules import pointwise
         >>> register_rule(torch.ops.aten.special_airy_ai.default, pointwise(), replace=True)
     """
-    check_type("register_rule", "rule", rule, Rule, "a Rule, such as product('m k, k n -> m n')")
+    check_type(
+        "register_rule", "rule", rule, Rule, expected="a Rule, such as product('m k, k n -> m n')"
+    )
     overloads = _overloads("register_rule", op)
     # here: `import shoal_dtensor` does not build the tables
     from ..rules.all_rules import TABLE
@@ -293,8 +295,7 @@ def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
 def _entry(placement: Placement, meta: TensorMeta) -> Entry:
     if isinstance(placement, Shard):
         return S(placement.dim % meta.ndim)
-    # what is left is Partial
-    return R if placement.is_replicate() else placement  # type: ignore[return-value]
+    return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
 
 
 def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
@@ -305,6 +306,6 @@ def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOver
             "op",
             overload,
             OpOverload,
-            "an overload, such as torch.ops.aten.mm.default, or several",
+            expected="an overload, such as torch.ops.aten.mm.default, or several",
         )
     return overloads

@@ -54,8 +54,7 @@ class ExplicitRedistributionContext:
         self._entered.pop().__exit__(None, None, None)
 
 
-# torch's __init_subclass__ has no types
-class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]
+class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
     The options are torch's: those for what is not recorded here are refused, those for how it is

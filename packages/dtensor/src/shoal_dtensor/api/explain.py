@@ -84,7 +84,8 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        ax, ranks = _figure(5, 4).add_subplot() if ax is None else ax, self.chosen.src.mesh.size()
+        ax = _figure(5, 4).add_subplot() if ax is None else ax
+        ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():
             matrix[sender][receiver] = count / 2**20
@@ -127,7 +128,7 @@ def explain(
         >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over
         tp ['Slice', 'AllReduce', 'AllGather']
     """
-    check_type("explain", "src", src, (Spec, DTensor), "a DTensor or its spec")
+    check_type("explain", "src", src, (Spec, DTensor), expected="a DTensor or its spec")
     source = src.spec if isinstance(src, DTensor) else src
     target = dst if isinstance(dst, Spec) else target_spec(source, None, dst, shard_order)
     chosen, *rejected = alternatives(source, target, count, **options)
@@ -192,14 +193,15 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
                0:2    2:3
         0:1    0      1
     """
-    check_type("visualize_sharding", "dtensor", dtensor, (DTensor, Spec), "a DTensor or its spec")
+    check_type(
+        "visualize_sharding", "dtensor", dtensor, (DTensor, Spec), expected="a DTensor or its spec"
+    )
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
     table = rank_table(spec)
     if spec.coordinate is None or any(spec.coordinate):
         return
     if not use_rich:
-        # what was asked for
-        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201
+        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201  # what was asked for
         return
     try:
         from rich.console import Console
@@ -252,7 +254,8 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     ax = _figure(3, 3).add_subplot() if ax is None else ax
     from matplotlib.patches import Rectangle
 
-    rows, columns = prod(spec.shape[:-1]), spec.shape[-1] if spec.ndim else 1
+    rows = prod(spec.shape[:-1])
+    columns = spec.shape[-1] if spec.ndim else 1
     sums = [op for op in spec.placements if isinstance(op, Partial)]
     note = f"\n{'; '.join(f'partial {op.reduce_op}' for op in sums)}" if sums else ""
     colors: dict[tuple[int, ...], str] = {}

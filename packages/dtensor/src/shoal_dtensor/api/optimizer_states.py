@@ -129,7 +129,8 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
 
 def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise a StateDictError that names what the state lacks of a target."""
-    given, groups = state.get("state", {}), state.get("param_groups", ())
+    given = state.get("state", {})
+    groups = state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
     missing = [
         f"{n}.{each}"
@@ -151,11 +152,9 @@ def load_states(
     optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]
 ) -> None:
     """Load state and options by names of parameters; what is not given stays as the target has it."""
-    given, groups, own_groups = (
-        state.get("state", {}),
-        state.get("param_groups", ()),
-        iter(target["param_groups"]),
-    )
+    given = state.get("state", {})
+    groups = state.get("param_groups", ())
+    own_groups = iter(target["param_groups"])
     for optimizer in optimizers:
         own = [next(own_groups) for _ in optimizer.param_groups]
         named = names_of([optimizer], own)

@@ -63,7 +63,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         ...     torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(7)))
         True
     """
-    check_type("manual_seed", "seed", seed, int, "an int")
+    check_type("manual_seed", "seed", seed, int, expected="an int")
     check_mesh("manual_seed", device_mesh)
     if not is_rng_supported_mesh(device_mesh):
         raise RandomStateError(

@@ -326,7 +326,8 @@ def _laid_out(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
     """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
-    values, wanted = _by_path(state), _by_path(target)
+    values = _by_path(state)
+    wanted = _by_path(target)
     device = next(
         (each.device for each in wanted.values() if isinstance(each, DTensor)), torch.device("cpu")
     )

@@ -74,11 +74,12 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 2) -> None:
-        check_type("Checkpointer", "folder", folder, (str, PathLike), "a path")
-        check_type("Checkpointer", "keep", keep, int, "a number of checkpoints")
+        check_type("Checkpointer", "folder", folder, (str, PathLike), expected="a path")
+        check_type("Checkpointer", "keep", keep, int, expected="a number of checkpoints")
         if keep < 1:
             raise CheckpointError(f"at least one checkpoint is kept, got keep={keep}")
-        self._folder, self._keep = Path(folder), keep
+        self._folder = Path(folder)
+        self._keep = keep
         self._writer: Future[None] | None = None
         self._background: tuple[dist.ProcessGroup, ThreadPoolExecutor] | None = None
 
@@ -110,8 +111,8 @@ class Checkpointer:
             CheckpointError: on all ranks, if one could not write, or the one before in the
                 background failed. No older step has been removed then.
         """
-        check_type("Checkpointer.save", "step", step, int, "an int")
-        check_type("Checkpointer.save", "state_dict", state_dict, Mapping, "a mapping")
+        check_type("Checkpointer.save", "step", step, int, expected="an int")
+        check_type("Checkpointer.save", "state_dict", state_dict, Mapping, expected="a mapping")
         self.wait()
         if not background:
             self._write(step, dict(state_dict), dist.group.WORLD)
@@ -128,7 +129,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the last one in the background failed.
         """
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         failure = None if writer is None else writer.exception()
         if failure is not None:
             raise CheckpointError(
@@ -192,7 +194,8 @@ class Checkpointer:
                 raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
 
     def _write(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
-        first, folder = dist.get_rank() == 0, self._folder / f".partial_{step}"
+        first = dist.get_rank() == 0
+        folder = self._folder / f".partial_{step}"
 
         def begin() -> None:
             newest = max(self.steps(), default=-1)

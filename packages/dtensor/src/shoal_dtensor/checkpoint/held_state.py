@@ -85,8 +85,8 @@ class HeldState:
             ArgumentTypeError: an argument of a wrong type.
             CheckpointError: a DTensor is partial.
         """
-        check_type("HeldState.keep", "step", step, int, "an int")
-        check_type("HeldState.keep", "state_dict", state_dict, Mapping, "a mapping")
+        check_type("HeldState.keep", "step", step, int, expected="an int")
+        check_type("HeldState.keep", "state_dict", state_dict, Mapping, expected="a mapping")
         self.forget()
         for name, _, value in _leaves(state_dict):
             if isinstance(value, Tensor):
@@ -97,7 +97,9 @@ class HeldState:
 
     def forget(self) -> None:
         """Called before what is remembered changes: from here to the next `keep` this rank holds no whole state."""
-        self._step, self._tensors, self._values = None, {}, {}
+        self._step = None
+        self._tensors = {}
+        self._values = {}
 
     @torch.no_grad()
     def recover(self, state_dict: dict[str, Any]) -> int | None:
@@ -113,7 +115,7 @@ class HeldState:
             ArgumentTypeError: `state_dict` is not a dict.
             CheckpointError: on all ranks: a tensor is held in another shape or dtype.
         """
-        check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
+        check_type("HeldState.recover", "state_dict", state_dict, dict, expected="a dict")
         targets = {
             n: _part_of(n, value)
             for n, _, value in _leaves(state_dict)
@@ -125,7 +127,7 @@ class HeldState:
             present, wanted = (
                 {n: part for n, (part, _) in of.items()} for of in (self._tensors, targets)
             )
-            return _Facts(held, secrets.token_hex(8), present, self._values, wanted)
+            return _Facts(held, secrets.token_hex(8), present, self._values, wanted=wanted)
 
         facts = agree(own, dist.group.WORLD, CheckpointError)
         wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
@@ -168,14 +170,16 @@ def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     """What this rank has of a tensor, and each box of it with the view of the local tensor that holds it."""
-    shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
+    shape = tuple(tensor.shape)
+    kind = f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
         return _HeldPart(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
     if tensor.spec.partials:
         raise CheckpointError(
             f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first"
         )
-    spec, local = tensor.spec, tensor._local_tensor.detach()
+    spec = tensor.spec
+    local = tensor._local_tensor.detach()
     boxes = (
         []
         if spec.coordinate is None

@@ -67,7 +67,8 @@ class TrustedReader(FileSystemReader):
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
         super().__init__(folder)
-        self._folder, self._sizes = folder, sizes
+        self._folder = folder
+        self._sizes = sizes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, checked."""
@@ -119,7 +120,8 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
         odd = next(iter(indices ^ set(metadata.storage_data)))
         raise CheckpointError(f"the parts of {odd.fqn} and where they are do not fit together")
     for index, place in metadata.storage_data.items():
-        end, whole = place.offset + place.length, sizes.get(place.relative_path, -1)
+        end = place.offset + place.length
+        whole = sizes.get(place.relative_path, -1)
         if not 0 <= place.offset <= end <= whole or getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{index.fqn} is said to be at bytes {place.offset} to {end} of "
@@ -130,9 +132,11 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
 
 def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
     """Raise CheckpointError unless the parts of a tensor cover it once."""
-    shape, boxes = tuple(stored.size), []
+    shape = tuple(stored.size)
+    boxes = []
     for chunk in stored.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        offsets = tuple(chunk.offsets)
+        sizes = tuple(chunk.sizes)
         box = box_at(offsets, sizes) if len(offsets) == len(sizes) == len(shape) else None
         if box is None or not all(
             0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)

@@ -79,7 +79,8 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
         )
         order = (round(cost, 9), len(moves))
         if lowest is None or order < lowest:
-            lowest, cheapest = order, sharding
+            lowest = order
+            cheapest = sharding
     return cheapest
 
 

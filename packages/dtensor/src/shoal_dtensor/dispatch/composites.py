@@ -46,10 +46,8 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
         given = dict(
             zip([argument.name for argument in op._schema.arguments[1:]], args, strict=False)
         )
-        group, reduction = (
-            given.get("process_group", given.get("group_name")),
-            given.get("reduce_op"),
-        )
+        group = given.get("process_group", given.get("group_name"))
+        reduction = given.get("reduce_op")
         for tensor in tensors:
             _check(op, tensor, group, None if reduction is None else reduction_name(reduction))
         shards = [tensor._local_tensor for tensor in tensors]

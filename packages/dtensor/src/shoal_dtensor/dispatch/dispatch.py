@@ -50,7 +50,10 @@ _LOG = logging.getLogger("shoal.decisions")
 # handful per operator.
 MAX_DECISIONS = 4096
 
-_ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
+_ONE = ResultKind.ONE
+_FIRST = ResultKind.FIRST
+_LIST = ResultKind.LIST
+_NONE = ResultKind.NONE
 
 
 class _OpCache:
@@ -59,7 +62,10 @@ class _OpCache:
     __slots__ = ("decisions", "foreach", "keywords", "op", "positional", "scope", "tail_is_static")
 
     def __init__(self, op: OpOverload, scope: Scope, readers: Readers, foreach: bool) -> None:
-        self.op, self.scope, self.keywords, self.foreach = op, scope, readers, foreach
+        self.op = op
+        self.scope = scope
+        self.keywords = readers
+        self.foreach = foreach
         self.positional = tuple([readers[a.name] for a in op._schema.arguments if not a.kwarg_only])
         # Whether all arguments but the first are part of the key as they are.
         self.tail_is_static = len(self.positional) > 1 and not any(self.positional[1:])
@@ -99,21 +105,28 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     # not in the handler: errors are raised without a miss before them
     if cache is None:
         cache = _new_op_cache(cls, op)
-    named = kwargs = {} if kwargs is None else kwargs
+    named = {} if kwargs is None else kwargs
+    kwargs = named
     key: Any
     local: Any
     count = 3 if kwargs else len(args)
     if count == 1 and type(args[0]) is cls:
         (one,) = args
-        key, local = (one._spec,), (one._local_tensor,)
+        key = (one._spec,)
+        local = (one._local_tensor,)
     elif count == 2 and type(args[0]) is cls and type(args[1]) is cls:
         one, two = args
-        key, local = (one._spec, two._spec), (one._local_tensor, two._local_tensor)
+        key = (one._spec, two._spec)
+        local = (one._local_tensor, two._local_tensor)
     elif cache.tail_is_static and not kwargs and type(args[0]) is cls:
-        one, rest = args[0], args[1:]
-        key, local = (one._spec, rest), (one._local_tensor, *rest)
+        one = args[0]
+        rest = args[1:]
+        key = (one._spec, rest)
+        local = (one._local_tensor, *rest)
     else:
-        key, local, readers = [], [], cache.positional
+        key = []
+        local = []
+        readers = cache.positional
         for arg in args:
             if type(arg) is cls:
                 key.append(arg._spec)
@@ -174,8 +187,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     # what they do depends on what a tensor is a view of, which no key says
     if op in BY_STRIDES:
         return cache
-    # scopes know no decisions
-    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]
+    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
@@ -241,17 +253,16 @@ def _run(
         local, named = [*local], {**named}
         with purpose(decision.reason) if decision.reason else nullcontext():
             for place, plan in decision.moves.items():
-                (tensors, at), (owners, _) = (
-                    within(place, local, named),
-                    within(place, args, kwargs),
-                )
+                (tensors, at) = within(place, local, named)
+                (owners, _) = within(place, args, kwargs)
                 tensors[at] = run_cached(
                     plan, tensors[at], owners[at], fresh=bool(decision.write_backs)
                 )
     with watched(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*local, **named)
     for place, plan in decision.write_backs.items():
-        (results, at), (owners, _) = within(place, local, named), within(place, args, kwargs)
+        (results, at) = within(place, local, named)
+        (owners, _) = within(place, args, kwargs)
         write_back(plan, results[at], owners[at])
     count_writes(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
@@ -323,7 +334,8 @@ def clear_cache() -> None:
 # The schema says once per operator how each argument is read, so that a call looks at values only:
 # a float is a float, a list of tensors is not searched for numbers.
 
-_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_SPEC = attrgetter("_spec")
+_LOCAL = attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset(
     {"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"}

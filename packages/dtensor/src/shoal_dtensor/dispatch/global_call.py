@@ -51,7 +51,7 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 
 def replicated_spec(mesh: DeviceMesh, tensor: torch.Tensor) -> Spec:
     """The spec of a tensor that every rank of a mesh holds."""
-    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def specs_of(
@@ -106,7 +106,8 @@ def by_few_elements(
     specs: Sequence[Spec],
 ) -> GlobalOutputs | None:
     """The outputs of a call by those of a smaller one; None if sizes matter to the operator. Arguments as above."""
-    sizes, schema = rule.sizes, schema_of(op)
+    sizes = rule.sizes
+    schema = schema_of(op)
     values = (*args, *kwargs.values())
     if sizes is None or schema.is_random or has_symbols(values):
         return None

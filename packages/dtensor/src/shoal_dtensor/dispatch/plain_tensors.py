@@ -184,7 +184,9 @@ def _scrambled(x: torch.Tensor) -> torch.Tensor:
 
 _DIGESTED = 1 << 24  # bytes at once
 # odd, as signed numbers
-_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_GOLDEN = -7046029254386353131
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
 
 
 # They overwrite their first argument, whose memory torch may have left as it was.
@@ -230,7 +232,8 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
     that give something, none if it passes on what it is given, None if it takes a whole gradient.
     All ranks have the same history, so all raise.
     """
-    waiting, seen = [node], set()
+    waiting = [node]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -288,8 +291,7 @@ class _Probe(torch.Tensor):
     counted: ClassVar[list[int]] = []
 
     @classmethod
-    # torch's stub describes the bound form without func
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def count(tensor: torch.Tensor) -> None:

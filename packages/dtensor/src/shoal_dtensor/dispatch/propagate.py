@@ -88,13 +88,13 @@ def decide(
     NoRuleError, InPlaceError, CommunicationForbiddenError) is refused here.
     """
     try:
-        return _decide(op, args, kwargs, scope, copies)
+        return _decide(op, args, kwargs, scope, copies=copies)
     except (NeedsConstantsError, TypeError):
         # what hashes sizes, or counts with them, takes no symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
         args, kwargs = without_symbols((args, kwargs), as_traced=False)
-        return _decide(op, args, kwargs, scope, copies)
+        return _decide(op, args, kwargs, scope, copies=copies)
 
 
 def _decide(
@@ -117,7 +117,7 @@ def _decide(
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     outs = tuple(specs_in([kwargs.get(name) for name in schema_of(op).outs]))
     inputs = specs[: len(specs) - len(outs)]
-    shown = None if outs else by_few_elements(op, rule, args, kwargs, inputs)
+    shown = None if outs else by_few_elements(op, rule, args, kwargs, specs=inputs)
     metas, binding = shown or by_meta_kernel(op, args, kwargs, specs)
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
@@ -127,16 +127,18 @@ def _decide(
         )
     check_outs(op, outs, metas)
     given, named = mapped((tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta"))
-    call = OpCall(op, given, named, tuple([spec.tensor_meta for spec in inputs]), metas)
+    call = OpCall(op, given, named, tuple([spec.tensor_meta for spec in inputs]), outputs=metas)
     if rule is _LOCAL:
         sharding = _as_first_input(call, inputs)
     elif rule.kind == "each":
         sharding = _sharding_of_each(rule, call, inputs)
     else:
         sharding = _sharding(
-            rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
+            rule,
+            call,
+            ShardingProblem(inputs, call.outputs, call.fixed, outs, unordered=rule.unordered),
         )
-    return _decision(rule, call, specs, sharding, binding, scope, copies)
+    return _decision(rule, call, specs, sharding, binding=binding, scope=scope, copies=copies)
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
@@ -224,19 +226,15 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
         element = [value[i] if is_list(value) and value else value for value in values]
-        args, kwargs = (
-            element[: len(call.args)],
-            dict(zip(call.kwargs, element[len(call.args) :], strict=True)),
-        )
+        args = element[: len(call.args)]
+        kwargs = dict(zip(call.kwargs, element[len(call.args) :], strict=True))
         indices = [
             place[i if is_list(call[name]) else 0] for name, place in call.places.items() if place
         ]
         results = range(i, len(call.outputs), count)
-        tensors, outputs = (
-            tuple(call.tensors[j] for j in indices),
-            tuple(call.outputs[j] for j in results),
-        )
-        yield OpCall(call.op, tuple(args), kwargs, tensors, outputs), indices, results
+        tensors = tuple(call.tensors[j] for j in indices)
+        outputs = tuple(call.outputs[j] for j in results)
+        yield OpCall(call.op, tuple(args), kwargs, tensors, outputs=outputs), indices, results
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
@@ -245,7 +243,9 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
     communicating: set[int] = set()
     for element, indices, results in elements_of(call):
         specs = tuple([inputs[j] for j in indices])
-        problem = ShardingProblem(specs, element.outputs, element.fixed, (), rule.unordered)
+        problem = ShardingProblem(
+            specs, element.outputs, element.fixed, (), unordered=rule.unordered
+        )
         sharding = _sharding(rule, element, problem)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
@@ -292,7 +292,8 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         else _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh)
     )
     notice = notice_of(what, needs, scope) if needs else ""
-    aliased, kind = call.aliased, result_kind(call)
+    aliased = call.aliased
+    kind = result_kind(call)
     dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     local_call = LocalCall(call, sharding.inputs, sharding.outputs)
     # generators keep step
@@ -317,7 +318,9 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         ResultKind.DYNAMIC if dynamic else kind,
         sharding.outputs,
         aliased,
-        tuple([positions.get(name, name) for name in stores]) if kind is ResultKind.NONE else (),
+        unreported_writes=tuple([positions.get(name, name) for name in stores])
+        if kind is ResultKind.NONE
+        else (),
         slow_path=bool(plans or copied or notice or watched),
         moves={where[i]: p for i, p in plans.items()},
         write_backs={where[i]: p for i, p in write_backs.items()},
@@ -357,7 +360,8 @@ def _needs(
 
 
 _ELEMENT_BY_ELEMENT = pointwise()
-_REPLICATE, _LOCAL = Rule(replicated), Rule(replicated)
+_REPLICATE = Rule(replicated)
+_LOCAL = Rule(replicated)
 
 
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:

@@ -97,7 +97,8 @@ class Decision:
 
 def result_kind(call: OpCall) -> ResultKind:
     """What becomes of the result of a local call."""
-    schema, aliased = call.schema, call.aliased
+    schema = call.schema
+    aliased = call.aliased
     if not call.outputs:
         return ResultKind.NONE
     if schema.is_list == (False,) and schema.returns_only_tensors:
@@ -125,7 +126,8 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
     What is computed around a collective keeps the memory order of its input, where one device's
     kernel makes row-major.
     """
-    specs, out_of_order = [*decision.outputs], False
+    specs = [*decision.outputs]
+    out_of_order = False
     for i, (spec, alias, local) in enumerate(
         zip(specs, decision.aliased, flatten(result), strict=True)
     ):

@@ -88,7 +88,8 @@ class DimSharding:
     ) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
         sizes = tuple(map(int, sizes))  # symbols are for even shards
-        length, step = sum(sizes), sizes[0]
+        length = sum(sizes)
+        step = sizes[0]
         # None for (3, 3, 1); not for (1, 3, 3)
         ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
         self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
@@ -211,11 +212,9 @@ class DimSharding:
             return self
         if not count:
             return DimSharding.whole(self.length)
-        axes, axis_sizes, inner = (
-            self.axes[:count],
-            self.axis_sizes[:count],
-            prod(self.axis_sizes[count:]),
-        )
+        axes = self.axes[:count]
+        axis_sizes = self.axis_sizes[:count]
+        inner = prod(self.axis_sizes[count:])
         if self.ragged is None:
             # 2, 2, 2, 1 by the outer: 4, 3
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
@@ -228,14 +227,16 @@ class DimSharding:
         # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a
         # multiple of 2.
         # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
-        axes, axis_sizes = (*self.axes, axis), (*self.axis_sizes, ways)
+        axes = (*self.axes, axis)
+        axis_sizes = (*self.axis_sizes, ways)
         # a symbol stays one where the shards are even
         if type(self.length) is not int:
             if self.even and not self.step % (ways * unit):
                 return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ways)
             return DimSharding(self.axes, self.axis_sizes, self.sizes).chunked(axis, ways, unit)
         if self.ragged is None:
-            step, last = _step(self.step, ways, unit), self.length % self.step if self.step else 0
+            step = _step(self.step, ways, unit)
+            last = self.length % self.step if self.step else 0
             # steps of 4, then 2: 2 * 2 == 4
             aligned = self.step == self.length or step * ways == self.step
             if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
@@ -265,7 +266,8 @@ class DimSharding:
         placements: dict[int, Shard] = {}
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
-            default, here = here.chunked(axis, ways), self.outer(count)
+            default = here.chunked(axis, ways)
+            here = self.outer(count)
             placements[axis] = (
                 Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
             )
@@ -281,12 +283,14 @@ def shard_dim(
     """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements."""
     sharding = DimSharding.whole(length)
     for axis in axes:
-        placement, ways = placements[axis], mesh_shape[axis]
+        placement = placements[axis]
+        ways = mesh_shape[axis]
         assert isinstance(placement, Shard), "only Shard placements shard a dim"
         if placement.sizes is None:
             sharding = sharding.chunked(axis, ways, placement.multiple_of)
             continue
-        sizes, shards = placement.sizes, sharding.sizes
+        sizes = placement.sizes
+        shards = sharding.sizes
         # (3, 1, 2, 2) inside of 4 + 4
         sums = tuple([sum(sizes[i : i + ways]) for i in range(0, len(sizes), ways)])
         if len(sizes) != len(shards) * ways or sums != shards:

@@ -145,7 +145,7 @@ def normalize_placements(
                 )
             placement = placement.on_dim(dim)
             if isinstance(placement, StridedShard) and placement.sizes is None:
-                placement = _in_runs(placement, axis, placements, mesh_shape, shape)
+                placement = _in_runs(placement, axis, placements, mesh_shape, shape=shape)
             if isinstance(placement, StridedShard) and placement.sizes is None:
                 strided[axis], placement = placement.split_factor, Shard(dim)
         resolved.append(placement)
@@ -169,7 +169,8 @@ def _in_runs(
     shape: Sequence[int] | None,
 ) -> StridedShard:
     """The placement with the sizes of its runs where all axes that shard the dim have as many: no order is meant."""
-    dim, runs = placement.dim, placement.split_factor
+    dim = placement.dim
+    runs = placement.split_factor
     if shape is None or shape[dim] % runs:
         return placement
     same_dim = (dim, dim - len(shape))
@@ -197,7 +198,9 @@ def _order_of(
         placement = placements[axis]
         if not isinstance(placement, Shard | StridedShard):
             continue
-        before, factor, position = order.get(placement.dim, ()), 1, 0
+        before = order.get(placement.dim, ())
+        factor = 1
+        position = 0
         while factor != strided.get(axis, 1) and position < len(before):
             factor *= mesh_shape[before[position]]
             position += 1
@@ -223,8 +226,11 @@ def resolved_layout(
     shard_order: ShardOrder | None,
 ) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
     """The placements of a tensor without needless sizes, the order of axes on each dim, and all dims' shardings."""
-    normal, order = normalize_placements(placements, mesh_shape, len(shape), shard_order, shape)
-    axes_of, canonical = dict(order), dict(enumerate(normal))
+    normal, order = normalize_placements(
+        placements, mesh_shape, len(shape), shard_order, shape=shape
+    )
+    axes_of = dict(order)
+    canonical = dict(enumerate(normal))
     shardings = tuple(
         [shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)]
     )

@@ -391,7 +391,8 @@ class Absent:
     """A name of torch's class that is not here; reading it, of an instance or the class, says what does its work."""
 
     def __init__(self, instead: str, name: str = "") -> None:
-        self._instead, self._name = instead, name
+        self._instead = instead
+        self._name = name
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -130,13 +130,13 @@ class Spec(Interned):
         while cls.at_first:
             cls.at_first.pop()()
         check_mesh("Spec", mesh)
-        check_type("Spec", "dtype", dtype, torch.dtype, "a torch.dtype")
+        check_type("Spec", "dtype", dtype, torch.dtype, expected="a torch.dtype")
         check_type(
             "Spec",
             "shard_order",
             shard_order,
             (tuple, list, type(None)),
-            "pairs (tensor dim, mesh axes)",
+            expected="pairs (tensor dim, mesh axes)",
         )
         if min(shape, default=0) < 0:
             raise PlacementError(
@@ -144,9 +144,8 @@ class Spec(Interned):
             )
         canonical, _, dim_shardings = resolved_layout(placements, mesh.shape, shape, shard_order)
         by_dim = dict(enumerate(dim_shardings))
-        spec = cls._interned[key] = cls.sharded(
-            mesh, canonical, TensorMeta(shape, stride, dtype), by_dim
-        )
+        spec = cls.sharded(mesh, canonical, TensorMeta(shape, stride, dtype), by_dim)
+        cls._interned[key] = spec
         return spec
 
     @classmethod
@@ -158,7 +157,9 @@ class Spec(Interned):
         by_dim: Mapping[int, AnyDimSharding],
     ) -> Spec:
         """The spec whose sharded dims are sharded so, quickly made; `placements` are those of the shardings."""
-        shape, stride, dtype = torch.Size(meta.shape), meta.stride, meta.dtype
+        shape = torch.Size(meta.shape)
+        stride = meta.stride
+        dtype = meta.dtype
         # ((0, (0, 1)),)
         order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
         key = (mesh, placements, shape, stride, dtype, order)
@@ -170,9 +171,10 @@ class Spec(Interned):
             shardings = tuple(
                 [by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)]
             )
-            spec = cls._interned[key] = cls._make(
-                mesh, placements, TensorMeta(shape, stride, dtype), order, shardings
+            spec = cls._make(
+                mesh, placements, TensorMeta(shape, stride, dtype), order, dim_shardings=shardings
             )
+            cls._interned[key] = spec
         return spec
 
     @classmethod
@@ -182,7 +184,9 @@ class Spec(Interned):
         """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
         meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
         normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
-        shape, stride, dtype = settled(meta.shape), settled(meta.stride), meta.dtype
+        shape = settled(meta.shape)
+        stride = settled(meta.stride)
+        dtype = meta.dtype
         if not has_symbols((shape, stride)):
             return cls(mesh, normal, shape, stride, dtype, order)
         # Each recorder has its own: what a spec has computed of its symbols is known to the one
@@ -192,7 +196,8 @@ class Spec(Interned):
         if spec is None:
             meta = TensorMeta(torch.Size(shape), stride, dtype)
             example = cls(mesh, normal, traced_with(shape), traced_with(stride), dtype, order)
-            spec = cls._interned[key] = cls._make(mesh, normal, meta, order, dims, example)
+            spec = cls._make(mesh, normal, meta, order, dim_shardings=dims, example=example)
+            cls._interned[key] = spec
         return spec
 
     @classmethod
@@ -246,9 +251,8 @@ class Spec(Interned):
         key = tuple(coordinate)
         box = boxes.get(key)
         if box is None:
-            box = boxes[key] = tuple(
-                self.dim_sharding(dim).interval(key) for dim in range(self.ndim)
-            )
+            box = tuple(self.dim_sharding(dim).interval(key) for dim in range(self.ndim))
+            boxes[key] = box
         return box
 
     def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
@@ -346,13 +350,18 @@ class Spec(Interned):
             placements = self.placements
         elif not shard_order:
             of = shape or self.shape
-            axes_of = dict(normalize_placements(placements, self.mesh.shape, len(of), None, of)[1])
+            axes_of = dict(
+                normalize_placements(placements, self.mesh.shape, len(of), None, shape=of)[1]
+            )
             order = tuple(
                 (dim, axes) for dim, axes in order if sorted(axes) == sorted(axes_of.get(dim, ()))
             )
         if shape is None:
-            shape, stride = self.shape, self.stride if stride is None else stride
-        return Spec(self.mesh, placements, shape, stride, dtype or self.dtype, order)
+            shape = self.shape
+            stride = self.stride if stride is None else stride
+        return Spec(
+            self.mesh, placements, shape, stride, dtype=dtype or self.dtype, shard_order=order
+        )
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)

@@ -75,7 +75,8 @@ def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | No
 
 def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
     """Stride in elements of a dense tensor whose dims are in this order in memory, 0 of expanded dims."""
-    stride, step = [0] * len(shape), 1
+    stride = [0] * len(shape)
+    step = 1
     for dim in reversed(order or range(len(shape))):
         if dim >= 0:
             stride[dim] = step
@@ -107,7 +108,8 @@ def flatten(value: Any) -> Iterator[Any]:
             yield from flatten(item)
 
 
-_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
+_LISTS = (list, tuple)
+_ONE_TENSOR = (TensorMeta, torch.Size)
 
 
 def is_list(value: Any) -> bool:

@@ -63,7 +63,7 @@ class DTensorSpec:
                 "keep mesh and placements by themselves until there is one"
             )
         shape, stride, dtype = tensor_meta
-        return Spec(mesh, placements, shape, stride, dtype, shard_order)
+        return Spec(mesh, placements, shape, stride, dtype=dtype, shard_order=shard_order)
 
 
 def compute_local_shape_and_global_offset(
@@ -113,7 +113,11 @@ def compute_local_tensor_info(
         ([2, 4], [4, 1])
     """
     spec = Spec(
-        mesh, tuple(placements), global_tensor.shape, global_tensor.stride(), global_tensor.dtype
+        mesh,
+        tuple(placements),
+        global_tensor.shape,
+        global_tensor.stride(),
+        dtype=global_tensor.dtype,
     )
     return list(spec.local_shape), list(spec.local_stride)
 

@@ -134,9 +134,9 @@ def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionTyp
     function = FunctionType(
         call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__
     )
-    function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
-    # what `inspect` looks for
-    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    function.__kwdefaults__ = call.__kwdefaults__
+    function.__qualname__ = call.__qualname__
+    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
     return function
 
 
@@ -171,7 +171,8 @@ def current_arithmetic() -> Arithmetic | None:
 def arithmetic(mode: Arithmetic) -> Iterator[None]:
     """Inside the block, a mode is entered."""
     global _current  # noqa: PLW0603  # backward passes run in threads of their own
-    before, _current = _current, mode
+    before = _current
+    _current = mode
     try:
         yield
     finally:

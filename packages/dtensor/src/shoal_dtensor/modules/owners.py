@@ -209,7 +209,8 @@ def has_own_hooks(param: Any) -> bool:
     """Whether a DTensor parameter has gradient hooks of its user beside those that were carried over to it."""
     if not isinstance(param, DTensor):
         return False
-    tensor_hooks, post_hooks = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+    tensor_hooks = param._backward_hooks or {}
+    post_hooks = param._post_accumulate_grad_hooks or {}
     attached = [
         hook
         for hook in tensor_hooks.values()

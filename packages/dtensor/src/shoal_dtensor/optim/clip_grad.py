@@ -70,7 +70,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the "
             "others"
         )
-    check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), "tensors")
+    check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), expected="tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads: list[Any] = [grad for grad in [owner.grad for owner in owners] if grad is not None]
     if not grads:
@@ -83,16 +83,15 @@ def clip_grad_norm_(
             for owner in owners:
                 if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
                     owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
-        return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
+        return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach=foreach)
     shards = _shards(grads)
-    total = _total(own, shards, specs, order, foreach)
+    total = _total(own, shards, specs, order, foreach=foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
             f"error_if_nonfinite=False scales by it all the same"
         )
-    # only `grad` is looked at
-    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]
+    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total
 
 
@@ -151,7 +150,8 @@ def _total(
     """The norm of all gradients together."""
     if order == 2 and sums_are_in_tree():
         return _exact_total(own, shards, gradients)
-    op, totals = "max" if order == inf else "sum", []
+    op = "max" if order == inf else "sum"
+    totals = []
     for part in own.parts:
         mine = [shards[i] for i in part.counted if shards[i].numel()]
         value = (
@@ -217,8 +217,7 @@ def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     return _contribution(gradients)
 
 
-# as assume_constant_result marks it, which imports the compiler
-_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
 
 
 @lru_cache(maxsize=64)
@@ -228,7 +227,8 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     specs: Any = gradients
     for i, item in enumerate(gradients):
         members.setdefault(getattr(item, "mesh", None), []).append(i)
-    plain, parts = tuple(members.pop(None, ())), []
+    plain = tuple(members.pop(None, ()))
+    parts = []
     for mesh, indices in members.items():
         sharded = {i: {axis for _, axes in specs[i].shard_order for axis in axes} for i in indices}
         if (coordinate := mesh.get_coordinate()) is None:

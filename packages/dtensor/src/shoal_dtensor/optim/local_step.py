@@ -172,7 +172,8 @@ class _Groups:
     """The parameter groups for a step: those that the optimizer has after the step's closure."""
 
     def __init__(self, optimizer: Optimizer, assigned: dict[Any, dict[str, Any]]) -> None:
-        self._optimizer, self._assigned = optimizer, assigned
+        self._optimizer = optimizer
+        self._assigned = assigned
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if type(self._optimizer) is Muon:

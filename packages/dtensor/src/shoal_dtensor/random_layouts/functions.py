@@ -154,10 +154,8 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
 
 def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
     """Whether the names in code of functions are of draws, or those in functions that they call by a global name."""
-    todo, seen = (
-        [(function.__code__, function.__globals__) for function in functions],
-        set[CodeType](),
-    )
+    todo = [(function.__code__, function.__globals__) for function in functions]
+    seen = set[CodeType]()
     while todo:
         code, scope = todo.pop()
         if code in seen:
@@ -195,7 +193,9 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
     of_local = False
     keywords = 0  # of the next call
     for instruction in get_instructions(code):
-        kind, value, count = instruction.opname, instruction.argval, instruction.arg or 0
+        kind = instruction.opname
+        value = instruction.argval
+        count = instruction.arg or 0
         if kind.startswith(("LOAD_ATTR", "LOAD_METHOD")):
             if not (of_local and value in children):
                 names.add(value)

@@ -59,7 +59,8 @@ class LocalLayout(TensorNote):
         return self.spec is None and not self.unknown
 
 
-UNSEEN, PLAIN = LocalLayout(), LocalLayout()
+UNSEEN = LocalLayout()
+PLAIN = LocalLayout()
 """Of tensors that no watched function returned, and of those that one did; two objects that are equal."""
 
 
@@ -150,7 +151,8 @@ def followed(
     )
     try:
         results = tuple(
-            LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given, named, outs)
+            LocalLayout(spec, drawn=drawn)
+            for spec in _results_of(name, func, given, named, outs=outs)
         )
     except UnknownLayoutError as error:
         if drawn:
@@ -176,9 +178,12 @@ def _results_of(
 ) -> list[Spec]:
     """The specs of the tensors `outs` that a function of `Spec`s of shards, and of replicated tensors, returned."""
     if name in _RESIZING:
-        function, args, kwargs = torch.reshape, _resized(name, args, kwargs, outs[0]), {}
+        function = torch.reshape
+        args = _resized(name, args, kwargs, outs[0])
+        kwargs = {}
     elif name == "expand":
-        spec, shape = args[0], outs[0].shape
+        spec = args[0]
+        shape = outs[0].shape
         if not isinstance(spec, Spec):
             raise UnknownLayoutError(
                 "a tensor that is not sharded is expanded by the size of a shard"
@@ -186,7 +191,8 @@ def _results_of(
         # (4,) expanded to (3, 4): 1 new dim, the first
         new = len(shape) - spec.ndim
         kept = [n if n != 1 else shape[new + d] for d, n in enumerate(spec.shape)]
-        args, kwargs = (spec, *shape[:new], *kept), {}
+        args = (spec, *shape[:new], *kept)
+        kwargs = {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         raise UnknownLayoutError("it was made with sizes of its own, which may be those of a shard")
     try:
@@ -316,7 +322,8 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
     one. Where shards are of size 1 on some rank, other dims fit as well, and only a -1 says which
     is meant.
     """
-    local, total = tuple(spec.local_shape), spec.shape[dim]
+    local = tuple(spec.local_shape)
+    total = spec.shape[dim]
     inner = prod(local[dim:])  # (2, 4, 6), dim 1 sharded: 24 elements
     exact = [j for j in range(len(out)) if prod(out[j:]) == inner]  # reshaped to (2, 2, 2, 6): [1]
     # to (8, 6): [0]
@@ -332,10 +339,8 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
         unit, rest = divmod(out[target] * total, local[dim])
     else:
         # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
-        unit, rest = (
-            prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n),
-            0,
-        )
+        unit = prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n)
+        rest = 0
     for size in set(spec.sizes(dim)):
         # 3 of 8 elements, a dim of 4: 12 % 8 = 4
         if rest or (total and size * unit % total):
@@ -363,7 +368,7 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
         if not fits or all(value.shape[d] == 1 for d in sharded):
             continue
         shape = [spec.shape[skip + d] if d in sharded else n for d, n in enumerate(value.shape)]
-        return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
+        return Spec(spec.mesh, placements, shape, global_stride(value, shape), dtype=value.dtype)
     return value
 
 
@@ -397,7 +402,8 @@ def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -
             if len(outs) > 1
             else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
         )
-        start, at = at, at + out.shape[-1]
+        start = at
+        at = at + out.shape[-1]
         if (start, at) not in blocks:
             return []
         taken.append(LocalLayout(blocks[start, at]))

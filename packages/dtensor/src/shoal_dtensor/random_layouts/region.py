@@ -49,7 +49,7 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     drawers = {*drawers_of(root)} if meshes else set()
     for module in [*root.modules()] if drawers else ():
         if inner := [child for child in module.modules() if child in drawers]:
-            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, batch))
+            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, batch=batch))
 
 
 def unwatch_draws(root: nn.Module) -> None:
@@ -93,7 +93,8 @@ class DrawRegion(ModuleForward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
-        clone.drawers, clone.arrived = deepcopy(self.drawers, memo), {}
+        clone.drawers = deepcopy(self.drawers, memo)
+        clone.arrived = {}
         return clone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +120,8 @@ class DrawRegion(ModuleForward):
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch of its own."""
-        recomputes, lowered = backward_number() != -1, _lowered(self.module)
+        recomputes = backward_number() != -1
+        lowered = _lowered(self.module)
         # modules in it may have become parallel since
         if not recomputes:
             self.batch = self.batch or _batch_axes(self.module)
@@ -156,7 +158,8 @@ class DrawRegion(ModuleForward):
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch."""
-        before, watch.saving_state = watch.saving_state, saving_state()
+        before = watch.saving_state
+        watch.saving_state = saving_state()
         try:
             return (
                 self.forward(*args, **kwargs)

@@ -90,10 +90,8 @@ class Watch(FunctionMode):
             return
         # The rows of all ranks are asked for, in one small collective, since a batch may not divide
         # by the ranks.
-        local, comm = (
-            torch.tensor([rows], device=axes.device_type),
-            axes.comm(tuple(range(axes.ndim))),
-        )
+        local = torch.tensor([rows], device=axes.device_type)
+        comm = axes.comm(tuple(range(axes.ndim)))
         of_ranks = (
             [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
         )
@@ -140,7 +138,7 @@ class Watch(FunctionMode):
             return
         shards = [*map(local_of, outs)]
         for out, layout in zip(
-            outs, followed(name, func, args, kwargs, shards, layouts), strict=True
+            outs, followed(name, func, args, kwargs, outs=shards, layouts=layouts), strict=True
         ):
             note_layout(out, layout)
 
@@ -169,7 +167,7 @@ class Watch(FunctionMode):
                 if isinstance(result, DTensor):
                     self.note_spec(result, result.spec, source)
                 elif isinstance(result, Tensor):
-                    note_layout(result, self._output(forward, result, index, layout, source))
+                    note_layout(result, self._output(forward, result, index, layout, source=source))
         return out
 
     def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
@@ -224,7 +222,8 @@ class Watch(FunctionMode):
         layout: Placement,
         source: Tensor | None,
     ) -> LocalLayout:
-        axis, blocks = self.axes[forward.mesh], forward.output_blocks()
+        axis = self.axes[forward.mesh]
+        blocks = forward.output_blocks()
         if blocks is not None:
             if not blocks:
                 return LocalLayout(unknown="several ranks hold the same heads")
@@ -292,7 +291,8 @@ class Watch(FunctionMode):
         shape = [*local.shape]
         for other, placement in enumerate(placements):
             if isinstance(placement, AnyShard):
-                dim, sizes = placement.dim, placement.sizes
+                dim = placement.dim
+                sizes = placement.sizes
                 if sizes is None or len({*sizes}) == 1:
                     placements[other] = Shard(dim) if isinstance(placement, Shard) else placement
                     shape[dim] *= self.mesh.size(other)  # 4 rows on each of 2 ranks: 8
@@ -302,7 +302,7 @@ class Watch(FunctionMode):
                     return LocalLayout(
                         unknown=f"several axes shard dim {dim}, in shards of different sizes"
                     )
-        spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
+        spec = Spec(self.mesh, placements, shape, global_stride(local, shape), dtype=local.dtype)
         if spec.local_shape != local.shape:
             return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
         return LocalLayout(spec, drawn=around.drawn)
@@ -314,10 +314,8 @@ class Watch(FunctionMode):
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
-            why, passed_by = (
-                layout.unknown,
-                layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf,
-            )
+            why = layout.unknown
+            passed_by = layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
             if isinstance(tensor, DTensor):
                 replicates = layout.spec is not None and layout.spec.replicated
                 passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and not replicates

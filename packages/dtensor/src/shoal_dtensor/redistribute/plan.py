@@ -82,7 +82,8 @@ def _plan(
     def within(one: Spec, other: Spec) -> Plan:
         return _plan(one, other, None if across else topology, memory_limit, version)
 
-    across, strided = src.mesh != dst.mesh, src.is_strided or dst.is_strided
+    across = src.mesh != dst.mesh
+    strided = src.is_strided or dst.is_strided
     if across and strided:
         between = _gather_strided(src if src.is_strided else dst)
         return _concatenated(within(src, between), within(between, dst))
@@ -115,7 +116,7 @@ def alternatives(
     _check(src, dst)
     if src.is_strided or dst.is_strided:
         return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
-    return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit, count)
+    return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit, wanted=count)
 
 
 def cache_clear() -> None:
@@ -165,7 +166,8 @@ UnfoldedShape = list[tuple[int, ...]]
 def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
     """The plan between two specs on one mesh of which one at least is folded; `within` plans between any."""
     for spec in (src, dst):
-        one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
+        one = _viewed(src, _unfolded_shape(spec))
+        two = _viewed(dst, _unfolded_shape(spec))
         if spec.is_strided and one is not None and two is not None:
             inner = within(one, two)
             before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
@@ -199,9 +201,15 @@ def unfold_spec(spec: Spec) -> Spec:
 def _concatenated(*plans: Plan) -> Plan:
     """One plan after another."""
     steps = tuple(step for plan in plans for step in plan.steps)
-    seconds, sent = sum(plan.seconds for plan in plans), sum(plan.bytes_sent for plan in plans)
+    seconds = sum(plan.seconds for plan in plans)
+    sent = sum(plan.bytes_sent for plan in plans)
     return Plan(
-        plans[0].src, plans[-1].dst, steps, seconds, sent, max(plan.peak_bytes for plan in plans)
+        plans[0].src,
+        plans[-1].dst,
+        steps,
+        seconds,
+        bytes_sent=sent,
+        peak_bytes=max(plan.peak_bytes for plan in plans),
     )
 
 
@@ -222,7 +230,8 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
         levels = dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else plain
         for i in range(len(sizes)):
             # columns of (4, 6) are sharded in 4 runs
-            runs, inner = prod(sizes[:i]), prod(sizes[i + 1 :])
+            runs = prod(sizes[:i])
+            inner = prod(sizes[i + 1 :])
             if runs in levels:
                 divided = levels.pop(runs).divided(inner)
                 if divided is None:
@@ -282,7 +291,8 @@ def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
         for a, p in enumerate(spec.placements)
     ]
     yield spec.with_(placements=placements)
-    ways, order = prod(spec.mesh.shape[axis] for axis in axes), dict(spec.shard_order)
+    ways = prod(spec.mesh.shape[axis] for axis in axes)
+    order = dict(spec.shard_order)
     for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim if axes else 0))):
         # steps of 4 over 2 ranks more: 4 % 2 = 0
         if sharding.even and sharding.step and sharding.step % ways == 0:
@@ -314,4 +324,4 @@ def _transfer(src: Spec, dst: Spec) -> Plan:
     seconds = max(link.latency for link in links) + moved / min(link.bandwidth for link in links)
     peak = 2 * sum(biggest)  # both boxes and their packed copies
     step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
-    return Plan(src, dst, (step,), seconds, moved, peak)
+    return Plan(src, dst, (step,), seconds, bytes_sent=moved, peak_bytes=peak)

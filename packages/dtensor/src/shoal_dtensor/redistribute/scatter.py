@@ -118,7 +118,9 @@ class Scatter:
 
     def send(self) -> None:
         """Fill all shards."""
-        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        waiting = self._waiting
+        self._waiting = {}
+        self._bytes = 0
         for (mesh, sharding, _, _), entries in waiting.items():
             assert self._source is not None, "without a source nothing waits"
             _send(entries, mesh, sharding, self._source)
@@ -128,7 +130,8 @@ def _send(
     entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int
 ) -> None:
     """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
-    spec, here = entries[0][1], entries[0][1].coordinate
+    spec = entries[0][1]
+    here = entries[0][1].coordinate
     assert here is not None, "only ranks of the mesh have entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]

@@ -44,7 +44,8 @@ class ShardsInFlight:
     def _go_on(self) -> None:
         """Start the next round of collectives; behind the last one, do the local steps that remain."""
         if self._rounds:
-            messages, self._rounds = self._rounds[0], self._rounds[1:]
+            messages = self._rounds[0]
+            self._rounds = self._rounds[1:]
             self._messages = [(message, message.send(self._tensors)) for message in messages]
             return
         for i, stages in enumerate(self._after):
@@ -192,9 +193,12 @@ class CoalescedBatch:
             assert not self._waiting, "the redistributions that these tensors wait for have failed"
             return
         arrived = self._in_flight.wait()
-        waiting, self._waiting, self._in_flight = self._waiting, [], None
+        waiting = self._waiting
+        self._waiting = []
+        self._in_flight = None
         for of, at, present in waiting:
-            local, tensor = arrived[at], of()
+            local = arrived[at]
+            tensor = of()
             if present is not None:
                 local = present.add_(local)
             if tensor is not None:

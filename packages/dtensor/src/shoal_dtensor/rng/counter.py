@@ -52,7 +52,8 @@ def fill_counter(
             fill = fill._replace(args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
         local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
     if not shape:
-        shape, box = (1,), ((0, 1),)
+        shape = (1,)
+        box = ((0, 1),)
     low, high = box[-1]
     # numbers of the box's rows among the global ones
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)
@@ -95,7 +96,8 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of each block; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
     first, second = (partial(_arg, fill, position) for position in (0, 1))
     # of the two values of a block that need more than 32 bits
-    high, low = words[..., 0::2], words[..., 1::2]
+    high = words[..., 0::2]
+    low = words[..., 1::2]
 
     def opened() -> Tensor:
         """Two values a block, in the open interval (0, 1), from 52 bits each."""
@@ -105,15 +107,20 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
         """Box and Muller's transform, in float64."""
         if dtype == torch.float64:
             both = opened()
-            uniform, turn = both[..., :1], both[..., 1:]
+            uniform = both[..., :1]
+            turn = both[..., 1:]
         else:
-            uniform, turn = high.double().add_(0.5).mul_(_WORD), low.double().mul_(_WORD)
-        radius, angle = uniform.log().mul_(-2.0).sqrt_(), turn * (2.0 * math.pi)
+            uniform = high.double().add_(0.5).mul_(_WORD)
+            turn = low.double().mul_(_WORD)
+        radius = uniform.log().mul_(-2.0).sqrt_()
+        angle = turn * (2.0 * math.pi)
         return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)], -1).flatten(-2)
 
     match fill.name:
         case "uniform_":
-            start, stop, bits = first(0.0), second(1.0), _BITS[dtype]
+            start = first(0.0)
+            stop = second(1.0)
+            bits = _BITS[dtype]
             # 32 + 21 of 53 bits; f32: the upper 24 bits
             units = (high << 21) + (low >> 11) if bits > 32 else words >> (32 - bits)
             values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
@@ -189,8 +196,11 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
     for _ in range(_ROUNDS):
         # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask
         # drops the sign.
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = ((right >> 32) & _MASK) ^ c1 ^ k0, right & _MASK
-        c2, c3 = ((left >> 32) & _MASK) ^ c3 ^ k1, left & _MASK
+        left = c0 * _MULTIPLIERS[0]
+        right = c2 * _MULTIPLIERS[1]
+        c0 = ((right >> 32) & _MASK) ^ c1 ^ k0
+        c1 = right & _MASK
+        c2 = ((left >> 32) & _MASK) ^ c3 ^ k1
+        c3 = left & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return [c0, c1, c2, c3]

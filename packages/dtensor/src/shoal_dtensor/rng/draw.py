@@ -50,9 +50,12 @@ def draw(
             return local
         if mode.mode == "counter":
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
-            fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
+            fill_counter(
+                local, tuple(spec.shape), box, fill, key=key_of(generator), operand=operand
+            )
             return local
-        memory, names = memory_order_of(spec), spec.mesh.axis_names
+        memory = memory_order_of(spec)
+        names = spec.mesh.axis_names
         asked = {
             spec.mesh.axis_index(axis) for axis in mode.axes if axis in (*names, *range(len(names)))
         }
@@ -64,7 +67,7 @@ def draw(
             memory, number = _own_part(memory, spec, spec.coordinate, axes)
             low, high, *_ = philox((number, len(axes), 0, 0), key)
             generator = torch.Generator(local.device).manual_seed((high << 31) ^ low)
-        fill_stream(local, memory, fill, generator, operand)
+        fill_stream(local, memory, fill, generator, operand=operand)
     return local
 
 
@@ -92,10 +95,12 @@ def _own_part(
     memory: MemoryOrder, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[MemoryOrder, int]:
     """What the ranks at this rank's coordinates on `axes` hold together, as one tensor, and the number of these."""
-    shape, box = [], []
+    shape = []
+    box = []
     for dim in memory.order:
         sharding = spec.dim_sharding(dim)
-        own, sizes = sharding.index(coordinate), sharding.sizes
+        own = sharding.index(coordinate)
+        sizes = sharding.sizes
         # numbers of the shards that these ranks hold, of all that the dim's axes make
         held = [
             shard

@@ -37,7 +37,8 @@ class MemoryOrder(NamedTuple):
         """The shortest flat range `[first, last + 1)` of the walk that has the whole box; `(0, 0)` for an empty box."""
         if volume(self.box) == 0:
             return 0, 0
-        first = last = 0
+        first = 0
+        last = 0
         for (start, stop), n in zip(self.box, self.shape, strict=True):
             first, last = first * n + start, last * n + stop - 1  # columns 2:4 of (3, 4): 2 and 11
         return first, last + 1

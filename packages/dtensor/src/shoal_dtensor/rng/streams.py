@@ -160,13 +160,14 @@ def fill_cpu(
             fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype
         )
     if law is None:
-        fill_whole(local, memory, fill, generator, operand)
+        fill_whole(local, memory, fill, generator, operand=operand)
         return
     scratch = _scratch((CHUNK + law.unit,), local, memory.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
     target = memory.arranged(local)
     first, last = memory.span
-    drawn = start = 0
+    drawn = 0
+    start = 0
     while start < memory.numel:
         # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16
         # are two chunks.
@@ -175,14 +176,17 @@ def fill_cpu(
             # 65536 float32 uniform values: as many words
             skip_words((start - drawn) * law.words, generator)
             # up to 65536 + 15 elements in units of 16
-            drawn, length = stop, stop - start
+            drawn = stop
+            length = stop - start
             if odds is not None and operand is not None:
                 for part, own in stretches(
-                    memory.shape, memory.box, start, stop, odds, memory.arranged(operand)
+                    memory.shape, memory.box, start, stop, flat=odds, held=memory.arranged(operand)
                 ):
                     part.copy_(own)
             fill(scratch[:length], generator, None if odds is None else odds[:length])
-            for part, own in stretches(memory.shape, memory.box, start, stop, scratch, target):
+            for part, own in stretches(
+                memory.shape, memory.box, start, stop, flat=scratch, held=target
+            ):
                 own.copy_(part)
         start = stop
 
@@ -266,7 +270,7 @@ def fill_cuda(
     if operand is None and memory.numel < _INDEX_LIMIT:
         rounds = rounds_of(fill, local.dtype, local.device, residue)
     if rounds is None or memory.numel <= rounds.size:
-        fill_whole(local, memory, fill, generator, operand)
+        fill_whole(local, memory, fill, generator, operand=operand)
         return
     target = memory.arranged(local)
     generator = (
@@ -287,8 +291,8 @@ def fill_cuda(
                 memory.box,
                 begin,
                 min(begin + rounds.size, memory.numel),
-                flat,
-                target,
+                flat=flat,
+                held=target,
             )
         ]
         if mine:

@@ -76,9 +76,12 @@ class Relocation:
         *,
         moves: bool = True,
     ) -> None:
-        self.spec, self.dim, self.moves = spec, dim, moves
+        self.spec = spec
+        self.dim = dim
+        self.moves = moves
         self.index: int = shard_index(spec, dim)
-        sizes, mine = spec.sizes(dim), places[self.index]
+        sizes = spec.sizes(dim)
+        mine = places[self.index]
         self.size: int = sizes[self.index]
         # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
         self.wanted: Interval = wanted[self.index]
@@ -234,16 +237,17 @@ def windows_of(
     """The windows along every spatial dim, the last ones, of a call with a stride, a padding and perhaps a dilation."""
     count = len(kernel)
     stride = per_dim(call, "stride", count) if call["stride"] else kernel
-    padding, dilation = per_dim(call, "padding", count), per_dim(call, "dilation", count)
+    padding = per_dim(call, "padding", count)
+    dilation = per_dim(call, "dilation", count)
     return {
         d: Windows(
             source.shape[d],
             result.shape[d],
             kernel[i],
             stride[i],
-            padding[i],
-            dilation[i],
-            transposed,
+            padding=padding[i],
+            dilation=dilation[i],
+            transposed=transposed,
         )
         for i, d in enumerate(range(source.ndim - count, source.ndim))
     }
@@ -310,12 +314,14 @@ class Halos:
         self._widths: dict[int, tuple[int, int]] = {}
         # The sizes of the shard with its halos and with what is beyond the ends of the input, and
         # where it begins.
-        self.shape, self.first = [*spec.local_shape], [0] * spec.ndim
+        self.shape = [*spec.local_shape]
+        self.first = [0] * spec.ndim
         for dim, along in windows.items():
             if not spec.dim_shardings[dim].axes:
                 continue
             sharding = spec.dim_sharding(dim)
-            places, wanted = [(start,) for start in sharding.offsets], _wanted(along, sharding)
+            places = [(start,) for start in sharding.offsets]
+            wanted = _wanted(along, sharding)
             exchange = Relocation(spec, dim, places, wanted, moves=_reads_others(along, sharding))
             begin, end = along(sharding).interval_of(exchange.index)
             # kernel 3, padding 1, outputs 0:4: rows -1:5
@@ -324,7 +330,9 @@ class Halos:
             start, stop = along.reached((first, last)) if along.transposed else (begin, end)
             self.exchanges[dim] = exchange
             self._widths[dim] = start - begin, end - stop  # of 0:4, -1:6: (-1, -2)
-            self.first[dim], self.shape[dim] = first, last - first  # rows -1:5: from -1, 6 of them
+            # rows -1:5: from -1, 6 of them
+            self.first[dim] = first
+            self.shape[dim] = last - first
 
     def __bool__(self) -> bool:
         return bool(self.exchanges)

@@ -49,11 +49,11 @@ def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: boo
         return around(cls, local, plan.dst, False)
     if is_observed():
         with purpose(plan.purpose):
-            return _arriving(cls, tensor, plan, local, async_op)
+            return _arriving(cls, tensor, plan, local, async_op=async_op)
     if plan.note is not None:
         # `with purpose(...)` takes half a microsecond more
         note(plan.note)
-    return _arriving(cls, tensor, plan, local, async_op)
+    return _arriving(cls, tensor, plan, local, async_op=async_op)
 
 
 def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
@@ -61,10 +61,10 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
     check_recorded("redistribute", local)
     batch = current_batch()
     if batch is not None:
-        return queued(cls, batch, plan, local, tensor)
+        return queued(cls, batch, plan, local, source=tensor)
     if async_op:
         alone = CoalescedBatch()
-        result = queued(cls, alone, plan, local, tensor)
+        result = queued(cls, alone, plan, local, source=tensor)
         alone.start()
         return result
     return around(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
@@ -130,7 +130,8 @@ class FromLocal(Function):
         spec: Spec,
         grad_placements: Sequence[Placement] | None,
     ) -> Any:
-        ctx.spec, ctx.cls = spec, cls
+        ctx.spec = spec
+        ctx.cls = cls
         ctx.gradient = (
             gradient_spec(spec)
             if grad_placements is None
@@ -213,7 +214,9 @@ class Redistribute(Function):
     ) -> Any:
         forward_dtype, backward_dtype = dtypes
         source: Spec = tensor._spec
-        ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
+        ctx.source = source
+        ctx.cls = cls
+        ctx.dtypes = (backward_dtype, forward_dtype)
         local: torch.Tensor = tensor._local_tensor
         if forward_dtype is not None and forward_dtype != local.dtype:
             local = local.to(forward_dtype)

@@ -68,8 +68,14 @@ class DTensor(torch.Tensor):
     __torch_function__: Any = disabled_torch_function
     split = split
     _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
-    data_ptr = storage = _typed_storage = share_memory_ = __dlpack__ = serialization.refuse_memory
-    apply_ = map_ = map2_ = serialization.refuse_memory
+    data_ptr = serialization.refuse_memory
+    storage = data_ptr
+    _typed_storage = data_ptr
+    share_memory_ = data_ptr
+    __dlpack__ = data_ptr
+    apply_ = serialization.refuse_memory
+    map_ = apply_
+    map2_ = apply_
     untyped_storage = serialization.storage_for_compilers
     fsdp_pre_all_gather: property = property(serialization.refuse_fsdp)
     _op_dispatcher = Absent(
@@ -159,7 +165,13 @@ class DTensor(torch.Tensor):
                 shard_order,
             )
         spec, local = global_spec(
-            local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check
+            local_tensor,
+            mesh,
+            placements,
+            shape,
+            stride=stride,
+            shard_order=shard_order,
+            run_check=run_check,
         )
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
             # what ranks hold of a norm is not negative
@@ -171,12 +183,10 @@ class DTensor(torch.Tensor):
                 "grad_placements",
                 grad_placements,
                 (tuple, list, type(None)),
-                "a list",
+                expected="a list",
             )
-            # of torch
-            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]
-        # it makes the class it is given
-        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]
+            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
+        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`placements -> V`: this rank's shard; differentiable.
@@ -221,18 +231,20 @@ class DTensor(torch.Tensor):
         if forward_dtype is not None or backward_dtype is not None:
             for dtype in (forward_dtype, backward_dtype):
                 check_type(
-                    "redistribute", "a dtype", dtype, (torch.dtype, type(None)), "a torch.dtype"
+                    "redistribute",
+                    "a dtype",
+                    dtype,
+                    (torch.dtype, type(None)),
+                    expected="a torch.dtype",
                 )
         if torch.is_grad_enabled() and self.requires_grad:
             dtypes = (forward_dtype, backward_dtype)
-            # of torch
-            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]
+            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
         source = (
             self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         )
         target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
-        # gives the class it gets
-        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]
+        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`any -> R -> V`: the global tensor on every rank; differentiable.
@@ -251,8 +263,7 @@ class DTensor(torch.Tensor):
             install_gradient_hook(DTensor, self)
         return self
 
-    # returns the tensor
-    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]
+    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Have `hook` see the gradient, and replace it where it returns another one.
@@ -271,8 +282,7 @@ class DTensor(torch.Tensor):
         """
         if not is_tracing():
             hook = CheckedHook(DTensor, self._spec, hook, self.is_leaf)
-        # torch gives it no types
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     @property
     def data(self) -> Any:
@@ -291,7 +301,8 @@ class DTensor(torch.Tensor):
 
     def _become(self, local: torch.Tensor, spec: Spec) -> None:
         """Take another local shard and layout; torch knows shape and dtype already."""
-        self._local_tensor, self._spec = local, spec
+        self._local_tensor = local
+        self._spec = spec
         if self.requires_grad and self.is_leaf:
             install_gradient_hook(DTensor, self)
 
@@ -348,8 +359,7 @@ class DTensor(torch.Tensor):
         return f"DTensor(local_tensor={self._local_tensor!r}, device_mesh={spec.mesh}, placements={spec.placements})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        # gives the class it gets
-        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]
+        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return serialization.reduce(DTensor, self)
@@ -374,7 +384,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
-        spec = serialization.of_wrapper(spec, local, size, stride, is_parameter)
+        spec = serialization.of_wrapper(spec, local, size, stride, is_parameter=is_parameter)
         return DTensor(local, spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -410,16 +420,14 @@ class _Pending(DTensor):
     __slots__ = ()
 
     @property
-    # the slot, which has the batch until it arrives
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, which has the batch until it arrives
         DTensor.local_slot.__get__(self).flush()
         return DTensor.local_slot.__get__(self)  # type: ignore[no-any-return]  # a slot has no type
 
     def arrive(self, local: torch.Tensor) -> None:
         """Take the local tensor."""
         DTensor.local_slot.__set__(self, local)
-        # same layout, and nothing is pending any more
-        self.__class__ = DTensor  # type: ignore[assignment]
+        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
 
 
 def run_on_pending(
@@ -431,7 +439,7 @@ def run_on_pending(
 ) -> Any:
     """Run an operator on tensors that are under way, or put it off with them."""
     waiting = None if kwargs else postponed(DTensor, op, args)
-    return dispatch(DTensor, op, types, args, kwargs) if waiting is None else waiting
+    return dispatch(DTensor, op, types, args, kwargs=kwargs) if waiting is None else waiting
 
 
 # Bound rather than called from a method, which would take 0.1 us more.
@@ -440,8 +448,7 @@ _Pending.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
 DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
-# a property for a slot
-_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]
+_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
 
 
 @whole_when_compiled
@@ -461,7 +468,7 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
     """
     # hot loops of lowered modules ask for every parameter
     if type(tensor) is not DTensor:
-        check_type("local_shard", "tensor", tensor, DTensor, "a DTensor")
+        check_type("local_shard", "tensor", tensor, DTensor, expected="a DTensor")
     return tensor._local_tensor
 
 

@@ -188,7 +188,8 @@ def in_groups(
 
 # --- to the layout of the leaf --------------------------------------------------------------------
 
-_DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+_DETACH = torch.ops.aten.detach.default
+_ADD_ = torch.ops.aten.add_.Tensor
 # what autograd calls to keep a gradient, as torch names them
 ACCUMULATION = ("aten::detach", "aten::add_.Tensor")
 
@@ -269,8 +270,7 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
         if type(hook) is ParameterGradientHook:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)
             return
-    # no types
-    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]
+    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
 
 
 class GradientBatch(CoalescedBatch):
@@ -283,7 +283,7 @@ class GradientBatch(CoalescedBatch):
         """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
         if not plan.collectives or plan.bytes_sent > BUCKET:
             return redistributed(cls, grad, plan.dst)
-        result = queued(cls, self, plan, grad._local_tensor, grad)
+        result = queued(cls, self, plan, grad._local_tensor, source=grad)
         self.bytes += plan.bytes_sent
         # counted on the busiest rank, so all ranks agree
         if self.bytes >= BUCKET:
@@ -303,7 +303,8 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     """What autograd does with a gradient that is under way, put off until it arrives; None for anything else."""
     if (op is not _DETACH and op is not _ADD_) or type(args[-1]) is not cls.pending:
         return None
-    target, coming = args[0], args[-1]
+    target = args[0]
+    coming = args[-1]
     batch = cls.local_slot.__get__(coming)
     at = batch.position_of(coming) if isinstance(batch, GradientBatch) else None
     if at is None:

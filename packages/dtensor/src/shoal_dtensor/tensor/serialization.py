@@ -38,7 +38,8 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
     if known is not None:
         return known
     local = copy.deepcopy(tensor._local_tensor, memo)
-    result = memo[id(tensor)] = cls(local, tensor._spec, requires_grad=tensor.requires_grad)
+    result = cls(local, tensor._spec, requires_grad=tensor.requires_grad)
+    memo[id(tensor)] = result
     result.__dict__.update(copy.deepcopy(_attributes(tensor), memo))
     # as torch copies parameters
     if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):
@@ -73,8 +74,8 @@ def rebuild(  # what a file holds, in its order
     what was saved, and since a file has one rank's shard: another rank's is another one of the same
     shape.
     """
-    check_type("DTensor from a file", "its spec", spec, Spec, "a Spec")
-    check_type("DTensor from a file", "its shard", local, torch.Tensor, "a tensor")
+    check_type("DTensor from a file", "its spec", spec, Spec, expected="a Spec")
+    check_type("DTensor from a file", "its shard", local, torch.Tensor, expected="a tensor")
     if tuple(place) != _place(spec):
         raise PlacementError(
             f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at "
@@ -131,8 +132,7 @@ def checkpoint_chunks(tensor: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     # torch's LocalShardsWrapper holds several shards
     if hasattr(local, "__create_chunk_list__"):
-        # the protocol of checkpoints
-        return local.__create_chunk_list__()  # type: ignore[no-any-return]
+        return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
     return chunks_of(box for box, _ in _boxes(tensor._spec))
 
 
@@ -155,8 +155,7 @@ def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
         refuse_partial(tensor)
-        # the protocol of checkpoints
-        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]
+        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
     return write_items(fqn, checkpoint_chunks(tensor), torch.Size(tensor._spec.shape), local)
 
 
@@ -183,8 +182,7 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
-        # the protocol of checkpoints
-        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]
+        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
     boxes = _boxes(tensor._spec)
     for box, place in boxes:
         if (

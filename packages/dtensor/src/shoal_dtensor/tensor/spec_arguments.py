@@ -88,7 +88,14 @@ def _target(
                 f"{source!r}; a value becomes partial only as the result of an operator or of "
                 "from_local"
             )
-    return Spec(target_mesh, placements, source.shape, source.stride, source.dtype, shard_order)
+    return Spec(
+        target_mesh,
+        placements,
+        source.shape,
+        source.stride,
+        dtype=source.dtype,
+        shard_order=shard_order,
+    )
 
 
 def global_spec(  # noqa: PLR0913  # the arguments of from_local
@@ -102,13 +109,13 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     run_check: bool,
 ) -> tuple[Spec, torch.Tensor]:
     """The spec of the DTensor that `local` is this rank's shard of, and the local tensor to use."""
-    check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, "a plain tensor")
+    check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, expected="a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
     even = shape is None and not run_check
     if shape is not None:
-        check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
+        check_type("DTensor.from_local", "shape", shape, (tuple, list), expected="integers")
         shape = tuple(shape)
     if run_check and mesh.get_coordinate() is not None:
         agreed = layout_of_ranks(
@@ -121,7 +128,9 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         for axis, placement in enumerate(agreed.placements):
             if isinstance(placement, Replicate):
                 local = broadcast(local, (mesh, axis), src=0)
-        placements, shape, shard_order = agreed.placements, agreed.shape, agreed.shard_order
+        placements = agreed.placements
+        shape = agreed.shape
+        shard_order = agreed.shard_order
     assert even or shape is not None, "a rank outside the mesh needs the shape"
     facts = (mesh, placements, local.shape, local.stride(), local.dtype, shape, stride, shard_order)
     try:
@@ -169,16 +178,18 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
         "shard_order",
         shard_order,
         (tuple, list, type(None)),
-        "pairs (dim, mesh axes)",
+        expected="pairs (dim, mesh axes)",
     )
     shape = _global_shape(local_shape, placements, mesh.shape) if shape is None else shape
-    normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
+    normal, order = normalize_placements(
+        placements, mesh.shape, len(shape), shard_order, shape=shape
+    )
     # dims in memory in the order of the local tensor's
     if not stride and not is_contiguous(local_shape, local_stride):
         stride = dense_stride(
             shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d)))
         )
-    spec = Spec(mesh, normal, shape, stride or None, dtype, order)
+    spec = Spec(mesh, normal, shape, stride or None, dtype=dtype, shard_order=order)
     if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh "
@@ -193,7 +204,8 @@ def _global_shape(
     local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> list[int]:
     """The shape of a tensor of even shards; dims whose placements say the sizes of all shards have these together."""
-    shape, ndim = list(local_shape), len(local_shape)
+    shape = list(local_shape)
+    ndim = len(local_shape)
     lengths: dict[int, int] = {}
     for placement, ways in zip(placements, mesh_shape, strict=False):
         if isinstance(placement, Shard | StridedShard) and -ndim <= placement.dim < ndim:
@@ -255,7 +267,7 @@ def layout_of_ranks(
             "every rank has a summand"
         )
     shapes = {coordinate: tuple(sizes[:ndim]) for coordinate, (_, ndim, *sizes) in rows.items()}
-    return _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order)
+    return _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order=shard_order)
 
 
 def _layout_of_shapes(
@@ -271,8 +283,11 @@ def _layout_of_shapes(
             f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims"
         )
     even = _global_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
-    normal, order = normalize_placements(placements, mesh.shape, len(first), shard_order, even)
-    result, total = list(normal), _global_shape(first, normal, mesh.shape)
+    normal, order = normalize_placements(
+        placements, mesh.shape, len(first), shard_order, shape=even
+    )
+    result = list(normal)
+    total = _global_shape(first, normal, mesh.shape)
     for dim, axes in order:
         if any(isinstance(normal[axis], StridedShard) for axis in axes):
             continue
@@ -286,7 +301,7 @@ def _layout_of_shapes(
         total[dim] = sharding.length
         for axis, placement in sharding.placements(dim).items():
             result[axis] = placement
-    spec = Spec(mesh, result, total, None, dtype, order)
+    spec = Spec(mesh, result, total, None, dtype=dtype, shard_order=order)
     for coordinate, shape in shapes.items():
         if (expected := spec.local_shape_at(coordinate)) != shape:
             raise PlacementError(

@@ -83,7 +83,8 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
     after: dict[int, Tensor] = {}
     for rank, work in kernels.items():
-        got, call = buffers[rank], work.collective
+        got = buffers[rank]
+        call = work.collective
         if call is not None:
             coordinate = mesh.coordinate_of(rank) or ()
             group = list(call.ranks) or [
@@ -194,7 +195,8 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     }
     filled = {place: torch.zeros(spec.shape, dtype=torch.bool) for place in terms}
     for c, shard in zip(coordinates(spec), shards, strict=True):
-        where, wanted = _where(spec, c), tuple(spec.local_shape_at(c))
+        where = _where(spec, c)
+        wanted = tuple(spec.local_shape_at(c))
         assert shard.shape == wanted, f"rank at {c}: {tuple(shard.shape)}, spec says {wanted}"
         place = tuple(c[axis] for axis in partials)
         seen = filled[place][where]
@@ -243,7 +245,9 @@ def random_terms(
     op: str, value: Tensor, n: int, generator: Generator | None = None
 ) -> list[Tensor]:
     """`n` tensors whose reduction by `op` is `value`; not of a dtype that has none, as truth values have no sums."""
-    order, is_bool, is_complex = norm_order(op), value.dtype == torch.bool, value.is_complex()
+    order = norm_order(op)
+    is_bool = value.dtype == torch.bool
+    is_complex = value.is_complex()
     has_fractions = value.is_floating_point() or is_complex
     refused = {
         "sum": is_bool,

@@ -95,10 +95,8 @@ def validate(
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
-    trial, report = (
-        CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel),
-        Report(),
-    )
+    trial = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel)
+    report = Report()
     # started for each case, they take as long as it
     with ThreadPoolExecutor(max((4, *ways))) as trial.threads:
         for row in trial.rows:
@@ -189,7 +187,9 @@ class CallTrial:
         exact: bool = True,
         kernel: Kernel = None,
     ) -> None:
-        self.op, self.rule, self.exact = op, rule, exact
+        self.op = op
+        self.rule = rule
+        self.exact = exact
         self.kwargs: dict[str, Any] = dict(kwargs)
         self.threads: Executor | None = None
         self.meshes_of = cache(thread_meshes)
@@ -202,7 +202,9 @@ class CallTrial:
         self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
         args, kwargs = pytree.tree_map(_meta, (args, self.kwargs))
         outputs = tuple(map(_meta, flatten([self.results[0]])))
-        self.call: OpCall = OpCall(op, args, kwargs, tuple(map(_meta, self.tensors)), outputs)
+        self.call: OpCall = OpCall(
+            op, args, kwargs, tuple(map(_meta, self.tensors)), outputs=outputs
+        )
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
         # Written inputs have the placement of the result already: the propagator refuses other
         # rows.
@@ -315,7 +317,8 @@ class CallTrial:
 
     def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
         """What differs: outputs first, then the inputs that the operator writes."""
-        expected, inputs = list(flatten([self.results[0]])), self.results[1]
+        expected = list(flatten([self.results[0]]))
+        inputs = self.results[1]
         got = [list(flatten([result[0]])) for result in results]
         if (
             not expected
@@ -323,7 +326,8 @@ class CallTrial:
             and any(result[0] != self.results[0] for result in results)
         ):
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
-        after, written = [result[1] for result in results], self.call.written
+        after = [result[1] for result in results]
+        written = self.call.written
         compared = [
             (f"output {i}", value, got, i, local_call.outputs[i])
             for i, value in enumerate(expected)
@@ -341,7 +345,8 @@ class CallTrial:
                 if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)
             ]
             for c in misshapen:
-                shape, dtype = tuple(part_at[c].shape), part_at[c].dtype
+                shape = tuple(part_at[c].shape)
+                dtype = part_at[c].dtype
                 yield f"{name} at {c}: {shape} {dtype}, should be {tuple(spec.local_shape_at(c))} {value.dtype}"
             wide = torch.complex128 if value.is_complex() else torch.float64
             totals = (
@@ -381,7 +386,8 @@ def _layout(
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):
             continue
-        sharding, steps = shardings[axis], meta.shape[entry.dim] // (entry.unit * entry.runs)
+        sharding = shardings[axis]
+        steps = meta.shape[entry.dim] // (entry.unit * entry.runs)
         assert sharding is not None, "a row with sharded entries has a factor"
         if isinstance(sharding, DimSharding) and entry.map is None and sharding.length != steps:
             # The elements of a `foreach` call differ in size.

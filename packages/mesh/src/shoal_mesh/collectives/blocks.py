@@ -62,7 +62,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
 
 def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
-    own, order = comm.rank, calls.group_to_index(comm)
+    own = comm.rank
+    order = calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
     # a rank without any block sends nothing, of any dtype
     if example is None:
@@ -76,7 +77,7 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     def run() -> None:
         into = list(chain.from_iterable(arrivals))
         target = None if traced else _as_one(into)
-        pending = calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
+        pending = calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), out=target)
         if straight:
             _keep(blocks[own], out[own])
         received = pending.wait()
@@ -88,8 +89,10 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     if not observers:
         run()
         return
-    sent, received = _counts(blocks), _counts(out)
-    sent[own] = received[own] = 0
+    sent = _counts(blocks)
+    received = _counts(out)
+    sent[own] = 0
+    received[own] = 0
     # Without a block this rank does not know the dtype.
     tensors = (flat[: sum(sent)],) if any(blocks) or any(out) else ()
     observed(run, "all_to_all_single", comm, tensors, flow=(sent, received))
@@ -243,7 +246,8 @@ def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
     filled = [block for block in blocks if block.numel()]
     if not filled:
         return None
-    first, end = filled[0], filled[0].data_ptr()
+    first = filled[0]
+    end = filled[0].data_ptr()
     width = first.element_size()
     for block in filled:
         if (

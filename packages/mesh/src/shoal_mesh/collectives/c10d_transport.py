@@ -42,7 +42,8 @@ def _with(options: Any, field: str, value: object) -> Any:
     return options
 
 
-_ALL_GATHER, _ALL_TO_ALL = _torch.AllgatherOptions(), _torch.AllToAllOptions()
+_ALL_GATHER = _torch.AllgatherOptions()
+_ALL_TO_ALL = _torch.AllToAllOptions()
 _ALL_REDUCE = {
     op: _with(_torch.AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()
 }
@@ -74,21 +75,21 @@ class C10dTransport(Transport):
     )
 
     def __init__(self, comm: Comm, channel: Channel | None, part_of: str = "") -> None:
-        self._group, self._name, self._channel, self._part_of = (
-            comm.group,
-            comm.name,
-            channel,
-            part_of,
-        )
-        self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
-        self._backends, self._size = comm.backend, comm.size
+        self._group = comm.group
+        self._name = comm.name
+        self._channel = channel
+        self._part_of = part_of
+        self._gloo = comm.on_gloo
+        self._fake = "fake" in comm.backend
+        self._backends = comm.backend
+        self._size = comm.size
         self._kind: Any = type(comm.group)
 
     def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
         """Before a call: record it; of gloo between ranks of one host PeerError if a rank has started another."""
         record(self._name, (kind, tensor.dtype, count, op, root))
         if self._channel is not None and tensor.is_cpu:
-            self._channel.peers.announce(kind, tensor.dtype, count, op, root)
+            self._channel.peers.announce(kind, tensor.dtype, count, op, root=root)
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
         watched = self._gloo and tensor.is_cpu
@@ -139,13 +140,17 @@ class C10dTransport(Transport):
         self._announce(flat, "all_to_all_v", 0)
         # torch's fills what arrives with what is sent, 2.11's with nothing
         if not flat.numel() and self._fake:
-            flat, send = out.zero_(), receive
+            flat = out.zero_()
+            send = receive
         return self._exchange(flat, out, send, receive)
 
     def _exchange(self, tensor: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
-        sent, into = tensor, out
+        sent = tensor
+        into = out
         if tensor.dtype not in PLAIN:
-            width, sent, into = tensor.element_size(), as_bytes(tensor), as_bytes(out)
+            width = tensor.element_size()
+            sent = as_bytes(tensor)
+            into = as_bytes(out)
             send, receive = [n * width for n in send], [n * width for n in receive]
         work = call_of(self._kind, "all_to_all")(
             self._group, into, sent, receive, send, _ALL_TO_ALL
@@ -153,7 +158,7 @@ class C10dTransport(Transport):
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
-        self._announce(tensor, "broadcast", tensor.numel(), "", root)
+        self._announce(tensor, "broadcast", tensor.numel(), "", root=root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
         return self._watched(self._group.broadcast([sent], _FROM(root)), tensor)
 
@@ -165,11 +170,9 @@ class AcrossHosts(C10dTransport):
 
     def __init__(self, comm: Comm, per_host: int) -> None:
         super().__init__(comm, None)
-        self._plain, self._ranks, self._per_host = (
-            C10dTransport(comm, None),
-            sorted(comm.line),
-            per_host,
-        )
+        self._plain = C10dTransport(comm, None)
+        self._ranks = sorted(comm.line)
+        self._per_host = per_host
         self._host, self._own = divmod(comm.group.rank(), per_host)
         # Inside the host and between hosts; none where memory is not shared, None before the first
         # large message.
@@ -210,7 +213,8 @@ class AcrossHosts(C10dTransport):
             # the second cd and gh.
             whole = self._padded(tensor)
             own = whole.new_empty(whole.numel() // self._per_host)
-            length, works = _WINDOW_BYTES // tensor.element_size(), []
+            length = _WINDOW_BYTES // tensor.element_size()
+            works = []
             windows = [
                 *zip(
                     torch.split(whole, length * self._per_host),

@@ -36,7 +36,8 @@ Sync = Literal[False]  # of `async_op`: the result is returned
 Async = Literal[True]  # a `Pending` is
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a
 # third of the time.
-ONE_SHOT_RANKS, ONE_SHOT_BYTES = 8, 1 << 16
+ONE_SHOT_RANKS = 8
+ONE_SHOT_BYTES = 1 << 16
 # Of this size malloc takes new memory from the system each time, page by page as it is first
 # written: 20 ms for 32 MiB, eight times what copying takes. In pages of 2 MiB it takes 3.
 LARGE_BYTES = 32 << 20
@@ -138,7 +139,8 @@ def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
     """The sum of sizes; CollectiveError unless they are one non-negative count per rank."""
     taken = "the sizes of blocks are a sequence of int, one per rank"
     try:
-        total, fits = sum(sizes), len(sizes) == comm.size
+        total = sum(sizes)
+        fits = len(sizes) == comm.size
     except (TypeError, RuntimeError):
         # RuntimeError: of torch's own mesh, of sparse tensors
         raise CollectiveTypeError(f"{taken}, got {kind_of(sizes)} as {name}") from None
@@ -224,7 +226,8 @@ def carrier_of(
 def _connected(comm: Comm, tensor: Tensor) -> Transport:
     """The transport of a communicator in the present world, which over gloo is chosen for the first CPU tensor."""
     # in this order: the group of a new world has no transport yet
-    group, transport = comm.group, comm.transport
+    group = comm.group
+    transport = comm.transport
     if transport is not None:
         return transport
     channel = channel_of(group) if comm.on_gloo and tensor.is_cpu else None
@@ -285,11 +288,13 @@ def all_gather(
 
 def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
     """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
-    largest, rest = max(sizes), rows.shape[1:]
+    largest = max(sizes)
+    rest = rows.shape[1:]
     # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in
     # one step.
     if largest * comm.size > 2 * sum(sizes):
-        flat, arrivals = rows.reshape(-1), [size * prod(rest) for size in sizes]
+        flat = rows.reshape(-1)
+        arrivals = [size * prod(rest) for size in sizes]
         send = [flat.numel()] * comm.size
         pending = all_to_all_v(flat.repeat(comm.size), comm, send, arrivals, background)
         return pending.then(lambda out: out.view(sum(sizes), *rest))
@@ -339,7 +344,8 @@ def all_to_all_v(
     flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False
 ) -> Pending:
     """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
-    order, positions = group_to_index(comm), comm.order
+    order = group_to_index(comm)
+    positions = comm.order
     if positions is not None:
         flat = _reordered(flat, order, send)
     arrivals = [receive[index] for index in order]

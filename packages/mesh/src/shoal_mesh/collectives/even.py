@@ -64,7 +64,7 @@ def all_reduce(
         )
         return reduced(own, comm, how, async_op)
 
-    return collective("all_reduce", tensor, comm, start, async_op, op)
+    return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
 
 
 @overload
@@ -110,7 +110,7 @@ def all_reduce_(
         pending = reduced(own, comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
-    return collective("all_reduce", tensor, comm, start, async_op, op)
+    return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
 
 
 @overload
@@ -151,7 +151,15 @@ def all_gather(
             else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
         )
 
-    return collective("all_gather_into_tensor", source, comm, start, async_op, "", {"dim": dim})
+    return collective(
+        "all_gather_into_tensor",
+        source,
+        comm,
+        start,
+        async_op=async_op,
+        reduce_op="",
+        same={"dim": dim},
+    )
 
 
 @overload
@@ -193,7 +201,15 @@ def reduce_scatter(
     def start() -> Pending:
         return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
 
-    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, {"dim": dim})
+    return collective(
+        "reduce_scatter_tensor",
+        tensor,
+        comm,
+        start,
+        async_op=async_op,
+        reduce_op=op,
+        same={"dim": dim},
+    )
 
 
 @overload
@@ -239,7 +255,9 @@ def all_to_all(
         )
 
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
-    return collective("all_to_all_single", tensor, comm, start, async_op, "", dims)
+    return collective(
+        "all_to_all_single", tensor, comm, start, async_op=async_op, reduce_op="", same=dims
+    )
 
 
 def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
@@ -294,13 +312,12 @@ def reduced_blocks(
 ) -> Pending:
     """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
     if sizes and not calls.are_equal(sizes):
-        largest, own = max(sizes), sizes[comm.rank]
+        largest = max(sizes)
+        own = sizes[comm.rank]
         # padded blocks would send more than an all-reduce
         if largest * comm.size > 2 * sum(sizes):
-            first, whole = (
-                sum(sizes[: comm.rank]),
-                rows.clone(memory_format=torch.contiguous_format),
-            )
+            first = sum(sizes[: comm.rank])
+            whole = rows.clone(memory_format=torch.contiguous_format)
             return reduced(whole, comm, how, background).then(
                 lambda total: total.narrow(0, first, own)
             )

@@ -32,7 +32,8 @@ def _comm(name: str) -> Comm:
     group = _torch.group_by_name(name)
     comm = _COMMS.get(name)
     if comm is None or comm._group is not group:
-        comm = _COMMS[name] = Comm.over(group, ("group",), _torch.ranks_in_order(group))
+        comm = Comm.over(group, ("group",), _torch.ranks_in_order(group))
+        _COMMS[name] = comm
     return comm
 
 
@@ -99,8 +100,7 @@ _LIBRARIES: list[Any] = []
 
 def define_operators() -> None:
     """Make the operators known to torch."""
-    # torch leaves it untyped
-    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for schema, (run, shape) in OPERATORS.items():
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

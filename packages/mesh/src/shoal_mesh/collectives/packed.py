@@ -114,12 +114,12 @@ def _start(
             sizes if order is None else [sizes[index] for index in calls.group_to_index(comm)]
         )
         carrier = calls.carrier_of(comm, tensors[0], op)
-        pending.work = carrier.packed(kind, tensors, receive, of_group, comm.rank, op)
+        pending.work = carrier.packed(kind, tensors, receive, of_group, own=comm.rank, op=op)
         if pending.work is not None:
             return pending
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
     is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
-    message = _in_one_tensor(kind, tensors, comm, sizes, op, background)
+    message = _in_one_tensor(kind, tensors, comm, sizes, op=op, background=background)
     return message.then(
         lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving)
     )
@@ -151,7 +151,7 @@ def _in_one_tensor(
     how = reduction(message.dtype, op)
     if kind == "all_reduce":
         return reduced(message, comm, how, background)
-    return reduced_blocks(message, comm, how, background, sizes)
+    return reduced_blocks(message, comm, how, background, sizes=sizes)
 
 
 # the fields of an event, and how it runs
@@ -205,7 +205,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         totals = start_packed("all_reduce", flat, comm, op=op, background=False).wait()
         return [total.view(tensor.shape) for total, tensor in zip(totals, alike, strict=True)]
 
-    return _coalesced("all_reduce_coalesced", tensors, comm, run, None, op)
+    return _coalesced("all_reduce_coalesced", tensors, comm, run, dim=None, op=op)
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
@@ -244,7 +244,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         sizes = [sum(lengths)] * comm.size
         return start_packed("all_gather", flat, comm, sizes, background=False).then(unpack).wait()
 
-    return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim)
+    return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim=dim)
 
 
 def reduce_scatter_coalesced(
@@ -281,11 +281,11 @@ def reduce_scatter_coalesced(
         rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
         widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
         own = start_packed(
-            "reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False
+            "reduce_scatter", rows, comm, [sum(widths)] * comm.size, op=op, background=False
         ).wait()[0]
         return [
             part.view(each.shape[1:])
             for part, each in zip(torch.split(own, widths), blocks, strict=True)
         ]
 
-    return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim, op)
+    return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim=dim, op=op)

@@ -73,8 +73,7 @@ def all_gather_v(
             f"{tuple(sizes)}"
         )
     if are_equal(sizes):
-        # bool for a literal
-        return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]
+        return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
 
     def start() -> Pending:
         pending = calls.all_gather_v(tensor.movedim(dim, 0), comm, sizes, async_op)
@@ -85,7 +84,9 @@ def all_gather_v(
         "dim": dim,
         "sizes": sizes,
     }
-    return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
+    return collective(
+        "all_gather_into_tensor", tensor, comm, start, async_op=async_op, reduce_op="", same=facts
+    )
 
 
 @overload
@@ -138,16 +139,17 @@ def reduce_scatter_v(
             f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}"
         )
     if are_equal(sizes):
-        # bool for a literal
-        return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]
+        return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
     how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
-        pending = reduced_blocks(tensor.movedim(dim, 0), comm, how, async_op, sizes)
+        pending = reduced_blocks(tensor.movedim(dim, 0), comm, how, async_op, sizes=sizes)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     facts = {"dim": dim, "sizes": sizes}
-    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, facts)
+    return collective(
+        "reduce_scatter_tensor", tensor, comm, start, async_op=async_op, reduce_op=op, same=facts
+    )
 
 
 @overload
@@ -202,7 +204,7 @@ def all_to_all_v(
         return calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
 
     return collective(
-        "all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes)
+        "all_to_all_single", flat, comm, start, async_op=async_op, flow=(send_sizes, recv_sizes)
     )
 
 

@@ -136,8 +136,7 @@ class Comm:
         """
         if WORLDS._default_pg is not self._world and self._place is not None:
             _renew(self)
-        # one under every default group that is not refused
-        return self._group  # type: ignore[return-value]
+        return self._group  # type: ignore[return-value]  # one under every default group that is not refused
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -230,7 +229,8 @@ def note_group(comm: Comm) -> str:
     An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had
     at first.
     """
-    world, groups = require_world(), vars(GROUPS_IN_GRAPHS)
+    world = require_world()
+    groups = vars(GROUPS_IN_GRAPHS)
     if groups.get("") is not world:
         groups.clear()
         groups[""] = world
@@ -317,7 +317,8 @@ def comm_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> 
 
 def _renew(comm: Comm) -> None:
     """Give a communicator its group under the present default group; every rank of it comes here in one order."""
-    world, place = _torch.default_group(), world_place()
+    world = _torch.default_group()
+    place = world_place()
     with _LOCK:
         if comm._world is world:
             return  # another thread was faster
@@ -341,7 +342,10 @@ def _renew(comm: Comm) -> None:
         raise NoGroupError(
             f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again"
         )
-    comm._group, comm.name, comm.transport, comm._world = group, group.group_name, None, world
+    comm._group = group
+    comm.name = group.group_name
+    comm.transport = None
+    comm._world = world
 
 
 def forget_groups() -> None:
@@ -361,7 +365,9 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
             list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world)
         )
         comm._choice = BackendChoice() if own == others else None
-    comm._group, comm.transport, comm._world = None, None, None
+    comm._group = None
+    comm.transport = None
+    comm._world = None
     vars(GROUPS_IN_GRAPHS).clear()
 
 

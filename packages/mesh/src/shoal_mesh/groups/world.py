@@ -74,8 +74,12 @@ def restart_world(
         )
     if world.rank() not in ranks:
         raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
-    size, own, backend = len(ranks), ranks.index(world.rank()), _torch.backend_config(world)
-    store, bound, number = _torch.default_store(), world.bound_device_id, 0
+    size = len(ranks)
+    own = ranks.index(world.rank())
+    backend = _torch.backend_config(world)
+    store = _torch.default_store()
+    bound = world.bound_device_id
+    number = 0
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
         # Counted in the store: processes may have been in other worlds, and have restarted those.
@@ -85,7 +89,7 @@ def restart_world(
             ranks,
             world.rank(),
             span,
-            "restart_world",
+            where="restart_world",
         )
     del world
     # below most modules of this layer: read when it is needed

@@ -30,10 +30,8 @@ def dump_function(function: Any) -> bytes:
         raise MeshTypeError(
             f"{function!r} is a bound method: pass a function and send the object as an argument"
         )
-    module, qualname = (
-        getattr(function, "__module__", None),
-        getattr(function, "__qualname__", None),
-    )
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
     if not module or not qualname or not callable(function):
         raise MeshTypeError(
             "ranks run a function that they can import, or a plain function, got "
@@ -66,7 +64,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is made again; called for all but a few builtin types."""
-        module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+        module = getattr(obj, "__module__", None)
+        qualname = getattr(obj, "__qualname__", None)
         if (
             type(module) is str
             and type(qualname) is str

@@ -168,7 +168,8 @@ class RankPool:
         # True is 1, which the ranks' environment has to say
         self.size = int(size)
         self.backend: str = backend or default_backend(size)
-        self._show_output, self._once = show_output, once
+        self._show_output = show_output
+        self._once = once
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._folder: Path | None = None
@@ -208,8 +209,7 @@ class RankPool:
                     show_output=self._show_output,
                 )
             up: dict[int, tuple[Connection, int]] = {}
-            # accept has no timeout
-            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]  # accept has no timeout
             while len(up) < self.size:
                 try:
                     connection = listener.accept()
@@ -409,7 +409,8 @@ class RankPool:
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._connections, self._pids = [], []
+        self._connections = []
+        self._pids = []
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -172,7 +172,9 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
             job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size
         )
         # A job may end the group at once.
-        meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")
+        meet(
+            PrefixStore(f"{prefix}_met", store), range(size), rank, None, where="the start of a job"
+        )
     torch.manual_seed(0)
     random.seed(0)
     # @given around @on_ranks
@@ -206,7 +208,7 @@ def _failure(error: BaseException) -> Failure:
     except Exception:  # an exception may refuse in any way
         pickled = None
     trace = "".join(traceback.format_exception(error)) + _locals(error.__traceback__)
-    return Failure(kind, str(error), trace, kind in {"SkipTest", "Skipped"}, pickled)
+    return Failure(kind, str(error), trace, kind in {"SkipTest", "Skipped"}, error=pickled)
 
 
 def _locals(trace: TracebackType | None) -> str:
@@ -220,7 +222,8 @@ def _locals(trace: TracebackType | None) -> str:
     if not frames:
         return ""
     short = reprlib.Repr()
-    short.maxother = short.maxstring = 160
+    short.maxother = 160
+    short.maxstring = 160
     lines = []
     for name, value in list(frames[-1].f_locals.items())[:20]:
         try:

@@ -29,8 +29,7 @@ from .rank_layout import (
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
-# torch's arguments, and three that exclude one another in no way
-def init_device_mesh(  # noqa: PLR0913
+def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that exclude one another in no way
     device_type: str,
     mesh_shape: Sequence[int],
     *,
@@ -72,7 +71,8 @@ def init_device_mesh(  # noqa: PLR0913
     require(order, str, "the order of ranks is 'rank' or 'topology'")
     if order not in {"rank", "topology"}:
         raise MeshError(f"the order of ranks is 'rank' or 'topology', got {order!r}")
-    device_type, shape = read_device(device_type), read_shape(mesh_shape)
+    device_type = read_device(device_type)
+    shape = read_shape(mesh_shape)
     names = read_names(mesh_dim_names, len(shape))
     choices = read_backends(backend_override, names, len(shape))
     world = ensure_world(device_type)
@@ -105,7 +105,8 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
         >>> launch(lambda: measured_order((2,)).ranks, 2)[0]
         (0, 1)
     """
-    kind, shape = read_device(device_type), read_shape(mesh_shape)
+    kind = read_device(device_type)
+    shape = read_shape(mesh_shape)
     world = ensure_world(kind)
     check_fits(shape, world.size())
     return order_by_costs(shape, measured_costs(world, own_device(kind)))
@@ -139,14 +140,21 @@ def abstract_mesh(
     """
     sizes = read_shape(shape)
     require(rank, int, "the rank of an abstract mesh is an int")
-    # an abstract class
-    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]
+    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
-    axis_names, device_type = read_names(names, len(sizes)), read_device(device_type)
+    axis_names = read_names(names, len(sizes))
+    device_type = read_device(device_type)
     choices = (BackendChoice(),) * len(sizes)
     return DeviceMesh._of(
-        MeshFields(device_type, Layout.dense(sizes), axis_names, choices, rank, connect)
+        MeshFields(
+            device_type,
+            Layout.dense(sizes),
+            axis_names,
+            choices,
+            abstract_rank=rank,
+            connect=connect,
+        )
     )
 
 

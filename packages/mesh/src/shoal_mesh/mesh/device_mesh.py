@@ -105,7 +105,7 @@ class DeviceMesh(RankGrid):
                 f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, "
                 f"backends {kinds}"
             )
-        self._set(MeshFields(device_type, layout, names, choices, abstract), None)
+        self._set(MeshFields(device_type, layout, names, choices, abstract_rank=abstract), None)
         if _init_backend:
             self._create_groups()
 
@@ -137,10 +137,8 @@ class DeviceMesh(RankGrid):
             >>> launch(example, 2)[0]
             DeviceMesh((dp=2), 'cpu', ranks 0-1)
         """
-        groups, device_type = (
-            [group] if isinstance(group, ProcessGroup) else group,
-            read_device(device_type),
-        )
+        groups = [group] if isinstance(group, ProcessGroup) else group
+        device_type = read_device(device_type)
         require_each(
             groups, ProcessGroup, "from_group takes one process group, or a list with one per axis"
         )
@@ -207,7 +205,8 @@ class DeviceMesh(RankGrid):
         asked = self._asked(axes)
         mesh = self._derived.get(asked)
         if mesh is None:
-            mesh = self._derived[asked] = self._slice(asked)
+            mesh = self._slice(asked)
+            self._derived[asked] = mesh
         return mesh
 
     def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
@@ -304,14 +303,16 @@ class DeviceMesh(RankGrid):
             >>> abstract_mesh((2, 4), ("dp", "tp")).unflatten("tp", (2, 2), ("cp", "tp"))
             DeviceMesh((dp=2, cp=2, tp=2), 'cpu', ranks 0-7, abstract)
         """
-        axis, sizes = self.axis_index(dim), read_sizes(sizes, "sizes")
+        axis = self.axis_index(dim)
+        sizes = read_sizes(sizes, "sizes")
         names = read_names(names, len(sizes))
         if (names is None) != (self.mesh_dim_names is None):
             raise MeshError(
                 f"unflatten of axis {dim!r} of {self!r} into {sizes} needs one name per size, got "
                 f"{names}"
             )
-        layout, root = self._layout.unflatten(axis, sizes), self._get_root_mesh()
+        layout = self._layout.unflatten(axis, sizes)
+        root = self._get_root_mesh()
         before = self.mesh_dim_names or ()
         every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
         every = read_names(every, layout.ndim)

@@ -66,9 +66,14 @@ class RankGrid:
 
     def _set(self, fields: MeshFields, root: Any) -> None:
         """Fill the slots; the only place that does."""
-        self._fields, self._root = fields, root
-        self._layout, self._choices = fields.layout, fields.choices
-        self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
+        self._fields = fields
+        self._root = root
+        self._layout = fields.layout
+        self._choices = fields.choices
+        self._comms = {}
+        self._derived = {}
+        self._flattened = {}
+        self._tensor = None
         self._shared = {} if root is None else root._shared
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
@@ -401,7 +406,8 @@ class RankGrid:
         return f"<table><caption>{escape(repr(self))}</caption>{''.join(lines)}</table>"
 
     def __repr__(self) -> str:
-        names, sizes = self.mesh_dim_names, self.shape
+        names = self.mesh_dim_names
+        sizes = self.shape
         axes = (
             ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
             if names

@@ -41,14 +41,17 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
         """The grid of any distinct ranks in row-major order."""
-        first, step = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        first = ranks[0]
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         line = range(first, first + step * len(ranks), step)  # 1 3 5 7: range(1, 9, 2)
         return cls(tuple(shape), line if all(map(int.__eq__, line, ranks)) else tuple(ranks))
 
     def __setstate__(self, state: Any) -> None:
         """Files written before hold (size, step) pairs of each axis, an offset, and perhaps a list of all ranks."""
         if "axes" in state:
-            axes, offset, listed = state["axes"], state["offset"], state["listed"]
+            axes = state["axes"]
+            offset = state["offset"]
+            listed = state["listed"]
             # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
             pairs = [pair for axis in axes for pair in axis]
             places = [
@@ -147,7 +150,8 @@ class Layout:
     def parallel(self, part: Layout, rank: int) -> Layout:
         """The part with the same steps through another rank: of ranks 4-7 of a 2 x 4 grid, through 1, ranks 0-3."""
         positions = [self.ranks.index(each) for each in part.ranks]
-        first, start = min(positions), self.ranks.index(rank)
+        first = min(positions)
+        start = self.ranks.index(rank)
         offsets = [position - first for position in sorted(positions)]
         # 4-7 and 16-19 of a 2 x 3 x 4 grid: 0 1 2 3 12 13 14 15, a run of 4 by 1, which leaves 0
         # 12, a run of 2 by 12.

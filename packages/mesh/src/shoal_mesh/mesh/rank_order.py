@@ -72,7 +72,8 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     units: list[Unit] = [(rank,) for rank in in_order]
     for size in reversed(shape):
         units = _grouped(units, size, costs)
-    before, after = _by_axis(shape, in_order, costs), _by_axis(shape, units[0], costs)
+    before = _by_axis(shape, in_order, costs)
+    after = _by_axis(shape, units[0], costs)
     # The last axis comes first: what is sent most, for every layer, is sent along it.
     for b, a in zip(reversed(before), reversed(after), strict=True):
         if min(a, b) < _GAIN * max(a, b):
@@ -107,7 +108,8 @@ def _distance(one: Unit, other: Unit, costs: Costs) -> float:
 
 def _grouped(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
     """Groups of so many units: each begun by the first that is left, joined by the nearest, then improved."""
-    groups, left = list[list[Unit]](), list(units)
+    groups = list[list[Unit]]()
+    left = list(units)
     while left:
         group = [left.pop(0)]
         while len(group) < size:
@@ -140,8 +142,10 @@ def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float
     Every rank meets every other one once, and nearly all are busy at any time: n rounds of a few
     milliseconds.
     """
-    size, rank = world.size(), world.rank()
-    own, message = [0.0] * size, torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    size = world.size()
+    rank = world.rank()
+    own = [0.0] * size
+    message = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     for turn in range(size):
         # 5 ranks, turn 1: 0 meets 1, 2 meets 4, and 3 nobody
         other = (turn - rank) % size

@@ -345,7 +345,8 @@ class CommDebugMode(_torch.TorchDispatchMode):
             op = _FUNCTIONAL.get(name, name)
         else:
             label = next((a for a in reversed(args) if isinstance(a, str)), "?")
-            op, size = name.removesuffix("_"), 0
+            op = name.removesuffix("_")
+            size = 0
         sent = args[1] if name in _OUTPUTS_FIRST else args[0]
         tensors = tuple(t for t in _torch.tree_leaves(sent) if isinstance(t, Tensor))
         event = Event(op, SimpleNamespace(axes=(label,), size=size), tensors)

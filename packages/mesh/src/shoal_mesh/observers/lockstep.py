@@ -103,7 +103,7 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
         return
     block = next(_BLOCKS.setdefault(world, count()))
     store = _torch.PrefixStore(f"shoal_lockstep/{block}", _torch.default_store())
-    comparison = _Comparison(store, world.rank(), timeout, every, call_sites)
+    comparison = _Comparison(store, world.rank(), timeout, every, call_sites=call_sites)
     observe(comparison)
     try:
         yield
@@ -134,8 +134,11 @@ class _Comparison:
     def __init__(
         self, store: Store, rank: int, timeout: float, every: int, call_sites: bool
     ) -> None:
-        self._store, self._rank = store, rank
-        self._timeout, self._every, self._call_sites = timeout, every, call_sites
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
+        self._every = every
+        self._call_sites = call_sites
         self._steps: defaultdict[str, Iterator[int]] = defaultdict(count)
         # what all ranks of a communicator have been in together
         self._last: dict[str, str] = {}
@@ -257,13 +260,18 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     It reads `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
     """
     dtypes = tuple([t.dtype for t in event.tensors])
-    facts, where = tuple(event.same.items()), (_call_stack(), call_sites)
-    said, kinds, line = _stated(event.op, event.reduce_op, facts, dtypes, event.purpose, where)
+    facts = tuple(event.same.items())
+    where = (_call_stack(), call_sites)
+    said, kinds, line = _stated(
+        event.op, event.reduce_op, facts, dtypes, purpose=event.purpose, where=where
+    )
     if event.sends is None or event.receives is None:
         return (said, kinds, 0), line
     # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so
     # all flows sum to 0.
-    rank, size, flow = event.comm.rank, event.comm.size, 0
+    rank = event.comm.rank
+    size = event.comm.size
+    flow = 0
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
         flow += _weight(rank * size + other) * sent - _weight(other * size + rank) * expected
     line = f"sends {list(event.sends)}, receives {list(event.receives)}: {line}"
@@ -285,7 +293,8 @@ def _stated(
         f"{os.path.basename(str(path))}:{line}"
         for path, line in zip(stack[::2], stack[1::2], strict=True)
     ]
-    at, names = " < ".join(lines), [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    at = " < ".join(lines)
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     sizes = ", ".join([f"{name} {value}" for name, value in same])
     words = " ".join([word for word in (op, reduce_op, *sorted(set(names)), sizes) if word])
     to_what_end = f", for {purpose}" if purpose else ""

@@ -80,7 +80,8 @@ class StragglerTable:
         collectives: defaultdict[tuple[str, int], list[Call]] = defaultdict(list)
         for own in calls:
             counts: Counter[str] = Counter()
-            spans, free = deque(sorted(span for call in own for span in call.blocked)), 0.0
+            spans = deque(sorted(span for call in own for span in call.blocked))
+            free = 0.0
             for call in own:
                 while spans and spans[0][0] < call.started:
                     free = max(free, spans.popleft()[1])
@@ -89,14 +90,19 @@ class StragglerTable:
                 counts[call.group] += 1
         for together in collectives.values():
             _settle(together)
-        self.calls, self.seconds = [call for own in calls for call in own], max(seconds)
+        self.calls = [call for own in calls for call in own]
+        self.seconds = max(seconds)
         self.held_up = sorted(
             (call for call in self.calls if call.held_up > 0), key=lambda call: -call.held_up
         )
         for own, end in zip(calls, seconds, strict=True):
-            waited, moved = sum(call.waited for call in own), sum(call.moved for call in own)
-            nbytes, held_up = sum(call.nbytes for call in own), sum(call.held_up for call in own)
-            self.ranks.append(RankTimes(end - waited - moved, waited, moved, nbytes, held_up))
+            waited = sum(call.waited for call in own)
+            moved = sum(call.moved for call in own)
+            nbytes = sum(call.nbytes for call in own)
+            held_up = sum(call.held_up for call in own)
+            self.ranks.append(
+                RankTimes(end - waited - moved, waited, moved, nbytes, held_up=held_up)
+            )
 
     @property
     def straggler(self) -> int | None:
@@ -156,7 +162,8 @@ def stragglers() -> Iterator[StragglerTable]:
         >>> launch(example, 2)[0]
         (1, [96, 96])
     """
-    world, table = require_world(), StragglerTable()
+    world = require_world()
+    table = StragglerTable()
     left = []
     for _ in range(_MEETINGS):
         all_gather_objects(world, None)
@@ -209,11 +216,12 @@ def _begun(event: Event, rank: int) -> Call:
         dtype,
         *(str(tuple(tensor.shape)) for tensor in event.tensors),
     ]
-    purpose, line = event.purpose and f", for {event.purpose}", line_of_program()
+    purpose = event.purpose and f", for {event.purpose}"
+    line = line_of_program()
     what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
     _finish_device(event)
     event.started = time.perf_counter()
-    return Call(what, event.comm.name, event.nbytes, event.started, event.waits, rank)
+    return Call(what, event.comm.name, event.nbytes, event.started, blocked=event.waits, rank=rank)
 
 
 def _note_end(event: Event) -> None:

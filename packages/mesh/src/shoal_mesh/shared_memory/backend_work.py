@@ -55,7 +55,10 @@ class BackendWork:
     def __init__(
         self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = ""
     ) -> None:
-        self._work, self._group, self._channel, self._part_of = work, group, channel, part_of
+        self._work = work
+        self._group = group
+        self._channel = channel
+        self._part_of = part_of
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -143,7 +146,8 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
 
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
     """Ranks whose processes have ended or are stopped, and which of it, as far as this machine shows."""
-    here, lost = machine(), {}
+    here = machine()
+    lost = {}
     for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):
         if where == here and here:
             state = state_of(pid)

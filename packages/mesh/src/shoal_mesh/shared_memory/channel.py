@@ -90,7 +90,8 @@ class Stream:
         self.peers.check()
         if self.depth == 1:
             self.wait(FREE)
-        self.open = work = Underway(self, steps)
+        work = Underway(self, steps)
+        self.open = work
         work.advance()
         return work
 
@@ -106,17 +107,19 @@ class Stream:
                 self._views.clear()
             block = count // ways
             first = block * (self.rank if ways > 1 else 0)
-            views = self._views[dtype, count, ways] = [
+            views = [
                 (slots[:, first : first + block], slots[self.rank, :count])
                 for slots in self._slots.view(dtype)
             ]
+            self._views[dtype, count, ways] = views
         self._slot = (self._slot + 1) % self.depth
         return views[self._slot]
 
     def show(self, request: int) -> None:
         record(self.peers.name, request)
         self.round += 1
-        words, line = self.peers.words, self.lines[self.rank]
+        words = self.peers.words
+        line = self.lines[self.rank]
         words[line + 2 + (self.round & 1)] = request
         words[line] = self.round
 
@@ -130,7 +133,8 @@ class Stream:
             for line, rank in self._others:
                 self.peers.wait(line + 1, self.round + 1 - self.depth, rank)
             return
-        words, shown = self.peers.words, self.round
+        words = self.peers.words
+        shown = self.round
         for line, rank in self._others:
             if not shown <= words[line] < BROKEN:
                 self.peers.wait(line, shown, rank)
@@ -146,7 +150,8 @@ class Underway:
     __slots__ = ("_awaited", "_steps", "_stream")
 
     def __init__(self, stream: Stream, steps: Steps) -> None:
-        self._stream, self._steps = stream, steps
+        self._stream = stream
+        self._steps = steps
         # a request, or FREE; None before the first and when it is complete
         self._awaited: int | None = None
 
@@ -162,7 +167,8 @@ class Underway:
 
     def advance(self) -> None:
         """Wait for what the last step has yielded, and take the next one."""
-        stream, awaited = self._stream, self._awaited
+        stream = self._stream
+        awaited = self._awaited
         self._awaited = None  # so it stays if a step raises
         try:
             if awaited is not None:
@@ -189,7 +195,8 @@ class Channel:
     def __init__(
         self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]
     ) -> None:
-        size, head = group.size(), head_bytes(group.size(), len(slots))
+        size = group.size()
+        head = head_bytes(group.size(), len(slots))
         pids = [pid for _, pid in processes_of(group)]
         self.peers: Peers = Peers(group, pids, memoryview(segment)[:head], len(slots))
         self.background: dict[str, Stream] = {}
@@ -221,9 +228,8 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         segment = on_plain_kernels(
             map_segment, group, head_bytes(size, len(slots)) + size * per_rank
         )
-        channel = _CHANNELS[group] = (
-            None if segment is None else on_plain_kernels(Channel, group, segment, slots)
-        )
+        channel = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
+        _CHANNELS[group] = channel
         return channel
 
 
@@ -290,8 +296,7 @@ def all_have(this: object, group: ProcessGroup) -> bool:
     """Whether no rank of the group has None here."""
     have = torch.tensor([int(this is not None)])
     options = AllreduceOptions()
-    # the stub wants the class around the enum
-    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]
+    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
     group.allreduce([have], options).wait()
     return bool(have.item())
 

@@ -48,7 +48,8 @@ class SharedMemoryTransport(Transport):
     __slots__ = ("_backend", "_channel", "_stream")
 
     def __init__(self, channel: Channel, backend: Transport, stream: Stream | None = None) -> None:
-        self._channel, self._backend = channel, backend
+        self._channel = channel
+        self._backend = backend
         self._stream: Stream = channel.foreground if stream is None else stream
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
@@ -65,14 +66,14 @@ class SharedMemoryTransport(Transport):
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
         stream = self._stream
         if background or stream.size == 2 or tensor.nbytes <= _ONE_ROUND_SUM_BYTES:
-            return stream.start(_in_windows(stream, "all_reduce", tensor, tensor, op))
+            return stream.start(_in_windows(stream, "all_reduce", tensor, tensor, op=op))
         return stream.start(_all_reduce(stream, [tensor], op, None))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Underway:
         return self._stream.start(_in_windows(self._stream, "all_gather", tensor, out))
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Underway:
-        return self._stream.start(_in_windows(self._stream, "reduce_scatter", tensor, out, op))
+        return self._stream.start(_in_windows(self._stream, "reduce_scatter", tensor, out, op=op))
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Underway:
         return self._stream.start(_in_windows(self._stream, "all_to_all", tensor, out))
@@ -119,9 +120,10 @@ def _in_windows(
     There is one row, or one for each rank, which reads that with its number; the root of a
     broadcast alone shows one.
     """
-    shown, into = _movable(tensor), _movable(out)
+    shown = _movable(tensor)
+    into = _movable(out)
     ways = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
-    what = request(kind, shown.dtype, shown.numel(), op, root or 0)
+    what = request(kind, shown.dtype, shown.numel(), op, root=root or 0)
     # 10 elements, of an all-to-all of 2: rows of 5
     length = shown.numel() // ways
     # slots of 1 MiB, float32, 2 rows: 131072
@@ -151,7 +153,9 @@ def _exchange(
     What the others have to read of it follows from the counts of bytes that ranks say in the first
     round.
     """
-    width, window, said = flat.element_size(), stream.slot_bytes, stream.peers.said
+    width = flat.element_size()
+    window = stream.slot_bytes
+    said = stream.peers.said
     # a rank without any element may not know the dtype
     flat, out = as_bytes(flat), as_bytes(out)
     # 3 of float32: 12 bytes
@@ -161,7 +165,8 @@ def _exchange(
     sources: list[tuple[int, int, int]] = []
     # receive 3, 1, 2: 0, 3, 4
     arrived = [end - count for end, count in zip(accumulate(receive), receive, strict=True)]
-    a, longest = 0, 1
+    a = 0
+    longest = 1
     while a < longest:
         shown = flat[a : a + window]
         slots, own = stream.slots(flat.dtype, window)
@@ -184,7 +189,9 @@ def _exchange(
                     sources.append((rank, first, first + count))
             longest = max(total for *_, total in counts)
         for rank, first, last in sources:
-            low, high = max(first, a), min(last, a + window)  # block 3:9, window 4:8: 4:8
+            # block 3:9, window 4:8: 4:8
+            low = max(first, a)
+            high = min(last, a + window)
             if low < high:
                 # block 3:9 from 4 on: 1 behind its begin
                 place = arrived[rank] + low - first
@@ -223,16 +230,22 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
 
     Of a gather `counts[i]` are the elements of rank i, of a reduce-scatter those of block i.
     """
-    own, dtype = Packer(tensors), tensors[0].dtype
+    own = Packer(tensors)
+    dtype = tensors[0].dtype
     del tensors
-    gathers, start, window_bytes = kind == "all_gather", sum(counts[:block]), stream.slot_bytes
+    gathers = kind == "all_gather"
+    start = sum(counts[:block])
+    window_bytes = stream.slot_bytes
     # counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are reduced
     # on rank 1.
-    spans, length = [(0, n) for n in counts], max(counts)
+    spans = [(0, n) for n in counts]
+    length = max(counts)
     if not gathers:
-        spans, length = [(start, start + counts[block])], own.length
+        spans = [(start, start + counts[block])]
+        length = own.length
         window_bytes = min(window_bytes, _PACKED_WINDOW_BYTES)
-    what, window = request(kind, dtype, sum(counts), op), window_bytes // dtype.itemsize
+    what = request(kind, dtype, sum(counts), op)
+    window = window_bytes // dtype.itemsize
     out: list[Tensor] = []
     for a in range(0, max(length, 1), window):
         if a and stream.depth == 1:
@@ -250,7 +263,9 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
             return
         out = out or [torch.empty(last - first, dtype=dtype) for first, last in spans]
         for i, (first, last) in enumerate(spans):
-            low, high = max(a, first), min(b, last)  # 2:7, of which a window 4:8 brings 4:7
+            # 2:7, of which a window 4:8 brings 4:7
+            low = max(a, first)
+            high = min(b, last)
             if low < high and gathers:
                 out[i][low:high].copy_(slots[i, low - a : high - a])
             elif low < high:
@@ -267,7 +282,8 @@ def _all_reduce(
     rounds a window: every rank reduces the part with its number, and reads the parts of all.
     """
     given = tensors if receive else [_flat(tensor) for tensor in tensors]
-    own, dtype = Packer(given), given[0].dtype
+    own = Packer(given)
+    dtype = given[0].dtype
     totals = [torch.empty(0, dtype=dtype) for _ in given] if receive else list(given)
     del tensors, given
 
@@ -326,10 +342,12 @@ def _pieces(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, i
     i = bisect_right(ends, start)
     # window 2:6: 2:3 of the first tensor, 0:3 of the second
     while start < stop:
-        begin, end = ends[i - 1] if i else 0, min(ends[i], stop)
+        begin = ends[i - 1] if i else 0
+        end = min(ends[i], stop)
         if start < end:
             yield i, start - begin, end - begin
-        start, i = end, i + 1
+        start = end
+        i = i + 1
 
 
 class Packer:

@@ -68,7 +68,8 @@ class Peers:
         self.words = memory.cast("Q")
         self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
         self.name: str = group.group_name
-        self._group, self._pids = weakref.ref(group), pids
+        self._group = weakref.ref(group)
+        self._pids = pids
         pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
         # by stream and rank
         self.lines = [[page + LINE * i for page in pages] for i in range(streams)]
@@ -106,7 +107,8 @@ class Peers:
             self._failure = kind(
                 text + dump(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks)
             )
-            said, as_it_is = reason or text, kind is LockstepError
+            said = reason or text
+            as_it_is = kind is LockstepError
             data = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(data) > REASON_BYTES - 2:
                 data = json.dumps(
@@ -116,7 +118,8 @@ class Peers:
             own[2 : 2 + len(data)] = data
             own[:2] = len(data).to_bytes(2, "little")
             for lines in self.lines:
-                self.words[lines[self.rank]] = self.words[lines[self.rank] + 1] = BROKEN
+                self.words[lines[self.rank]] = BROKEN
+                self.words[lines[self.rank] + 1] = BROKEN
         return type(self._failure)(str(self._failure), self._failure.ranks)
 
     def _seen(self) -> dict[int, str]:
@@ -135,7 +138,9 @@ class Peers:
     def heard(self, rank: int) -> PeerError:
         """The error for a rank of the group that has given up; it says why."""
         length = int.from_bytes(self._reasons[rank][:2], "little")
-        reason, ranks, as_it_is = "see its error", [self.ranks[rank]], False
+        reason = "see its error"
+        ranks = [self.ranks[rank]]
+        as_it_is = False
         if length:
             reason, ranks, as_it_is = json.loads(bytes(self._reasons[rank][2 : 2 + length]))
         if as_it_is:
@@ -154,8 +159,9 @@ class Peers:
         """
         self.check()
         self._calls += 1
-        own, words = self._announced[self.rank], self.words
-        words[own + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root)
+        own = self._announced[self.rank]
+        words = self.words
+        words[own + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root=root)
         words[own] = self._calls
         self._check_calls()
 
@@ -186,11 +192,13 @@ class Peers:
 
     def wait(self, word: int, value: int, rank: int) -> None:
         """Until a word of a rank of the group is at least a value; PeerError if it will not be."""
-        words, stopped = self.words, 0
+        words = self.words
+        stopped = 0
 
         def look(waited: float) -> None:
             nonlocal stopped
-            group, state = self._group(), state_of(self._pids[rank])
+            group = self._group()
+            state = state_of(self._pids[rank])
             # Counted, not timed: a job that is stopped as a whole and goes on has waited for
             # nobody.
             stopped = stopped + 1 if state == "stopped" else 0
@@ -203,7 +211,9 @@ class Peers:
                 return
             # now: it may be set after the first steps, which are slow
             timeout = _torch.timeout_of(group)
-            me, name, other = f"rank {self.ranks[self.rank]}", self._name(rank), [self.ranks[rank]]
+            me = f"rank {self.ranks[self.rank]}"
+            name = self._name(rank)
+            other = [self.ranks[rank]]
             if state in ("ended", "returned"):
                 raise self.fail(
                     f"{name} has {state} while {me} waited for it in a collective", other
@@ -253,7 +263,8 @@ def wait_until(
         if done():
             return
         os.sched_yield()
-    start = looked = time.monotonic()
+    start = time.monotonic()
+    looked = start
     while not done():
         now = time.monotonic()
         time.sleep(min(1e-3, 5e-5 + (now - start) / 16))

@@ -46,7 +46,9 @@ PURPOSES: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", defau
 # purposes. A shorter entry is a note.
 ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
-_append, _now, _purposes = ENTRIES.append, time.monotonic, PURPOSES.get
+_append = ENTRIES.append
+_now = time.monotonic
+_purposes = PURPOSES.get
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +70,7 @@ def describe(number: int) -> str:
     number, op = divmod(number, 16)
     count, root = divmod(number, 4096)
     return _in_words(
-        KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root
+        KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root=root
     )
 
 
@@ -116,7 +118,8 @@ def folder() -> str:
 
 def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
     """Write down what this rank did and saw last, beside its error; what to add to that: how to read it, or ''."""
-    path, now = folder(), time.monotonic()
+    path = folder()
+    now = time.monotonic()
     if not path:
         return ""
     import json
@@ -161,7 +164,8 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
 
 def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
     """The collectives, each with the note that it belongs to."""
-    said, left = "", 0
+    said = ""
+    left = 0
     for entry in [*ENTRIES]:
         if len(entry) == 2:
             said, left = entry

@@ -117,7 +117,8 @@ def _by_names_of(
         rename_source_key,
     )
 
-    transforms, known = get_model_conversion_mapping(model), model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    known = model.state_dict()
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamed: dict[str, Stored] = {}
@@ -127,7 +128,8 @@ def _by_names_of(
             name, renamings, converters, model.base_model_prefix, known
         )
         if new not in known and name in known:  # in the model's own form already
-            new, pattern = name, None
+            new = name
+            pattern = None
         if pattern is None or new not in known:
             renamed[new] = stored[name]
             continue

@@ -211,7 +211,8 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
     """Leaves out of the report what the model class says is of no consequence; raises if strict."""
     info = SimpleNamespace(missing_keys=set(loaded.missing), unexpected_keys=set(loaded.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
-    loaded.missing, loaded.unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    loaded.missing = sorted(info.missing_keys)
+    loaded.unexpected = sorted(info.unexpected_keys)
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(
             f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which "
@@ -250,7 +251,8 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
                     )
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, tensor.requires_grad)
-                filled, table[name] = False, value
+                filled = False
+                table[name] = value
         module._is_hf_initialized = filled
     model.initialize_weights()
     # each draws values, and the first one's count

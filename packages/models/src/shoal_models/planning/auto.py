@@ -66,12 +66,12 @@ def auto_plan(
     if mesh is None:
         return plan
     dropped: dict[str, str] = {}
-    if _unproven(model, first, mesh, args, kwargs):
+    if _unproven(model, first, mesh, args, kwargs=kwargs):
         plan = AutoPlan()
         # each beside those that are proven
         for block in progress(options.values(), "proving the blocks of a plan"):
             for entries in block:
-                problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs)
+                problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs=kwargs)
                 if not problem:
                     plan.update(entries)
                     break
@@ -87,7 +87,7 @@ def _unproven(
     model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any
 ) -> str:
     """Why a plan is not proven; empty where it is."""
-    trial = try_plan(model, dict(styles), mesh, args, kwargs)
+    trial = try_plan(model, dict(styles), mesh, args, kwargs=kwargs)
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
@@ -95,15 +95,14 @@ def _whole(
     blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
-    model, sharded = (
-        blocks.model,
-        {id(param) for param in sharded_parameters(resolve(blocks.model, plan))},
-    )
+    model = blocks.model
+    sharded = {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
     for path, module in model.named_modules():
         general = blocks.general[path]
         for name, param in module._parameters.items():
             if param is not None and param.ndim > 1 and id(param) not in sharded:
-                style, parent = plan.get(general), model.get_submodule(path.rpartition(".")[0])
+                style = plan.get(general)
+                parent = model.get_submodule(path.rpartition(".")[0])
                 if blocks.is_small(general, param.numel()):
                     why = "small: gathering its output costs more than its bytes"
                 elif style is None and path and read_above(path, parent):

@@ -143,13 +143,16 @@ def propose(
     found: list[Candidate] = []
     uncounted = ""
     for tensor in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        replicas, mesh = ranks // tensor, abstract_mesh((tensor,))
-        inputs, named = _of_one(args, replicas), _of_one(kwargs, replicas)
+        replicas = ranks // tensor
+        mesh = abstract_mesh((tensor,))
+        inputs = _of_one(args, replicas)
+        named = _of_one(kwargs, replicas)
         try:
-            activations = activation_bytes(model, chosen, mesh, inputs, named)
+            activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named)
         except Exception as error:
             # whatever the user's model raises without values is a finding
-            activations, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
+            activations = 0
+            uncounted = f"{type(error).__name__}: {str(error)[:200]}"
         cost = preview(model, chosen, mesh, *inputs, **named)
         link = topology_of(abstract_mesh((replicas,)))[0]
         for data, (divided, times) in _REPLICAS.items():
@@ -162,7 +165,11 @@ def propose(
                 seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
                 found.append(
                     Candidate(
-                        (replicas, tensor), data, round(nbytes) + activations, activations, seconds
+                        (replicas, tensor),
+                        data,
+                        round(nbytes) + activations,
+                        activations,
+                        seconds=seconds,
                     )
                 )
     order = sorted(
@@ -194,8 +201,7 @@ class _Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in filter(torch.is_tensor, pytree.tree_leaves(out)):
             storage: Any = local_of(leaf).untyped_storage()
-            # torch
-            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
         return out
 
 
@@ -218,7 +224,7 @@ def _attention(
         if attn_mask is None or attn_mask.is_floating_point()
         else attn_mask.to(query.dtype)
     )
-    return flash_attention(query, key, value, is_causal, mask, options.get("scale"))[0]
+    return flash_attention(query, key, value, is_causal, mask=mask, scale=options.get("scale"))[0]
 
 
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
@@ -248,7 +254,8 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         tensors = [*module.parameters(), *module.buffers()]
         parameters = {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
         storages = _Storages()
-        inputs, named = to_meta(args), to_meta(kwargs)
+        inputs = to_meta(args)
+        named = to_meta(kwargs)
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named)
         # ranks that have not come as far refer to what this one has sent

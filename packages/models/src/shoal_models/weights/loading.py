@@ -176,7 +176,15 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
                 shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
                 transposed = transposed and len(shape) == 2
                 in_source = shape[::-1] if transposed else shape
-                yield Entry(table, name, tensor, dot + source, first, in_source, transposed)
+                yield Entry(
+                    table,
+                    name,
+                    tensor,
+                    dot + source,
+                    first_row=first,
+                    source_shape=in_source,
+                    transposed=transposed,
+                )
 
 
 def _split_parameters(owner: nn.Module) -> Iterator[Any]:
@@ -189,7 +197,8 @@ def _split_parameters(owner: nn.Module) -> Iterator[Any]:
 def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
     if id(entry.tensor) in filled:
         return
-    tensor, local = entry.tensor, local_of(entry.tensor)
+    tensor = entry.tensor
+    local = local_of(entry.tensor)
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
         target = (
@@ -207,7 +216,8 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
         if isinstance(tensor, nn.Parameter)
         else value
     )
-    filled[id(tensor)] = entry.table[entry.name] = replacement
+    filled[id(tensor)] = replacement
+    entry.table[entry.name] = replacement
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:

@@ -46,7 +46,9 @@ from .loading import Entry, boxes_of, entries_of
 
 T = TypeVar("T")
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+# of Linux
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
     torch.float64: "F64",
@@ -129,7 +131,8 @@ def save_sharded(
         ...     save_sharded(nn.Linear(2, 3), f"{home}/linear")
         Saved(files=('model.safetensors',), bytes_written=36)
     """
-    target, boxes = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
+    target = Path(directory).resolve()
+    boxes = dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(
@@ -213,7 +216,8 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
             f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first"
         )
     for where, place in boxes_of(tensor, entry.first_row):
-        box, shard = tuple((each.start, each.stop) for each in where), local[place]
+        box = tuple((each.start, each.stop) for each in where)
+        shard = local[place]
         # ((0, 4), (2, 3)): ((2, 3), (0, 4))
         yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
 
@@ -253,17 +257,20 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
             if len(groups) > 1
             else "model.safetensors"
         )
-        end, header = 0, dict[str, Any](__metadata__={"format": "pt"})
+        end = 0
+        header = dict[str, Any](__metadata__={"format": "pt"})
         for name in sorted(names, key=lambda each: -tensors[each].dtype.itemsize):
             tensor = tensors[name]
             # (2, 3) and (3,) of float32: 0, 24, then 24, 36
-            start, end = end, end + tensor.nbytes
+            start = end
+            end = end + tensor.nbytes
             header[name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": tensor.shape,
                 "data_offsets": (start, end),
             }
-            tensor.file, tensor.start = file, start
+            tensor.file = file
+            tensor.start = start
         text = json.dumps(header).encode()
         # 61 bytes and 3 spaces: the data begins at 8 + 64
         text += b" " * (-len(text) % 8)
@@ -304,7 +311,8 @@ def _write(
     shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path
 ) -> int:
     """Write the boxes of which this rank is the writer; returns their bytes."""
-    rank, written = own_rank(), 0
+    rank = own_rank()
+    written = 0
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for name, boxes in progress(shards.items(), "saving parameters"):
@@ -354,10 +362,8 @@ def _publish(stage: Path, target: Path) -> None:
     if not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
     # What of the old checkpoint has no place beside the new one.
-    safetensors, pickled = (
-        "model-[0-9]*-of-[0-9]*.safetensors",
-        "pytorch_model-[0-9]*-of-[0-9]*.bin",
-    )
+    safetensors = "model-[0-9]*-of-[0-9]*.safetensors"
+    pickled = "pytorch_model-[0-9]*-of-[0-9]*.bin"
     weights = shutil.ignore_patterns(
         "model.safetensors", safetensors, "pytorch_model.bin", pickled, "*.index.json"
     )
@@ -416,7 +422,8 @@ def copy_weights(
         True
     """
     # this rank's shards
-    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()
+    read = dict[str, list[tuple[Box, Tensor]]]()
+    written = dict[str, list[tuple[Box, Tensor]]]()
     both = agree(
         lambda: (
             describe(source, read) if source else {},
@@ -425,8 +432,10 @@ def copy_weights(
         error_type=CheckpointError,
         what="copy_weights: cannot describe the models",
     )
-    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
-    sources, targets = _merged(of_sources), _merged(of_targets)
+    of_sources = [each for each, _ in both]
+    of_targets = [each for _, each in both]
+    sources = _merged(of_sources)
+    targets = _merged(of_targets)
     for name, tensor in targets.items():
         stored = sources.get(name)
         if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):

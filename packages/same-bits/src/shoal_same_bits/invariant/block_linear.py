@@ -58,7 +58,8 @@ class _Readers:
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """The factors of this pass, in order of the forward; earlier ones may have left theirs."""
-        terms, self._terms = self._terms, {}
+        terms = self._terms
+        self._terms = {}
         return [
             factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()
         ]
@@ -80,16 +81,20 @@ class _OutputColumns(Function):
         place: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
-        ctx.blocks, ctx.readers, ctx.place = blocks, readers, place
+        ctx.blocks = blocks
+        ctx.readers = readers
+        ctx.place = place
         ctx.set_materialize_grads(False)
-        return spread(x, weight, 0, blocks, bias), x.detach()
+        return spread(x, weight, 0, blocks, bias=bias), x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
         first_order_only()
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
-        dx = dw = db = None
+        dx = None
+        dw = None
+        db = None
         if grad is not None:
             ctx.readers.add(ctx.place, grad, weight)
             dw = weight_gradient(grad, x, 0, ctx.blocks) if needs_weight else None

@@ -77,7 +77,8 @@ def entered() -> BlockArithmetic:
 
 def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
     """How many blocks of a dim of a sharded parameter this rank has; a StyleError if they do not fit its shards."""
-    spec, ranks = lowered.spec(name), lowered.comm.size
+    spec = lowered.spec(name)
+    ranks = lowered.comm.size
     what = f"{lowered.sharding.style}: dim {dim} of {name!r}"
     blocks = entered().own_blocks(ranks, spec.shape[dim], what)
     if spec.sizes(dim) is not None and len(set(spec.sizes(dim))) > 1:
@@ -266,10 +267,10 @@ def _weight_gradient(dim: int) -> Measured:
         def product(i: int, j: int) -> Tensor:
             return parts[i][j].t().mm(others[i]) if dim == 0 else others[i].t().mm(parts[i][j])
 
-        # a default
         return torch.cat(
-            [tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)], dim
-        )  # type: ignore[misc]
+            [tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)],
+            dim,  # type: ignore[misc]  # a default
+        )
 
     def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
         return tree_of_products(
@@ -281,10 +282,9 @@ def _weight_gradient(dim: int) -> Measured:
 
 def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     parts = [_blocks(sample, blocks, -1) for sample in grad]
-    # a default
     return torch.cat(
-        [tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)]
-    )  # type: ignore[misc]
+        [tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)]  # type: ignore[misc]  # a default
+    )
 
 
 _SPREAD, _SUMMED, _GRADIENT = (
@@ -303,7 +303,8 @@ def _samples(tensor: Tensor) -> Tensor:
 def _parts(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
     # (2, 10, 8), by 4 rows (2, 12, 8), then (6, 4, 8)
-    whole, arithmetic = _samples(tensor), current_arithmetic()
+    whole = _samples(tensor)
+    arithmetic = current_arithmetic()
     if arithmetic is None or arithmetic.rows is None:
         return whole
     return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(

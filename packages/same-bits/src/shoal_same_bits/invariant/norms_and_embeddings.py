@@ -45,7 +45,8 @@ class _ForTokens(Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shape: torch.Size, cells: Cells) -> Tensor:
-        ctx.cells, ctx.shape = cells, parameter.shape
+        ctx.cells = cells
+        ctx.shape = parameter.shape
         return parameter.detach().expand(shape)
 
     @staticmethod
@@ -96,7 +97,8 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
 
 def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
-    arithmetic, layout = entered(), lowered.port_out.desired
+    arithmetic = entered()
+    layout = lowered.port_out.desired
     # where nothing is sharded, that of SequenceParallel
     dim = getattr(layout, "dim", 1)
     dim = dim + local.ndim if dim < 0 else dim  # -2 of 3 dims: 1
@@ -115,14 +117,17 @@ def cells_of(lowered: Lowered, local: Tensor) -> Cells:
 
 def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
     """LayerNorm or RMSNorm with entries of weight and bias for every token, which no kernel of a norm takes."""
-    wide, shape, eps = x.float() if x.dtype.itemsize < 4 else x, module.normalized_shape, module.eps
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    shape = module.normalized_shape
+    eps = module.eps
     if isinstance(module, nn.LayerNorm):
         out = functional.layer_norm(wide, shape, None, None, eps)
     else:
         out = functional.rms_norm(
             wide, shape, None, torch.finfo(x.dtype).eps if eps is None else eps
         )
-    weight, bias = p["weight"], p.get("bias")
+    weight = p["weight"]
+    bias = p.get("bias")
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)
 

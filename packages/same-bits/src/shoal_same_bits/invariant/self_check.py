@@ -25,7 +25,10 @@ from ..row_attention import attention_in_rows
 from .blocks import bias_gradient, current_arithmetic, spread, summed, weight_gradient
 from .norms_and_embeddings import embedding_gradient, sum_of_cells
 
-BLOCKS, SAMPLES, ROWS, FEATURES = 8, 8, 16, 128
+BLOCKS = 8
+SAMPLES = 8
+ROWS = 16
+FEATURES = 128
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
 Form = Callable[..., Tensor]
@@ -40,7 +43,7 @@ def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
     # Tensors are those of `_shared`; the digit behind one is the dim of which each rank has its
     # part, and its blocks. Results of ranks are joined along their dim, or added in the tree where
     # that is None.
-    yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, b), "x0 w b", 0
+    yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, bias=b), "x0 w b", 0
     of_input = "gradient of the input of a linear"
     yield f"{of_input}, over samples", lambda _, g, w: summed([(g, w)], 0, BLOCKS), "g0 w", 0
     yield (
@@ -108,7 +111,9 @@ def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Names of operators, what one rank computes, and what ranks compute of it together."""
     # Inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their
     # gradient.
-    x, g, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
+    x = draw(ROWS, FEATURES)
+    g = draw(ROWS, FEATURES)
+    weight = draw(FEATURES, FEATURES, samples=0)
     tokens = (x[..., 0] * 64).long().remainder(FEATURES)  # -1.5 is -96, so 32 of 128
     heads = {name: draw(BLOCKS, ROWS, FEATURES // BLOCKS) for name in "qkvh"}  # (8, 8, 16, 16) each
     tensors = {"x": x, "g": g, "w": weight, "b": draw(FEATURES, samples=0), "t": tokens, **heads}
@@ -156,7 +161,8 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What is computed for a sequence at once, and for chunks of it, by so many rows of the mode."""
     # 4 rows: 1, 4, 5, 3, which begin anywhere in a part
     sizes = [1, rows, rows + 1, max(rows - 1, 1)]
-    x, weight = draw(sum(sizes), FEATURES), draw(FEATURES, FEATURES, samples=0)
+    x = draw(sum(sizes), FEATURES)
+    weight = draw(FEATURES, FEATURES, samples=0)
     q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "linear": lambda part: spread(part, weight, 0, BLOCKS),
@@ -224,9 +230,11 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     found = _differing(mesh.device_type, dtype, None if arithmetic is None else arithmetic.rows)
     with sums_in_tree():
         for axis, size in product(mesh.axis_names, (64, 1 << 18)):  # one exchange, and two
-            comm, draw = mesh.comm(axis), torch.Generator().manual_seed(size)
+            comm = mesh.comm(axis)
+            draw = torch.Generator().manual_seed(size)
             terms = torch.randn((comm.size, size), generator=draw).to(mesh.device_type, dtype)
-            want, term = tree_sum(terms), terms[comm.rank].clone()
+            want = tree_sum(terms)
+            term = terms[comm.rank].clone()
             if not torch.equal(all_reduce(term, comm), want):
                 found.append(f"all_reduce of {size} elements along {axis!r}")
             if not torch.equal(reduce_scatter(term, comm), want.chunk(comm.size)[comm.rank]):

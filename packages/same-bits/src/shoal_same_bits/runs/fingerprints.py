@@ -66,22 +66,27 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
     """This rank's part of a DTensor, or a tensor that every rank has; what is partial is reduced."""
     if not isinstance(tensor, DTensor):
         ranges = tuple(torch.arange(n, device=tensor.device) for n in tensor.shape)
-        return GlobalPart(tensor, ranges, tuple(tensor.shape), True, ())
+        return GlobalPart(tensor, ranges, tuple(tensor.shape), True, meshes=())
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
         tensor = tensor.redistribute(placements=placements)
-    spec, local = tensor.spec, local_shard(tensor)
+    spec = tensor.spec
+    local = local_shard(tensor)
     at = spec.coordinate
     if at is None or any(i and p.is_replicate() for i, p in zip(at, spec.placements, strict=True)):
         none = tuple(torch.arange(0) for _ in spec.shape)
         return GlobalPart(
-            local.new_empty([0] * len(spec.shape)), none, tuple(spec.shape), False, (spec.mesh,)
+            local.new_empty([0] * len(spec.shape)),
+            none,
+            tuple(spec.shape),
+            False,
+            meshes=(spec.mesh,),
         )
     indices = tuple(
         torch.tensor(s.indices(at), dtype=torch.int64, device=local.device)
         for s in spec.dim_shardings
     )
-    return GlobalPart(local, indices, tuple(spec.shape), True, (spec.mesh,))
+    return GlobalPart(local, indices, tuple(spec.shape), True, meshes=(spec.mesh,))
 
 
 def part_of_output(

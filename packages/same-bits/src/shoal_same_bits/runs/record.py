@@ -150,7 +150,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, batch: DeviceMesh | None, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._model, self._batch, self._ranks = model, batch, ranks
+        self._model = model
+        self._batch = batch
+        self._ranks = ranks
         self._is_sharded = any(
             lowered_of(module) is not None
             or any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
@@ -231,7 +233,8 @@ class _Recorder(TorchDispatchMode):
 
     def values(self) -> list[Value]:
         """The values, added up over ranks."""
-        total, values = self._of_ranks() if self._ranks > 1 else {}, list[Value]()
+        total = self._of_ranks() if self._ranks > 1 else {}
+        values = list[Value]()
         over = {name: part.meshes for name, (part, *_) in self._seen.items() if name not in total}
         for meshes in dict.fromkeys(over.values()):  # one collective for each of the meshes
             names = [name for name, others in over.items() if others == meshes]
@@ -248,7 +251,16 @@ class _Recorder(TorchDispatchMode):
             (*columns, squares, broken), digest = total[name]
             dtype = str(part.local.dtype).removeprefix("torch.")
             values.append(
-                Value(name, part.sizes, dtype, by_rank, columns, squares**0.5, int(broken), digest)
+                Value(
+                    name,
+                    part.sizes,
+                    dtype,
+                    by_rank,
+                    sums=columns,
+                    norm=squares**0.5,
+                    broken=int(broken),
+                    digest=digest,
+                )
             )
         return values
 
@@ -256,7 +268,8 @@ class _Recorder(TorchDispatchMode):
         """The sums of what ranks computed on plain tensors; an operator may run on some ranks only."""
         by_rank = {name: sums for name, (_, by_rank, sums) in self._seen.items() if by_rank}
         own = {name: (floats.tolist(), int(digest)) for name, (floats, digest) in by_rank.items()}
-        every, total = agree(lambda: own), dict[str, Sequence[Any]]()
+        every = agree(lambda: own)
+        total = dict[str, Sequence[Any]]()
         for name in own:
             floats, digests = zip(*(rows[name] for rows in every if name in rows), strict=True)
             total[name] = [sum(column) for column in zip(*floats, strict=True)], hash(digests)
@@ -332,16 +345,16 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
         raise StyleError(f"a tolerance is at least 0, got {tolerance}")
     others = {value.name: value for value in other.values}
     same_ranks = (one.ranks, one.meshes) == (other.ranks, other.meshes)
-    differing, before, compared = list[tuple[str, float]](), "", 0
+    differing = list[tuple[str, float]]()
+    before = ""
+    compared = 0
     for value in one.values:
         match = others.get(value.name)
         if match is None or match.by_rank != value.by_rank or (value.by_rank and not same_ranks):
             continue
         compared += 1
-        difference, allowed = (
-            _difference(value, match),
-            _allowed(value, match) if tolerance is None else tolerance,
-        )
+        difference = _difference(value, match)
+        allowed = _allowed(value, match) if tolerance is None else tolerance
         if (value.digest != match.digest or difference) and not 0 < allowed >= difference:
             differing.append((value.name, difference))
         elif not differing:

@@ -123,11 +123,12 @@ def shard_parameter(
         >>> linear.weight.local_tensor().shape
         torch.Size([2, 3])
     """
-    group, where = resolve(process_group), f"{type(module).__name__}.{param_name}"
+    group = resolve(process_group)
+    where = f"{type(module).__name__}.{param_name}"
     agree_on(
         group,
         lambda: _facts_of_tensor(
-            _attribute_of(module, param_name, where), sharding_spec, src_rank, where, group
+            _attribute_of(module, param_name, where), sharding_spec, src_rank, where, group=group
         ),
     )
     tensor = sharding_spec.shard(
@@ -149,7 +150,9 @@ def _shard_tensor(
 ) -> ShardedTensor:
     """Plain on ``src_rank`` -> sharded: the ShardedTensor of a contiguous tensor; otherwise as ``shard_parameter``."""
     group = resolve(process_group)
-    agree_on(group, lambda: _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group))
+    agree_on(
+        group, lambda: _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group=group)
+    )
     sharded: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
     return sharded
 
@@ -408,7 +411,8 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
                 f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} "
                 "shards of the output"
             )
-        local, spec = output._local_tensors[0], output.sharding_spec()
+        local = output._local_tensors[0]
+        spec = output.sharding_spec()
         if (
             isinstance(spec, ChunkShardingSpec)
             and isinstance(spec.dim, int)

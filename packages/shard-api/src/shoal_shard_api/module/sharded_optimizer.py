@@ -233,7 +233,8 @@ class ShardedOptimizer(optim.Optimizer):
             raise CheckpointError(
                 f"an optimizer state dict has 'state' and 'param_groups', got {sorted(state_dict)}"
             )
-        state, groups = state_dict["state"], state_dict["param_groups"]
+        state = state_dict["state"]
+        groups = state_dict["param_groups"]
         self._check(state, groups)
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         for name in sorted(state):

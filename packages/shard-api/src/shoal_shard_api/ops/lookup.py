@@ -58,7 +58,8 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors."""
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments, weight = bound.arguments, bound.arguments["weight"]
+    arguments = bound.arguments
+    weight = bound.arguments["weight"]
     own = [
         arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments
     ]
@@ -76,7 +77,8 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
     # in the order of the group
     ranks = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)
-    gathered, own_rows = _gathered(arguments, ranks, lengths, sizes), [Shard(0, sizes=sizes)]
+    gathered = _gathered(arguments, ranks, lengths, sizes)
+    own_rows = [Shard(0, sizes=sizes)]
     rows = call.run(
         (), gathered, plain=lambda all_rows: all_rows.redistribute(ranks, own_rows).to_local()
     )
@@ -85,9 +87,13 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     """What is equal on all ranks that look up their own indices, and this rank's sizes, after its checks."""
-    name, bags = call.name, "offsets" in arguments  # embedding has no such argument
-    indices, offsets = arguments["input"], arguments.get("offsets")
-    weights, rows = arguments.get("per_sample_weights"), arguments["weight"].shape[0]
+    # embedding has no such argument
+    name = call.name
+    bags = "offsets" in arguments
+    indices = arguments["input"]
+    offsets = arguments.get("offsets")
+    weights = arguments.get("per_sample_weights")
+    rows = arguments["weight"].shape[0]
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
         raise ArgumentTypeError(
             f"{name}: indices must be a plain tensor of int32 or int64, got {kind_of(indices)}"
@@ -128,13 +134,15 @@ def _gathered(
 
     def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """S(0) -> R: each rank's gradient of the result is taken to be that of all ranks."""
-        shape, placed = torch.Size([sum(sizes), *tensor.shape[1:]]), [Shard(0, sizes=tuple(sizes))]
+        shape = torch.Size([sum(sizes), *tensor.shape[1:]])
+        placed = [Shard(0, sizes=tuple(sizes))]
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             tensor, ranks, placed, run_check=False, shape=shape, stride=stride
         ).full_tensor()
 
-    gathered, offsets = dict(arguments), arguments.get("offsets")
+    gathered = dict(arguments)
+    offsets = arguments.get("offsets")
     for name in ("input", "per_sample_weights"):
         if arguments.get(name) is not None:
             tensor = arguments[name] if "offsets" in arguments else arguments[name].reshape(-1)

@@ -115,7 +115,8 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
         # 2 idle, rows of 2: one more index, of size 0
         axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])
     # A cell has a holder; what is beyond the cells is given to the idle ranks.
-    spare, along = iter(idle), [spans(sizes) for sizes in cells]
+    spare = iter(idle)
+    along = [spans(sizes) for sizes in cells]
     # of axes (2, 2, 0) and (2, 2), the coordinates (2, 0) and (2, 1) go to idle ranks
     order = []
     for coordinate in product(*(range(len(sizes)) for sizes in axes)):
@@ -135,10 +136,11 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
 
 def spec_for(tensor: Any) -> Spec:
     """The spec of the DTensor of the same shards; NotExpressibleError if there is none."""
-    group, device_type = tensor.process_group, tensor._local_tensors[0].device.type
+    group = tensor.process_group
+    device_type = tensor._local_tensors[0].device.type
     grid = grid_of(tensor._layout, tuple(tensor.size()), members(group))
     mesh = mesh_of(group, device_type, grid.mesh_shape, grid.ranks)
-    return Spec(mesh, grid.placements, tensor.size(), tensor.stride(), tensor.dtype)
+    return Spec(mesh, grid.placements, tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 def to_dtensor(tensor: Any) -> DTensor:
@@ -153,7 +155,8 @@ def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
     # the empty tensor of a rank without shards is 1-D
     if local.shape != spec.local_shape:
         local = local.reshape(spec.local_shape)
-    shape, stride = torch.Size(spec.shape), tuple(spec.stride)
+    shape = torch.Size(spec.shape)
+    stride = tuple(spec.stride)
     return DTensor.from_local(
         local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
     )
@@ -184,7 +187,8 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
             f"redistribute it to Shard on every mesh axis {spec.mesh.axis_names}, or take "
             "full_tensor()"
         )
-    layout, local = layout_of(spec), dtensor.to_local()
+    layout = layout_of(spec)
+    local = dtensor.to_local()
     kind = spec.mesh.device_type
     # of the host's devices the rank has that of its index
     count = max(torch.get_device_module(kind).device_count(), 1)
@@ -235,7 +239,9 @@ class DTensorCall:
     """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
 
     def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        self.cls, self.func, self.tensors = cls, func, tensors
+        self.cls = cls
+        self.func = func
+        self.tensors = tensors
         self.name: str = str(getattr(func, "__name__", func))
         self.initializer: bool = getattr(func, "__module__", "") == "torch.nn.init"
         self.in_place: bool = self.name == "__setitem__" or (
@@ -347,7 +353,7 @@ class DTensorCall:
         spec = self.specs[id(tensor)]
         along = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
         placements = self._placements_at_home(tensor.shape) or along
-        there = Spec(self.home, placements, tensor.size(), tensor.stride(), tensor.dtype)
+        there = Spec(self.home, placements, tensor.size(), tensor.stride(), dtype=tensor.dtype)
         (local,) = move(tensor._local_tensors, tensor._layout, layout_of(there), tensor._comm)
         return _from_local(local, there)
 
@@ -383,8 +389,7 @@ class _NotPointwise(Exception):  # noqa: N818, RUF100  # control flow; no user s
     """The function has an operator that is not elementwise."""
 
 
-# torch's base class is untyped
-class _OnlyPointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OnlyPointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
     """Raises at the first operator that is not elementwise."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -409,7 +414,8 @@ def is_pointwise(
             return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
         return leaf
 
-    meta_args, meta_kwargs = pytree.tree_map(to_meta, args), pytree.tree_map(to_meta, kwargs)
+    meta_args = pytree.tree_map(to_meta, args)
+    meta_kwargs = pytree.tree_map(to_meta, kwargs)
     try:
         with torch.no_grad(), _OnlyPointwise():  # type: ignore[no-untyped-call]  # as above
             result = func(*meta_args, **meta_kwargs)
@@ -425,7 +431,8 @@ def run_shardwise(
     """Result of a pointwise call, computed on each local shard; no communication."""
     first = tensors[0]
     boxes: list[Box | None] = [shard.metadata.box for shard in first.local_shards()] or [None]
-    results, sharded = [], {id(each) for each in tensors}
+    results = []
+    sharded = {id(each) for each in tensors}
     for index, box in enumerate(boxes):
 
         def local(leaf: Any, index: int = index, box: Box | None = box) -> Any:

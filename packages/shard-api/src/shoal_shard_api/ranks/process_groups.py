@@ -86,7 +86,8 @@ def agree_on(
             for rank, facts in enumerate(reports)
             if name in facts or name[0] != "?"
         ]
-        (first, known), said = own[0], name.removeprefix("?")
+        (first, known) = own[0]
+        said = name.removeprefix("?")
         for rank, value in own:
             if value != known:
                 raise RankMismatchError(

@@ -68,8 +68,7 @@ def move(
     """Layout -> layout: this rank's shards under ``target``, or one empty tensor; ``tensors`` for an equal layout."""
     if source == target:
         return list(tensors)
-    # torch
-    moved: tuple[torch.Tensor, ...] = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]
+    moved: tuple[torch.Tensor, ...] = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return list(moved)
 
 
@@ -88,16 +87,14 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        # torch
-        return None, None, None, *_Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, *_Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]  # torch
 
 
 def collect(
     tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm
 ) -> torch.Tensor:
     """Layout -> R: the global tensor on every rank; each rank's gradient of it is taken to be that of all ranks."""
-    # torch
-    full: torch.Tensor = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]
+    full: torch.Tensor = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return full
 
 

@@ -53,7 +53,8 @@ class ShardMetadata:
     ) -> None:
         expect_all("ShardMetadata", "shard_offsets", shard_offsets, int, error=ShardingSpecError)
         expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
-        offsets, sizes = list(shard_offsets), list(shard_sizes)
+        offsets = list(shard_offsets)
+        sizes = list(shard_sizes)
         if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
             raise ShardingSpecError(
                 f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, "

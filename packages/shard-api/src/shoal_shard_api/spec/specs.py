@@ -30,8 +30,7 @@ from .metadata import (
 )
 
 
-# a marker to derive from, as in torch's API; it has no abstract method
-class PlacementSpec(ABC):  # noqa: B024
+class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API; it has no abstract method
     """Base class of the placements of an entity.
 
     Example:
@@ -207,7 +206,8 @@ class ChunkShardingSpec(ShardingSpec):
         split = get_split_size(total, len(self.placements))
         shards = []
         for index, placement in enumerate(self.placements):
-            offsets, sizes = [0] * ndim, list(tensor_sizes)
+            offsets = [0] * ndim
+            sizes = list(tensor_sizes)
             offsets[dim] = min(split * index, total)
             sizes[dim] = get_chunked_dim_size(total, split, index)
             shards.append(ShardMetadata(offsets, sizes, placement))

@@ -53,11 +53,9 @@ class Shard:
     def __post_init__(self) -> None:
         expect_plain("Shard", "tensor", self.tensor)
         expect("Shard", "metadata", self.metadata, ShardMetadata)
-        placement, size, expected = (
-            self.metadata.placement,
-            list(self.tensor.shape),
-            self.metadata.shard_sizes,
-        )
+        placement = self.metadata.placement
+        size = list(self.tensor.shape)
+        expected = self.metadata.shard_sizes
         if size != expected:
             raise LocalShardError(
                 f"the tensor of {self.metadata} has size {size}, its metadata {expected}"
@@ -140,10 +138,8 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
     by_box = {shard.metadata.box: shard for shard in shards}
     expected = [each.box for each in own_shards(metadata)]
     if len(by_box) != len(shards) or set(by_box) != set(expected):
-        wanted, got = (
-            [format_box(box) for box in expected],
-            [format_box(shard.metadata.box) for shard in shards],
-        )
+        wanted = [format_box(box) for box in expected]
+        got = [format_box(shard.metadata.box) for shard in shards]
         raise LocalShardError(f"rank {dist.get_rank()} must pass the shards {wanted}, got {got}")
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
@@ -152,10 +148,8 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
     """Check dtype, requires_grad, pinning and contiguity of a shard against the tensor's properties."""
-    tensor, where = (
-        shard.tensor,
-        f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}",
-    )
+    tensor = shard.tensor
+    where = f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
     if not tensor.is_contiguous():
         raise LocalShardError(
             f"{where}: its tensor of size {list(tensor.size())} is not contiguous"
@@ -231,7 +225,8 @@ def _concatenated(
     per_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
 ) -> tuple[tuple[int, ...], list[list[ShardMetadata]]]:
     """The size that results, and metadata of one shard per rank, concatenated along the dim to infer."""
-    at, metadata = 0, []
+    at = 0
+    metadata = []
     for rank, (shard,) in zip(ranks, per_rank, strict=True):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(

@@ -171,7 +171,8 @@ class ShardedTensor(ShardedTensorConstructors):
             ArgumentTypeError: It is no ShardingSpec.
             ShardingSpecError: It does not fit the size or the group; the tensor is unchanged.
         """
-        leaf, requires_grad = self.is_leaf, self.requires_grad
+        leaf = self.is_leaf
+        requires_grad = self.requires_grad
         gradient = self.grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
             moved = self.resharded(resharding_spec)
@@ -184,8 +185,7 @@ class ShardedTensor(ShardedTensorConstructors):
             self.grad = gradient.resharded(resharding_spec)
         return self
 
-    # torch's ShardedTensor takes Tensor.gather's name for this
-    def gather(  # type: ignore[override]
+    def gather(  # type: ignore[override]  # torch's ShardedTensor takes Tensor.gather's name for this
         self,
         dst: int = 0,
         out: torch.Tensor | None = None,
@@ -279,7 +279,8 @@ class ShardedTensor(ShardedTensorConstructors):
         ):
             return self
         spec: ShardingSpec | None = self._sharding_spec
-        metadata, device = self._metadata, local_tensors[0].device
+        metadata = self._metadata
+        device = local_tensors[0].device
         if device != self._local_tensors[0].device:
             reports = agree_on(
                 self._process_group, lambda: {"device type": device.type, "~device": device}
@@ -297,7 +298,8 @@ class ShardedTensor(ShardedTensorConstructors):
                 )
                 for each in metadata.shards_metadata
             ]
-            spec, metadata = None, replace(metadata, shards_metadata=shards)
+            spec = None
+            metadata = replace(metadata, shards_metadata=shards)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
         metadata = replace(metadata, tensor_properties=properties)
         return self._wrap(
@@ -376,13 +378,13 @@ class ShardedTensor(ShardedTensorConstructors):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
-            # the memo of copy.deepcopy holds anything
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
         clones = [
             local.detach().clone().requires_grad_(local.requires_grad)
             for local in self._local_tensors
         ]
-        copied, gradient = self._with(clones), self.grad
+        copied = self._with(clones)
+        gradient = self.grad
         memo[id(self)] = copied
         if gradient is not None:
             copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])

@@ -79,7 +79,9 @@ class ShardedTensorBase(torch.Tensor):
         expect(cls.__name__, "pin_memory", pin_memory, bool)
         expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
         dtype = dtype or torch.get_default_dtype()
-        properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+        properties = TensorProperties(
+            dtype, layout, requires_grad, memory_format, pin_memory=pin_memory
+        )
         return cls._wrap(
             sharding_spec,
             sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties),
@@ -113,7 +115,8 @@ class ShardedTensorBase(torch.Tensor):
         self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(
             metadata.shards_metadata
         )
-        self._metadata, self._process_group = metadata, group
+        self._metadata = metadata
+        self._process_group = group
         self._layout = metadata.layout if group is not None else ()
         self._local_shards = [
             Shard(local, each) for local, each in zip(local_tensors, own, strict=False)
@@ -205,8 +208,7 @@ class ShardedTensorBase(torch.Tensor):
         return self.metadata().tensor_properties.pin_memory
 
     @classmethod
-    # torch declares the disabled one of its C type
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one of its C type
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise UnsupportedOpError(
@@ -273,8 +275,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
 
     @classmethod
-    # torch's order of arguments
-    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]
+    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
         cls,
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,

@@ -99,11 +99,11 @@ def apply_sharding(
     fused = sharding.fused
     blocks: set[str] = set()
     if fused is not None and fused.splits(mesh.size()):
-        blocks = split_blocks(module, sharding.style, fused, mesh, src_data_rank)
+        blocks = split_blocks(module, sharding.style, fused, mesh, src_data_rank=src_data_rank)
     if sharding.distributes:
         buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
-            _distribute(module, sharding, mesh, together, blocks, buffers)
+            _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)
     # `load_state_dict` takes fused parameters, plain or DTensors of any layout
     if fused is not None:
         hook = partial(as_blocks, fused, mesh)
@@ -189,7 +189,7 @@ def _distributed(
     """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
     if isinstance(current, DTensor):
-        asked = Spec(mesh, placements, current.shape, current.spec.stride, current.dtype)
+        asked = Spec(mesh, placements, current.shape, current.spec.stride, dtype=current.dtype)
         if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
             raise LayoutError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is "
@@ -234,7 +234,8 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """The records applied to a module, first applied first."""
-    found, forward = [], forward_of(module)
+    found = []
+    forward = forward_of(module)
     while forward is not None:
         if isinstance(forward, Lowered):
             found.append((forward.sharding, forward.mesh))
@@ -258,7 +259,8 @@ def plain_module(module: nn.Module) -> nn.Module:
             current: Tensor | None = param
             if isinstance(current, DTensor):
                 if id(current) not in plain:
-                    whole, grad = full_of(current).clone(), current.grad
+                    whole = full_of(current).clone()
+                    grad = current.grad
                     whole_grad = None if grad is None else full_of(grad).clone()
                     plain[id(current)] = current, successor_of(current, whole, whole_grad)
                 owner._parameters[name] = plain[id(current)][1]
@@ -362,9 +364,12 @@ def as_blocks(
 ) -> None:
     """Before loading: a fused entry of the state dict becomes what the module has in its place."""
     for kind in fused.names:
-        full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
+        full = state_dict.get(prefix + kind)
+        param = vars(module)["_parameters"].get(kind)
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-            spec, order, full = param.spec, param.spec.shard_order, full.detach()
+            spec = param.spec
+            order = param.spec.shard_order
+            full = full.detach()
             if isinstance(full, DTensor):  # as a checkpoint of another plan has it
                 full = full.redistribute(spec.mesh, spec.placements, shard_order=order)
             else:
@@ -400,7 +405,8 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
         present = [param for param in params if param is not None]
         grads = [param.grad for param in present if param.grad is not None]
         if present:
-            whole, complete = together([*present]), len(grads) == len(present)
+            whole = together([*present])
+            complete = len(grads) == len(present)
             module._parameters[kind] = successor_of(
                 present[0], whole, together(grads) if complete else None
             )

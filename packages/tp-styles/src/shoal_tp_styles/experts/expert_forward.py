@@ -96,7 +96,8 @@ class SlicedExperts(Lowered):
         yield from _shared_over(call, call.ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        module, args = self.module, tuple(map(self.entering, args))
+        module = self.module
+        args = tuple(map(self.entering, args))
         kwargs = {name: self.entering(value) for name, value in kwargs.items()}
         out = own_forward(
             module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs
@@ -149,7 +150,9 @@ class RoutedExperts(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        x, chosen, experts = call.input(), call.input(1), call.sharding.options_of(Experts)
+        x = call.input()
+        chosen = call.input(1)
+        experts = call.sharding.options_of(Experts)
         assert x is not None, "experts get tokens"
         assert chosen is not None, "and choices"
         sizes = call.axis_sizes
@@ -204,7 +207,8 @@ class RoutedExperts(Lowered):
         pairs, bounds = sorted_choices(
             chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count
         )
-        every, rank = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
+        every = self.read(bounds, chosen.numel())
+        rank = self.comm.rank if self.sharded else 0
         counts = [counts_of(row[:-1]) for row in every]
         if self.experts.capacity is not None:
             counts = within_capacity(counts, self.experts.capacity, sum(row[-1] for row in every))
@@ -238,7 +242,9 @@ class RoutedExperts(Lowered):
             used = every[self.comm.rank][-2]
             out = self.routed(rows.narrow(0, 0, used), counts)
             return out if used == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - used))
-        start, end = every[0][self.own.start], every[0][self.own.stop]  # 0 2 2 3, experts 1:3: 2, 3
+        # 0 2 2 3, experts 1:3: 2, 3
+        start = every[0][self.own.start]
+        end = every[0][self.own.stop]
         out = self.routed(rows.narrow(0, start, end - start), counts)
         # row 2:3 of 3: two rows of zeros before it
         return functional.pad(out, (0, 0, start, len(rows) - end))
@@ -256,7 +262,8 @@ class RoutedExperts(Lowered):
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
-        beside, self.beside = self.beside() if self.beside is not None else None, None
+        beside = self.beside() if self.beside is not None else None
+        self.beside = None
         return exchange.back(self.computed(exchange.to_experts(rows, beside), exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
@@ -326,7 +333,8 @@ class OverlappedBlock(Boundary):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        members, block = self.sharding.options_of(BlockMembers), self.module
+        members = self.sharding.options_of(BlockMembers)
+        block = self.module
         experts = lowered_of(block.get_submodule(members.experts))
         if not isinstance(experts, RoutedExperts) or not experts.sharded:
             raise LayoutError(
@@ -338,12 +346,15 @@ class OverlappedBlock(Boundary):
         above, _, name = members.shared.rpartition(".")
         siblings: dict[str, Any] = block.get_submodule(above)._modules
         shared = siblings[name]
-        computed = siblings[name] = _Computed(shared, members, (*args, *kwargs.values())[0])
+        computed = _Computed(shared, members, (*args, *kwargs.values())[0])
+        siblings[name] = computed
         experts.beside = computed.start
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            siblings[name], experts.beside, computed.in_turn = shared, None, True
+            siblings[name] = shared
+            experts.beside = None
+            computed.in_turn = True
 
 
 class _Computed:
@@ -355,7 +366,9 @@ class _Computed:
     """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
-        self.shared, self.members, self.tokens = shared, members, tokens
+        self.shared = shared
+        self.members = members
+        self.tokens = tokens
         self.output: Tensor | None = None
         self.in_turn, self.state = False, saving_state()
 

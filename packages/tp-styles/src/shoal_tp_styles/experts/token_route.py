@@ -104,8 +104,7 @@ class ExpertExchange(NamedTuple):
         under_way: list[Pending] = []
         token = apply(_Started, rows, self, under_way)
         beside()
-        # of a Function
-        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]
+        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]  # of a Function
 
     def back(self, rows: Tensor) -> Tensor:
         """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
@@ -154,7 +153,8 @@ class _Arrived(Function):
     def forward(
         ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]
     ) -> Tensor:
-        ctx.exchange, ctx.under_way = exchange, under_way
+        ctx.exchange = exchange
+        ctx.under_way = under_way
         return under_way.pop().wait()
 
     @staticmethod

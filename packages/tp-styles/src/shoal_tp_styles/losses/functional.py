@@ -64,7 +64,7 @@ class _RowStatistics(Function):
         x, lse, index, inside, q = ctx.saved_tensors
         work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         return (
-            logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q).to(x.dtype),
+            logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q=q).to(x.dtype),
             None,
             None,
             None,
@@ -158,7 +158,8 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     """
     class_dim = 0 if input.ndim == 1 else 1
     x, classes, rows = local_logits(input, vocab, class_dim)
-    weights, q = plain(weight), None
+    weights = plain(weight)
+    q = None
     if target.is_floating_point():
         if target.requires_grad:
             raise LayoutError(
@@ -190,7 +191,15 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
     statistics = traced_apply(_RowStatistics, x, labels, q, classes)
-    losses = of_labels(statistics, labels, weights, ignore_index, label_smoothing, 0.0, classes)
+    losses = of_labels(
+        statistics,
+        labels,
+        weights,
+        ignore_index,
+        smoothing=label_smoothing,
+        z_loss=0.0,
+        classes=classes,
+    )
     return reduced(*losses, reduction, rows)
 
 
@@ -332,7 +341,15 @@ def nll_loss(
     # Log-probabilities are logits whose log-sum-exp is zero.
     statistics = torch.zeros_like(picked), picked, picked
     return reduced(
-        *of_labels(statistics, labels, plain(weight), ignore_index, 0.0, 0.0, classes),
+        *of_labels(
+            statistics,
+            labels,
+            plain(weight),
+            ignore_index,
+            smoothing=0.0,
+            z_loss=0.0,
+            classes=classes,
+        ),
         reduction,
         rows,
     )

@@ -101,7 +101,7 @@ class _LinearStatistics(Function):
             # Of the logits, in their memory; then of what the product gave.
             of_rows = [None if grad is None else grad[rows] for grad in grads]
             dz = logit_gradient(
-                z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q
+                z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q=q
             )
             dz = dz if slope is None else dz.mul_(slope)
             if db is not None:
@@ -125,8 +125,7 @@ class _LinearStatistics(Function):
         )
 
 
-# torch's signature, and what losses of language models add
-def linear_cross_entropy(  # noqa: PLR0913
+def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses of language models add
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -182,7 +181,8 @@ def linear_cross_entropy(  # noqa: PLR0913
     if vocab is None or isinstance(linear_weight, DTensor):
         vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
     (x, w, b), rows = _operands(input, linear_weight, linear_bias, vocab)
-    labels, weights = rows.shard(target), plain(weight)
+    labels = rows.shard(target)
+    weights = plain(weight)
     q = (
         None
         if not label_smoothing
@@ -197,7 +197,15 @@ def linear_cross_entropy(  # noqa: PLR0913
     statistics = tuple(each.view(labels.shape) for each in found)
     ignored = -100 if ignore_index is None else ignore_index
     return reduced(
-        *of_labels(statistics, labels, weights, ignored, label_smoothing, z_loss, vocab),
+        *of_labels(
+            statistics,
+            labels,
+            weights,
+            ignored,
+            smoothing=label_smoothing,
+            z_loss=z_loss,
+            classes=vocab,
+        ),
         reduction,
         rows,
     )
@@ -230,7 +238,8 @@ def _operands(
             for axis, p in enumerate(rows.placements or [Replicate()] * mesh.ndim)
         ]
         input = input.redistribute(placements=placements)
-        rows, input = LogitRows.of(input, -1), input.to_local()
+        rows = LogitRows.of(input, -1)
+        input = input.to_local()
     sharded = {axis for _, axes in rows.order for axis in axes}
 
     def own(param: Tensor) -> Tensor:
@@ -240,7 +249,8 @@ def _operands(
             param = param.to_local(grad_placements=grads)
         return param.narrow(0, 0, vocab.own)
 
-    w, b = own(weight), None if bias is None else own(bias)
+    w = own(weight)
+    b = None if bias is None else own(bias)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, w, b = input.to(dtype), w.to(dtype), None if b is None else b.to(dtype)

@@ -70,11 +70,13 @@ def _loss(
     function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]
 ) -> DTensor:
     """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated."""
-    average, reduces = given.pop("size_average", None), given.pop("reduce", None)
+    average = given.pop("size_average", None)
+    reduces = given.pop("reduce", None)
     if average is not None or reduces is not None:  # torch's older way of saying it
         given["reduction"] = "none" if reduces is False else "sum" if average is False else "mean"
     loss = function(given.pop("input"), given.pop("target"), **given)
-    mesh, rows = logits.device_mesh, LogitRows.of(logits, class_dim)
+    mesh = logits.device_mesh
+    rows = LogitRows.of(logits, class_dim)
     if given.get("reduction") == "none" and rows.shape is not None:
         return DTensor.from_local(
             loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order

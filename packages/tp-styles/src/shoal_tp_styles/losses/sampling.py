@@ -35,10 +35,8 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     if classes.own:
         best, index = x.max(-1)
     else:
-        best, index = (
-            x.new_full(x.shape[:-1], -torch.inf),
-            torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device),
-        )
+        best = x.new_full(x.shape[:-1], -torch.inf)
+        index = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
     values = all_gather(best.unsqueeze(0), classes.comm, 0)
     indices = all_gather(
         (index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0

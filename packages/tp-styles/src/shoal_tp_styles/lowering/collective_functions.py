@@ -143,7 +143,8 @@ class _ReversibleMove(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Move, back: Move, where: tuple[Any, ...]) -> Tensor:
-        ctx.back, ctx.where = back, where
+        ctx.back = back
+        ctx.where = where
         return in_memory_as(x, move(x, *where))
 
     @staticmethod

@@ -85,7 +85,8 @@ class Lowered(ModuleForward):
         return [None if port is None else port.desired for port in self.sharding.outputs or ()]
 
     def output_sizes(self, index: int, size: int) -> Sequence[int] | None:
-        port, weight = self.sharding.output_port(index), self.params.get("weight")
+        port = self.sharding.output_port(index)
+        weight = self.params.get("weight")
         if not isinstance(weight, DTensor) or port.layout != port.desired:
             return None
         sharded = getattr(weight.placements[0], "dim", None)
@@ -225,7 +226,8 @@ def _of_gradient(placement: Placement) -> Placement:
 
 def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
     """What an input runs; readers of a replicated one share the gather, and the reduction of its partial gradient."""
-    x, port = call.input(index), call.sharding.input_port(index)
+    x = call.input(index)
+    port = call.sharding.input_port(index)
     if (
         x is None
         or not port.desired.is_replicate()
@@ -234,12 +236,13 @@ def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
         yield from moves(x, port.layout, port.desired)
     else:
         once = None if x.is_leaf and x.requires_grad else (id(x), port.layout)
-        yield from moves(x, port.layout, port.desired, Partial(), once)
+        yield from moves(x, port.layout, port.desired, Partial(), once=once)
 
 
 def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
     """What the first output runs; the gradients of a bias are summed where a partial output is sharded."""
-    port, out = call.sharding.output_port(), call.output
+    port = call.sharding.output_port()
+    out = call.output
     if not isinstance(port.layout, Partial) or not isinstance(port.desired, Shard):
         yield from moves(out, port.layout, port.desired)
         return

@@ -50,12 +50,14 @@ def gathered_product(
         pending.append(
             gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True)
         )
-    full, product = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
+    full = x.new_empty(shape)
+    product = x.new_empty([*shape[:-1], weight.shape[0]])
     starts = [0, *accumulate(blocks)][:-1]
     for gathered, each in zip(pending, lengths, strict=True):
         parts = torch.split_with_sizes(gathered.wait(), list(each))
         for i, (part, start) in enumerate(zip(parts, starts, strict=True)):
-            starts[i] = end = start + len(part)
+            end = start + len(part)
+            starts[i] = end
             full[start:end] = part
             _multiply(part, weight, bias, product[start:end])
     return full, product
@@ -71,7 +73,8 @@ def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks:
         ]
         return torch.cat([each.wait() for each in scattered])
     product = x.new_empty([*x.shape[:-1], weight.shape[0]])
-    pending, count = [], _count(chunks, x.shape[0])
+    pending = []
+    count = _count(chunks, x.shape[0])
     for rows, out in zip(x.tensor_split(count), product.tensor_split(count), strict=True):
         _multiply(rows, weight, None, out)
         pending.append(all_reduce_(out, where, async_op=True))
@@ -106,7 +109,8 @@ def in_chunks(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write x W^T + b to `out`, which is contiguous."""
-    rows, into = x.flatten(0, -2), out.flatten(0, -2)
+    rows = x.flatten(0, -2)
+    into = out.flatten(0, -2)
     if bias is None:
         torch.mm(rows, weight.t(), out=into)
     else:

@@ -112,7 +112,8 @@ class _DeliveredShards(Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.params = comm, params
+        ctx.comm = comm
+        ctx.params = params
         ctx.specs = tuple(param.spec if isinstance(param, DTensor) else None for param in params)
         ctx.set_materialize_grads(False)
         return tuple(_shard(param).detach() for param in params)

@@ -127,12 +127,12 @@ class Boundary(Lowered):
     sampling: ClassVar[Literal["watched"]] = "watched"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharding, module, inner = self.sharding, self.module, self.inner
+        sharding = self.sharding
+        module = self.module
+        inner = self.inner
         if isinstance(module, nn.EmbeddingBag):
-            offsets, layout = (
-                args[1] if len(args) > 1 else kwargs.get("offsets"),
-                self.port_in.layout,
-            )
+            offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+            layout = self.port_in.layout
             if (
                 isinstance(layout, Shard)
                 and offsets is not None
@@ -248,7 +248,8 @@ def sharded_output(
     lowered: Lowered, out: Tensor, sizes: Sizes = None, port: Port | None = None
 ) -> Tensor:
     """`S(features) -> port`: what leaves a module of which each rank holds some features, as the weight, or `sizes`."""
-    port, local = port or lowered.port_out, lowered.sharding.local_outputs
+    port = port or lowered.port_out
+    local = lowered.sharding.local_outputs
     if local and port.layout == port.desired:
         return out
     size, sizes = _shards_of_weight(lowered) if sizes is None else (sum(sizes), sizes)
@@ -275,20 +276,24 @@ def partial_output(
     The bias, a replicated parameter or its name, is added after the reduction, along the dim of the
     input's features.
     """
-    port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
+    port = port or lowered.port_out
+    comm = lowered.comm
+    local = lowered.sharding.local_outputs
     param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}
     features = getattr(lowered.port_in.desired, "dim", -1) % partial.ndim
     where = sharded_dim(port.desired, comm)
     if where is not None:
         _, dim, sizes = where
         dim %= partial.ndim
-        shape, even = partial.shape, partial.shape[dim] % comm.size == 0
+        shape = partial.shape
+        even = partial.shape[dim] % comm.size == 0
         if dim == features and sizes is None and not even:
             # 10 features on 4 ranks: 3 3 3 1; the next module knows them by its weight.
             sizes = tuple(shard_sizes(shape[dim], Shard(dim), comm.size))
         if sizes is not None or even:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
-            out, whole = scatter(partial, comm, dim, sizes), local_parameters(param, comm)["bias"]
+            out = scatter(partial, comm, dim, sizes)
+            whole = local_parameters(param, comm)["bias"]
             if whole is not None and dim == features:
                 whole = own_shard(whole, comm, 0, sizes)
             out = _plus(out, whole, features)

@@ -48,10 +48,12 @@ def _convolved(
     groups, *kernel). What kernels refuse, an empty shard, goes by way of a channel of zeros, so
     that a rank without channels takes part in every collective, forward and backward.
     """
-    (x,), spatial = inputs, weight.ndim - 2
+    (x,) = inputs
+    spatial = weight.ndim - 2
     into, out_of = (0, 1) if module.transposed else (1, 0)  # dims of the weight
     # there may be no batch dim
-    channels, empty = x.ndim - spatial - 1, not groups or not weight.shape[out_of]
+    channels = x.ndim - spatial - 1
+    empty = not groups or not weight.shape[out_of]
     if empty or not weight.shape[into]:
         # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1,
         # 2, 5).
@@ -63,17 +65,16 @@ def _convolved(
         groups = max(groups, 1)
         x = with_zeros(x, channels, weight.shape[into] * groups - held)
     if module.transposed:
-        padding, extra = (
-            module.padding,
-            (output_size, module.stride, module.padding, module.kernel_size, spatial),
-        )
+        padding = module.padding
+        extra = (output_size, module.stride, module.padding, module.kernel_size, spatial)
         more: tuple[Any, ...] = (
             module._output_padding(x, *extra, module.dilation),
             groups,
             module.dilation,
         )
     else:
-        padding, more = module.padding, (module.dilation, groups)
+        padding = module.padding
+        more = (module.dilation, groups)
         if module.padding_mode != "zeros":
             x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
             padding = 0
@@ -115,7 +116,8 @@ class Channels(Lowered):
         # two of Bilinear; what follows is for the computation
         count = len(self.sharding.inputs or ())
         if self.rows:
-            arrived, local = [ports.sharded_input(self, input)], self.local("weight")
+            arrived = [ports.sharded_input(self, input)]
+            local = self.local("weight")
         else:
             arrived = [ports.replicated_input(self, x) for x in (input, *others[: count - 1])]
             local = self.local("weight", "bias")
@@ -144,7 +146,8 @@ class ChannelsOfGroups(NamedTuple):
         """Of a module, whose ranks hold multiples of so many output channels; of a group norm any complete groups."""
         if isinstance(module, CONVOLUTIONS):
             # 6, 12 by 6: 1, 2
-            into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
+            into = module.in_channels // module.groups
+            out_of = module.out_channels // module.groups
             # groups of 2 channels, multiples of 4: 2 groups
             unit = lcm(out_of, multiple_of) // out_of
             rows = into if module.transposed else out_of
@@ -193,7 +196,8 @@ class GroupedChannels(Lowered):
 
     def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""
-        module, options = self.module, self.options
+        module = self.module
+        options = self.options
         if isinstance(module, CONVOLUTIONS):
             p = self.local("weight", "bias")
             return _convolved(
@@ -210,7 +214,8 @@ class GroupedChannels(Lowered):
 
     def on_dtensors(self, x: Tensor) -> Tensor:
         """What a forward of the module's own makes of the channels of all ranks."""
-        layout, shape = self.port_in.desired, [*x.shape]
+        layout = self.port_in.desired
+        shape = [*x.shape]
         shape[self.options.dim] = sum(self.into)
         out = type(self.module).forward(self.module, from_local(x, layout, self.mesh, shape))
         return local_input(out, self.port_in, self.mesh, grad=layout)

@@ -51,7 +51,8 @@ class AdapterLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        adapter, weight = call.sharding.options_of(Adapter), call.module.get_parameter("weight")
+        adapter = call.sharding.options_of(Adapter)
+        weight = call.module.get_parameter("weight")
         # B is (out, rank), A is (rank, in)
         width = weight.shape[0 if call.sharding.shards("lora_A") else 1]
         yield from declare_input(call)
@@ -61,13 +62,13 @@ class AdapterLinear(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         sharded: tuple[str, ...]
         if self.rows:
-            x, sharded, whole = ports.sharded_input(self, input), ("weight", "lora_A"), "lora_B"
+            x = ports.sharded_input(self, input)
+            sharded = ("weight", "lora_A")
+            whole = "lora_B"
         else:
-            x, sharded, whole = (
-                ports.replicated_input(self, input),
-                ("weight", "bias", "lora_B"),
-                "lora_A",
-            )
+            x = ports.replicated_input(self, input)
+            sharded = ("weight", "bias", "lora_B")
+            whole = "lora_A"
         # Each rank multiplies the replicated factor with what it holds, so the factor's gradients
         # are partial sums.
         p: Any = {**self.local(*sharded), **self.local(whole, comm=self.comm)}
@@ -114,7 +115,8 @@ class _Concatenate(Function):
     def forward(ctx: Any, *shards: Tensor) -> Tensor:
         ctx.rows = [shard.shape[0] for shard in shards]
         first = shards[0]
-        end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        end = first.data_ptr()
+        storage = first.untyped_storage().data_ptr()
         for shard in shards:
             if (
                 shard.data_ptr() != end
@@ -182,7 +184,8 @@ class FusedColumn(FusedLowering):
                     )
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
-        fused, ranks = self.sharding.options_of(FusedBlocks), self.comm.size
+        fused = self.sharding.options_of(FusedBlocks)
+        ranks = self.comm.size
         if any(heads.replicated(ranks) for heads in fused.blocks.values()):
             return ()
         return [
@@ -265,7 +268,8 @@ class AttentionHeads(FusedLowering):
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
         bias = self.concatenate("in_proj_bias")
-        weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
+        weight = self.concatenate("in_proj_weight")
+        separate = self.local(*OWN_PROJECTIONS)
         # 4 heads of 8: 96 rows, 32 each of queries, keys and values
         if same and weight is not None:
             # (batch, length, 32)
@@ -289,8 +293,7 @@ class AttentionHeads(FusedLowering):
         out: Any = functional.dropout(
             from_local(attention, placement, self.mesh, shape), module.dropout
         )
-        # a DTensor's
-        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]
+        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]  # a DTensor's
 
 
 def _mask(

@@ -51,7 +51,8 @@ class _Table(Lowered):
     """Base of what looks rows of a table up; it refuses what a sharded one cannot do."""
 
     def resolve(self) -> None:
-        style, module = self.sharding.style, self.module
+        style = self.sharding.style
+        module = self.module
         if getattr(module, "max_norm", None) is not None:
             raise UnsupportedModuleError(
                 f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
@@ -137,7 +138,7 @@ class RowEmbedding(_Table):
         module: Any = self.module
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
-        return _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq)
+        return _own_rows(tokens, table, first, module.padding_idx, scale=module.scale_grad_by_freq)
 
 
 _Bags = tuple[Tensor, Tensor | None, Tensor | None, Port]
@@ -157,7 +158,7 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
                 f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
             )
         if not isinstance(input, DTensor):
-            return _bags_of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
+            return _bags_of_ranks(lowered, input, offsets, weights, dim=arriving.layout.dim)
     starts = (
         None
         if offsets is None
@@ -171,7 +172,9 @@ def _bags_of_ranks(
     lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int
 ) -> _Bags:
     """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
-    comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
+    comm = lowered.comm
+    module = lowered.module
+    leaving = lowered.port_out
     last = int(bool(module.include_last_offset))
     counts = [input.shape[dim], offsets.shape[0] - last]
     # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last
@@ -227,11 +230,9 @@ class EmbeddingBag(_Table):
             **dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)),
             **call.kwargs,
         }
-        port, offsets, weights = (
-            call.sharding.input_port(),
-            given.get("offsets"),
-            given.get("per_sample_weights"),
-        )
+        port = call.sharding.input_port()
+        offsets = given.get("offsets")
+        weights = given.get("per_sample_weights")
         yield from moves(given["input"], port.layout, port.desired)
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
@@ -256,7 +257,8 @@ class EmbeddingBag(_Table):
         """Of each bag the sum (of a mean: divided by the number of tokens) of the rows that are on this rank."""
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
-        rows, own = weight.shape[0], tokens - self.spec("weight").offset(0)
+        rows = weight.shape[0]
+        own = tokens - self.spec("weight").offset(0)
         # no id is -1
         counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)
         # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at
@@ -266,7 +268,8 @@ class EmbeddingBag(_Table):
         how = {"mode": "sum", "include_last_offset": module.include_last_offset}
         out = functional.embedding_bag(own, table, starts, per_sample_weights=weights, **how)
         if module.mode == "mean":
-            ones, zeros = weight.new_ones(1, 1), torch.zeros_like(own)
+            ones = weight.new_ones(1, 1)
+            zeros = torch.zeros_like(own)
             factor = counted.to(weight.dtype)
             counts = functional.embedding_bag(zeros, ones, starts, per_sample_weights=factor, **how)
             out = out / counts.clamp(min=1)

@@ -158,10 +158,8 @@ class LocalForward(Boundary):
             self.counts[name] = count // ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, local = (
-            partial(super().__call__, *args, **kwargs),
-            local_parameters(dict(self.params)),
-        )
+        forward = partial(super().__call__, *args, **kwargs)
+        local = local_parameters(dict(self.params))
         return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
@@ -178,16 +176,15 @@ class ContextAttention(Boundary):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        method, ranks, steps = (
-            call.sharding.options_of(ContextOptions).method,
-            call.ranks,
-            call.ranks - 1,
-        )
+        method = call.sharding.options_of(ContextOptions).method
+        ranks = call.ranks
+        steps = call.ranks - 1
         found = _attentions(call) if ranks > 1 else []
         if found:  # whether the arguments of all ranks fit
             yield Collective("all_gather", 4 * ranks)
         for q, k, v in found:
-            block, out = nbytes(k, v), nbytes(q) // q.shape[-1] * v.shape[-1]
+            block = nbytes(k, v)
+            out = nbytes(q) // q.shape[-1] * v.shape[-1]
             # those of low precision travel in float32
             sums = block * max(4 // k.element_size(), 1)
             for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):

@@ -147,18 +147,14 @@ class HiddenUnits(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         module: Any = call.module
-        x, state, given = (
-            call.input(),
-            _tensors(call.outputs[1])[0],
-            (*call.args, *call.kwargs.values())[1:],
-        )
+        x = call.input()
+        state = _tensors(call.outputs[1])[0]
+        given = (*call.args, *call.kwargs.values())[1:]
         initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
         yield from declare_input(call)
-        steps, gathered = (
-            x.shape[int(module.batch_first and x.ndim > 2)],
-            nbytes(state) // state.shape[0],
-        )
+        steps = x.shape[int(module.batch_first and x.ndim > 2)]
+        gathered = nbytes(state) // state.shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
             # Of 5 steps without an initial state: 4 gathers, and that of the last step where a
@@ -170,7 +166,8 @@ class HiddenUnits(Lowered):
                 yield from (
                     Collective("reduce_scatter", gathered, backward=True) for _ in range(count)
                 )
-        entering, leaving = call.sharding.input_port(1), call.sharding.output_port()
+        entering = call.sharding.input_port(1)
+        leaving = call.sharding.output_port()
         for tensor in initial:
             yield from moves(tensor, entering.layout, entering.desired)
         for tensor in (*call.output.chunk(directions, -1), *_tensors(call.outputs[1])):
@@ -227,7 +224,9 @@ class HiddenUnits(Lowered):
         last: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []
         for layer in range(module.num_layers):
-            inner, outputs, whole = layer < module.num_layers - 1, [], []
+            inner = layer < module.num_layers - 1
+            outputs = []
+            whole = []
             for end in ("", "_reverse")[: 1 + module.bidirectional]:
                 names = [
                     f"{name}_l{layer}{end}"
@@ -258,7 +257,8 @@ class HiddenUnits(Lowered):
                 1 + isinstance(self.module, nn.LSTM)
             )
             hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
-        of_units, of_all = [], []
+        of_units = []
+        of_all = []
         for step, driven in enumerate(drive):
             state = self.cell(driven, linear(hidden, of_state, bias_of_state), state)
             # (batch, 3): steps of them are stacked to (steps, batch, 3)

@@ -85,16 +85,18 @@ class _LinearProduct(Function):
         leads: bool = False,
         chunks: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.enters, ctx.leaves, ctx.chunks, ctx.input_dtype = enters, leaves, chunks, x.dtype
+        ctx.enters = enters
+        ctx.leaves = leaves
+        ctx.chunks = chunks
+        ctx.input_dtype = x.dtype
         try:
-            ctx.params, ctx.specs = (
-                (weight, bias),
-                (weight.spec, None if bias is None else bias.spec),
-            )
+            ctx.params = (weight, bias)
+            ctx.specs = (weight.spec, None if bias is None else bias.spec)
         except AttributeError:
             check_plain(weight)
             raise
-        w, b = local_shard(weight), None if bias is None else local_shard(bias)
+        w = local_shard(weight)
+        b = None if bias is None else local_shard(bias)
         if dtype is not None:
             w, b = w.to(dtype), b if b is None or leaves is not None else b.to(dtype)
         out = None
@@ -102,7 +104,7 @@ class _LinearProduct(Function):
             token = x if dtype is None else x.to(dtype)
             with unwatched():
                 if chunks > 1:
-                    token, out = gathered_product(token, w, b, enters, chunks)
+                    token, out = gathered_product(token, w, b, enters, chunks=chunks)
                 else:
                     token = gather_dim(token, *enters)
         else:
@@ -131,7 +133,7 @@ class _LinearProduct(Function):
         if isinstance(ctx.leaves, tuple) and grad is not None:
             grad = grad.contiguous()
             if needs_input and ctx.chunks > 1:
-                grad, dx = gathered_product(grad, w.t(), None, ctx.leaves, ctx.chunks)
+                grad, dx = gathered_product(grad, w.t(), None, ctx.leaves, chunks=ctx.chunks)
             else:
                 grad = gather_dim(grad, *ctx.leaves)
         if needs_input:
@@ -205,16 +207,19 @@ def _input_gradient(
 def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
     """Gradients of weight and bias from local dy (..., out) and x (..., in); None for those added to `.grad`."""
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    weight_grad = bias_grad = None
+    weight_grad = None
+    bias_grad = None
     if not needs_weight and not needs_bias:
         return None, None
-    (weight, bias), (weight_spec, bias_spec), edges = ctx.params, ctx.specs, ctx.next_functions
+    (weight, bias) = ctx.params
+    (weight_spec, bias_spec) = ctx.specs
+    edges = ctx.next_functions
     if grad.ndim != 2:
         # not by -1: the shard may have no features
         grad = grad.reshape(prod(grad.shape[:-1]), grad.shape[-1])
     if needs_weight and (route := grad_route(edges[1][0], weight)) != "unused":
         x = x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        weight_grad = deliver_product(route, weight, weight_spec, grad.t(), x)
+        weight_grad = deliver_product(route, weight, weight_spec, grad.t(), right=x)
     if needs_bias and (route := grad_route(edges[2][0], bias)) != "unused":
         bias_grad = deliver_grad(route, bias, bias_spec, grad.sum(0))
     return weight_grad, bias_grad
@@ -237,7 +242,8 @@ class ColumnLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        entering, layout = declare_input(call), call.sharding.input_port().layout
+        entering = declare_input(call)
+        layout = call.sharding.input_port().layout
         yield from in_chunks(call, entering, call.input(), layout, ("all_gather", False))
         yield from declare_output(call)
 
@@ -247,11 +253,13 @@ class ColumnLinear(Lowered):
             return self.finish(
                 linear(ports.replicated_input(self, input), local["weight"], local["bias"])
             )
-        params, direct = self.params, type(input) is Tensor and self.plain and not autocasting()
+        params = self.params
+        direct = type(input) is Tensor and self.plain and not autocasting()
         # one is computed since
         if not direct or params.get("weight") is None or "bias" not in params:
             return self.finish(self.general(input))
-        weight, bias = params["weight"], params["bias"]
+        weight = params["weight"]
+        bias = params["bias"]
         if torch.is_grad_enabled():
             return self.product(input, self.comm, weight, bias, None)
         if type(weight) is not DTensor:
@@ -269,7 +277,8 @@ class ColumnLinear(Lowered):
             key: Hashable = (*where, dtype)
             alone = input.is_leaf and grad
         else:
-            key, alone = (where, None, None), input.is_leaf or not grad
+            key = (where, None, None)
+            alone = input.is_leaf or not grad
         token = None if alone else find_token(input, key, grad)
         chunks = self.chunks if input.ndim > 1 else 1
         if token is not None:
@@ -285,7 +294,8 @@ class ColumnLinear(Lowered):
 
     def general(self, input: Tensor) -> Tensor:
         """The local product for DTensor inputs, other layouts and autocast."""
-        weight, bias = self.parameter("weight"), self.parameter("bias")
+        weight = self.parameter("weight")
+        bias = self.parameter("bias")
         spec_of(weight, "weight")
         dtype = autocast_dtype(input)
         if not isinstance(input, DTensor):
@@ -321,7 +331,8 @@ class RowLinear(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from declare_input(call)
-        x, placement = call.input(), call.sharding.output_port().desired
+        x = call.input()
+        placement = call.sharding.output_port().desired
         chunked = [("all_reduce", False), ("reduce_scatter", False)]
         if x is not None and x.requires_grad:
             chunked.append(("all_gather", True))
@@ -333,11 +344,13 @@ class RowLinear(Lowered):
             return ports.partial_output(
                 self, linear(ports.sharded_input(self, input), weight), "bias"
             )
-        params, direct = self.params, type(input) is Tensor and self.fast and not autocasting()
+        params = self.params
+        direct = type(input) is Tensor and self.fast and not autocasting()
         # one is computed since
         if not direct or params.get("weight") is None or "bias" not in params:
             return self.general(input)
-        weight, bias = params["weight"], params["bias"]
+        weight = params["weight"]
+        bias = params["bias"]
         try:
             out: Tensor = apply(_LinearProduct, input, weight, bias, None, self.comm, None)
         except RuntimeError as error:
@@ -356,7 +369,8 @@ class RowLinear(Lowered):
         return out
 
     def general(self, input: Tensor) -> Tensor:
-        weight, bias = self.parameter("weight"), self.parameter("bias")
+        weight = self.parameter("weight")
+        bias = self.parameter("bias")
         spec_of(weight, "weight")
         dtype = autocast_dtype(input)
         local = ports.sharded_input(self, input)

@@ -134,7 +134,8 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         >>> costs.count("all_reduce"), costs.parameter_bytes
         ((1, 0), 376)
     """
-    resolved, arithmetic = resolve(model, plan), current_arithmetic()
+    resolved = resolve(model, plan)
+    arithmetic = current_arithmetic()
     calls = _record_calls(model, {use.path for use in resolved.uses}, args, kwargs)
     seen: set[Hashable] = set()
     rows = []

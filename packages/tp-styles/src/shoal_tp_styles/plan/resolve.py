@@ -64,7 +64,8 @@ class Use(NamedTuple):
     def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[tuple[str, str, int, list[int]]]:
         """For each axis that shards a parameter: its name, the dim in words, its elements, and those of each rank."""
         assert self.sharding is not None, "only declared styles are measured"
-        fused, param = self.sharding.fused, self.module.get_parameter(name)
+        fused = self.sharding.fused
+        param = self.module.get_parameter(name)
         if fused is not None and name in fused.names:
             what = f"{len(fused.blocks)} blocks of {fused.features} rows"
             yield mesh.axis_names[0], what, fused.features, fused.rows(mesh.size())
@@ -252,7 +253,8 @@ def _tied(
     asked: dict[_Owned, tuple[Use, _Layout]] = {}
     for use in uses if shared else ():
         if use.sharding is not None and use.sharding.distributes:
-            first, second = use.sharding.parameters, use.sharding.second_axis
+            first = use.sharding.parameters
+            second = use.sharding.second_axis
             for key, path, _ in _owned_parameters(use.sharding.owners(use.module)):
                 other = None if second is None else second.get(path, Replicate())
                 asked[key] = use, (first.get(path, Replicate()), other, use.style.axis)
@@ -395,7 +397,7 @@ def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
     sharding = style.sharding(module) if isinstance(style, DeclaredStyle) else None
     if sharding is not None:
         check_parameters(module, sharding)
-    return Use(key, path, module, style, sharding)
+    return Use(key, path, module, style, sharding=sharding)
 
 
 def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:

@@ -149,7 +149,7 @@ def verify(
             unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",)
         )
     else:
-        trial = try_plan(model, plan, mesh, args, kwargs)
+        trial = try_plan(model, plan, mesh, args, kwargs=kwargs)
     sharded = {id(param) for param in sharded_parameters(resolved)}
     total = sum(param.numel() for param in model.parameters()) or 1
     found["unsharded"] = [
@@ -208,9 +208,9 @@ def try_plan(
                 unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",)
             )
         _vary_constants(single)
-        trial = _tried(single, plan, mesh, args, kwargs)
+        trial = _tried(single, plan, mesh, args, kwargs=kwargs)
         if trial.proven and any(map(active, drawers_of(single.train()))):
-            trial = _tried(single, plan, mesh, args, kwargs)
+            trial = _tried(single, plan, mesh, args, kwargs=kwargs)
     return trial
 
 

@@ -36,7 +36,8 @@ class TransposedLinear(nn.Module):
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
     if weight is None or weight.ndim != 2 or not module._parameters.keys() <= {"weight", "bias"}:
         return False
     columns = weight.shape[1]
@@ -68,8 +69,7 @@ def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def computed_parameters(module: nn.Module) -> list[str]:
     """Tensors that are computed from other parameters before each forward: parametrizations, weight_norm, pruning."""
-    # a ModuleDict
-    names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]
+    names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]  # a ModuleDict
     # the older utilities keep the result as a plain attribute
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and any(
@@ -178,7 +178,8 @@ def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement
         or any(name.removesuffix("_bias") not in weights for name in params)
     ):
         raise _unknown_features(style, module)
-    blocks, up = _WEIGHT_NAMES[first][0], params[first]
+    blocks = _WEIGHT_NAMES[first][0]
+    up = params[first]
     # (experts, out, in), as nn.Linear, or (experts, in, out)
     for into, out in ((2, 1), (1, 2)):
         if up.shape[out] == blocks * down.shape[into] and up.shape[into] == down.shape[out]:

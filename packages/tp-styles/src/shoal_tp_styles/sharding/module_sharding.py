@@ -93,7 +93,8 @@ class HeadShard:
             >>> HeadShard(1, Heads(6, 1), blocks=2).on(3)
             StridedShard(dim=1, split_factor=2, sizes=(2, 2, 2))
         """
-        count, size = self.heads.count, self.heads.size
+        count = self.heads.count
+        size = self.heads.size
         if count < ranks and not self.heads.chunked:
             raise LayoutError(
                 f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are "

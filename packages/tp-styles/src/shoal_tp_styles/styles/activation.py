@@ -310,7 +310,8 @@ def sharded_groups(
     style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
 ) -> ModuleSharding:
     """The sharding of a module by groups of channels, by channels outside where no other layout is given."""
-    name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
+    name = type(style).__name__
+    channels = ChannelsOfGroups.of(module, style.multiple_of)
     if isinstance(module, CONVOLUTIONS) and not any(
         keeps_forward(module, kind) for kind in CONVOLUTIONS
     ):
@@ -319,7 +320,8 @@ def sharded_groups(
     into, out_of, rows = (
         channels.unit * size for size in (channels.into, channels.out_of, channels.rows)
     )
-    reads, computes = Shard(channels.dim, multiple_of=into), Shard(channels.dim, multiple_of=out_of)
+    reads = Shard(channels.dim, multiple_of=into)
+    computes = Shard(channels.dim, multiple_of=out_of)
     of_outputs = dict.fromkeys(
         ("bias", "running_mean", "running_var"), Shard(0, multiple_of=out_of)
     )

@@ -238,14 +238,12 @@ class ColwiseParallel(_FeatureStyle):
                     f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}"
                 )
             self._overlap(module, None)
-            arriving, leaving = (
-                self.given("input_layouts") or Replicate(),
-                self.given("output_layouts"),
-            )
+            arriving = self.given("input_layouts") or Replicate()
+            leaving = self.given("output_layouts")
             return sharded_hidden_units(
-                "ColwiseParallel", module, arriving, leaving, self.use_local_output
+                "ColwiseParallel", module, arriving, leaving, local_outputs=self.use_local_output
             )
-        sharding = self._declared("ColwiseParallel", COLWISE, module, Replicate(), None)
+        sharding = self._declared("ColwiseParallel", COLWISE, module, Replicate(), leaving=None)
         layout = sharding.input_port().layout
         if self.chunks > 1 and not (isinstance(layout, Shard) and layout.multiple_of == 1):
             raise LayoutError(
@@ -273,7 +271,7 @@ class ColwiseParallel(_FeatureStyle):
             raise UnsupportedModuleError(
                 "ColwiseParallel: heads() and overlapped() do not go together; leave out one"
             )
-        sharding = self._declared("ColwiseParallel", _OF_HEADS, module, Replicate(), None)
+        sharding = self._declared("ColwiseParallel", _OF_HEADS, module, Replicate(), leaving=None)
         if not isinstance(module, nn.Linear):
             return sharding
         check_forward("ColwiseParallel.heads", module, nn.Linear)
@@ -301,11 +299,10 @@ class RowwiseParallel(_FeatureStyle):
     """
 
     input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
-    # a descriptor
-    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]
+    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        return self._declared("RowwiseParallel", ROWWISE, module, None, Replicate())
+        return self._declared("RowwiseParallel", ROWWISE, module, None, leaving=Replicate())
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -366,7 +363,8 @@ class PackedColwiseParallel(DeclaredStyle):
             raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
         kind = next(kind for kind in kinds_of(module) if kind in (TransposedLinear, nn.Linear))
         check_forward("PackedColwiseParallel", module, kind)
-        given, unit = self.blocks, self.multiple_of
+        given = self.blocks
+        unit = self.multiple_of
         if isinstance(given, int):
             given = {str(number): features // given for number in range(given)}
         blocks = {

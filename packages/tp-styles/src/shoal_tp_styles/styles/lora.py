@@ -59,7 +59,8 @@ class LoRA(DeclaredStyle):
                 "RowwiseParallel (without heads() and overlapped()), the module a Linear with "
                 "torch's forward"
             )
-        columns, parameters = base.lowering is ColumnLinear, dict(base.parameters)
+        columns = base.lowering is ColumnLinear
+        parameters = dict(base.parameters)
         parameters |= {
             "lora_A": Replicate() if columns else Shard(1),
             "lora_B": Shard(0) if columns else Replicate(),

@@ -49,7 +49,8 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
 def _keyword_ports(
     layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None
 ) -> dict[str, Port]:
-    now, then = dict(layouts or {}), dict(desired or {})
+    now = dict(layouts or {})
+    then = dict(desired or {})
     if len(now) != len(then):
         raise LayoutCountError(
             "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, "
@@ -256,7 +257,8 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(
             self.pack, lambda saved: saved[0].full_tensor() if isinstance(saved, tuple) else saved
         )
-        self.mesh, self.dim = mesh, dim
+        self.mesh = mesh
+        self.dim = dim
         plain = (x for x in inputs if not isinstance(x, DTensor) and x.numel())
         self.replicated = {(x.data_ptr(), x.shape, x.stride()) for x in plain}
         self.shards: dict[int, tuple[DTensor]] = {}
@@ -269,7 +271,8 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, tensor: Tensor) -> Any:
         """What is saved instead of a tensor; of a plain one that is sharded a tuple."""
         # a node that saves its own output would hold itself
-        is_leaf, tensor = tensor.is_leaf, tensor.detach()
+        is_leaf = tensor.is_leaf
+        tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             replicated = (
                 tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim

@@ -89,7 +89,8 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
 
 def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
     """One step as a function of the local tensor."""
-    prepare, finish = work.prepare, work.finish
+    prepare = work.prepare
+    finish = work.finish
     if work.collective is None:
         return lambda local: finish(local, local)
     call = bind(work.collective, mesh)
@@ -101,7 +102,8 @@ def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
 def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
     """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
     more["comm"] = comm_of(collective, mesh)
-    kind, sizes = collective.kind, collective.sizes
+    kind = collective.kind
+    sizes = collective.sizes
     if kind == "all_to_all" and sizes:
         return partial(all_to_all_v, send_sizes=sizes, recv_sizes=collective.receives, **more)
     if kind == "all_to_all":
@@ -155,7 +157,8 @@ def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) ->
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
     if known is None or known[0] != state or known[1] is not local:
-        known = owner._reduced = (state, local, run(plan, local))
+        known = (state, local, run(plan, local))
+        owner._reduced = known
     result: Tensor = known[2]
     return result.clone() if fresh else result
 
@@ -225,7 +228,16 @@ def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
     for step, work in zip(plan.steps, kernels_of(plan), strict=True):
         if work.collective is not None:
             gives_result = step is plan.steps[-1] and work.finish is received and not closing(plan)
-            legs.append(Leg(index, tuple(before), step, work, work.collective, gives_result))
+            legs.append(
+                Leg(
+                    index,
+                    tuple(before),
+                    step,
+                    work,
+                    call=work.collective,
+                    gives_result=gives_result,
+                )
+            )
             before = []
             continue
         before.append(stage_of(work, step.src.mesh))
@@ -284,9 +296,9 @@ class Message:
             buffers.append(leg.kernel.prepare(local))
         if self._is_call:
             leg = self._legs[0]
-            # of any function
-            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]
-        comm, op = self._comm, self._legs[0].call.op
+            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
+        comm = self._comm
+        op = self._legs[0].call.op
         if self._kind in ("all_reduce", "all_gather"):
             parts = [buffer.reshape(-1) for buffer in buffers]
         elif self._kind == "reduce_scatter" and self._in_rows:
@@ -302,7 +314,7 @@ class Message:
         buffers.clear()
         if self._kind == "all_to_all":
             return all_to_all_v(torch.cat(parts), comm, self._sent, self._received, async_op=True)
-        return start_packed(self._kind, parts, comm, self._sent, op)
+        return start_packed(self._kind, parts, comm, self._sent, op=op)
 
     def receive(
         self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places
@@ -329,7 +341,8 @@ class Message:
 
     def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
         """The blocks from all members for each leg; where they are its plan's result, in the wanted tensor."""
-        shapes, size = [leg.call.shape for leg in self._legs], self._comm.size
+        shapes = [leg.call.shape for leg in self._legs]
+        size = self._comm.size
         fits = [
             bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous()
             for leg in self._legs

@@ -109,7 +109,8 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
 
 
 def _slice(step: Step, coordinate: Coordinate) -> Kernel:
-    before, after = step.src.box(coordinate), step.dst.box(coordinate)
+    before = step.src.box(coordinate)
+    after = step.dst.box(coordinate)
     # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
     narrowed = [
         (d, j - i, k - j)
@@ -132,14 +133,16 @@ def _reshape(step: Step, coordinate: Coordinate) -> Kernel:
 
 def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
     """R or S -> P: every element is held once along the axes; or as often as it was, if the reduction ignores that."""
-    before, after = step.src.box(coordinate), step.dst.box(coordinate)
+    before = step.src.box(coordinate)
+    after = step.dst.box(coordinate)
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
     sharded = {axis for dim in range(step.src.ndim) for axis in step.src.dim_sharding(dim).axes}
     value = identity_of(next(iter(ops.values())), step.dst.dtype)
     factor = prod(
         step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg" and axis in sharded
     )
-    shape, own = shape_of(after), intersect(before, after)
+    shape = shape_of(after)
+    own = intersect(before, after)
     once = [
         axis
         for axis, op in ops.items()
@@ -148,7 +151,8 @@ def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
     if own is None:
         return Kernel(finish=lambda local, _: bound(local.new_full(shape, value), local))
     # columns 2:4 -> 0:4: local 0:2 to 2:4
-    source, target = slices_of(own, before), slices_of(own, after)
+    source = slices_of(own, before)
+    target = slices_of(own, after)
     held = not any(coordinate[axis] for axis in once)  # R -> P(sum): x on coordinate 0, else 0
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
@@ -184,19 +188,19 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     boxes = [fine.box(c) for c in ([coordinate] if alike else members(fine, step.axes, coordinate))]
     # 5 rows on 2 ranks: boxes 0:3 and 3:5, whole 0:5
     whole = coarse.box(coordinate)
-    kind, shape = "all_gather" if gathers else "reduce_scatter", shape_of(step.dst.box(coordinate))
+    kind = "all_gather" if gathers else "reduce_scatter"
+    shape = shape_of(step.dst.box(coordinate))
     if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    divide, even = (
-        _division(step.divisor, step.src.dtype),
-        all(shape_of(b) == shape_of(boxes[0]) for b in boxes),
-    )
+    divide = _division(step.divisor, step.src.dtype)
+    even = all(shape_of(b) == shape_of(boxes[0]) for b in boxes)
     if step.dims == (0,):
         lengths = () if even else tuple(stop - start for (start, stop), *_ in boxes)  # (3, 2)
         call = CollectiveCall(kind, step.axes, step.op, lengths, shape=(-1, *shape[1:]))
         return Kernel(collective=call, finish=divide)
     sizes, order = _grid_of_blocks(fine, coarse, step.dims, shape_of(fine.box(coordinate)))
-    interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
+    interleaved = [sizes[i] for i in order]
+    back = sorted(range(len(order)), key=order.__getitem__)
     places = [slices_of(box, whole) for box in boxes]
 
     def split(local: Tensor) -> Tensor:
@@ -231,13 +235,15 @@ def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
 def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
     """A reduction; that of a norm is a sum of powers, of which the root is taken."""
     kernel_of = _gather_or_scatter if step.name == "ReduceScatter" else _all_reduce
-    order, dtype = norm_order(step.op), step.src.dtype
+    order = norm_order(step.op)
+    dtype = step.src.dtype
     if order is None:
         return kernel_of(step, coordinate)
     work = kernel_of(replace(step, op="sum"), coordinate)
     if work.collective is None:
         return work
-    prepare, finish = work.prepare, work.finish
+    prepare = work.prepare
+    finish = work.finish
     return Kernel(
         prepare=lambda local: prepare(powers(local, order)),
         collective=work.collective,
@@ -246,11 +252,10 @@ def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def _all_to_all(step: Step, coordinate: Coordinate) -> Kernel:
-    (src_dim, dst_dim), before = step.dims, step.src.box(coordinate)
-    after, ranks = (
-        shape_of(step.dst.box(coordinate)),
-        prod(step.src.mesh.shape[axis] for axis in step.axes),
-    )
+    (src_dim, dst_dim) = step.dims
+    before = step.src.box(coordinate)
+    after = shape_of(step.dst.box(coordinate))
+    ranks = prod(step.src.mesh.shape[axis] for axis in step.axes)
     if not volume(before):
         return Kernel(finish=lambda local, _: local.new_empty(after))
     # (2, 8) S(0) -> S(1) on 4 ranks: blocks of (2, 2), which make (8, 2)
@@ -295,7 +300,8 @@ def _moved(
     ranks: tuple[int, ...] = (),
 ) -> Kernel:
     """Packing, an exchange of blocks among `size` members, and unpacking."""
-    sends, receives = [0] * size, [0] * size
+    sends = [0] * size
+    receives = [0] * size
     for counts, moves in ((sends, blocks.sends), (receives, blocks.receives)):
         for member, box in moves:
             # to member 1 a (2, 2) block: sends [0, 4]

@@ -36,7 +36,9 @@ class Edge(NamedTuple):
 def reshard(space: Space, before: State, after: State) -> list[Edge]:
     """S(i) -> S(j): what can be sliced is sliced first, then at most one collective over all axes that change."""
     changed: list[int] = []
-    leaving, entering, held = 0, 0, 1.0
+    leaving = 0
+    entering = 0
+    held = 1.0
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         if old is not new:
             change = space.change(old, new)
@@ -68,9 +70,9 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
             axes,
             tuple(changed),
             after,
-            seconds,
-            received,
-            before.box + after.box + copied,
+            seconds=seconds,
+            received=received,
+            peak=before.box + after.box + copied,
         )
     ]
 
@@ -79,8 +81,12 @@ def _exchange(
     space: Space, before: State, after: State, changed: list[int], involved: int, received: int
 ) -> Edge:
     """An exchange among the ranks that hold different shards, or among all that want different ones."""
-    links, held, wanted = space.links, before.box, after.box
-    seconds, kind, dims = links.seconds(involved, received), "Exchange", tuple(changed)
+    links = space.links
+    held = before.box
+    wanted = after.box
+    seconds = links.seconds(involved, received)
+    kind = "Exchange"
+    dims = tuple(changed)
     # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
     near = involved & before.used
     axes = axes_of(involved)
@@ -88,13 +94,23 @@ def _exchange(
         sent = sent_among(links.ranks(near), links.ranks(near & ~after.used), held, received)
         nearer = links.seconds(near, sent)
         if nearer <= seconds:
-            axes, received, seconds = axes_of(near), sent, nearer
+            axes = axes_of(near)
+            received = sent
+            seconds = nearer
     elif len(changed) == 2 and (ends := _transposed(before, after, changed)):
-        kind, dims, axes = "AllToAll", ends, _inner(after.dims, before.dims, ends[:1])
+        kind = "AllToAll"
+        dims = ends
+        axes = _inner(after.dims, before.dims, ends[:1])
     # rows of dim 0 are in memory as they travel
     copied = 0 if changed == [0] else min(received, held) + wanted
     return Edge(
-        kind, axes, dims, after, seconds + links.copy(copied), received, 2 * (held + wanted)
+        kind,
+        axes,
+        dims,
+        after,
+        seconds=seconds + links.copy(copied),
+        received=received,
+        peak=2 * (held + wanted),
     )
 
 
@@ -108,7 +124,8 @@ def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
 
 def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
     """(from, to) if the innermost axes of one dim become the innermost of the other that changes, all even."""
-    old, new = before.dims, after.dims
+    old = before.dims
+    new = after.dims
     if not all(dims[dim].even for dim in changed for dims in (old, new)):
         return None
     for a, b in (changed, changed[::-1]):
@@ -126,7 +143,8 @@ def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, i
 
 def all_reduce(space: Space, before: State) -> Edge:
     """P -> R over all axes that are left: 2 * (n - 1) / n of the box comes to each of n ranks."""
-    axes, wide = before.pending, space.widening
+    axes = before.pending
+    wide = space.widening
     ways = space.links.ranks(axes)
     # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
     received = 2 * wide * before.box * (ways - 1) // ways
@@ -134,21 +152,38 @@ def all_reduce(space: Space, before: State) -> Edge:
     # norm2 of bf16 is summed in f32: wide is 2, so 3 boxes
     peak = (1 + wide) * before.box
     return Edge(
-        "AllReduce", axes_of(axes), (), after, space.links.seconds(axes, received), received, peak
+        "AllReduce",
+        axes_of(axes),
+        (),
+        after,
+        seconds=space.links.seconds(axes, received),
+        received=received,
+        peak=peak,
     )
 
 
 def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     """P -> S over the axes that are no longer pending, each rank keeping its shard: (n - 1) / n of the box comes."""
-    mask, wide, box = before.pending & ~after.pending, space.widening, before.box
-    changed, ways = _changed(before, after), space.links.ranks(mask)
+    mask = before.pending & ~after.pending
+    wide = space.widening
+    box = before.box
+    changed = _changed(before, after)
+    ways = space.links.ranks(mask)
     even = all(after.dims[dim].even for dim in changed)
     # 5 rows as 3 + 2: 3 * 1
     received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))
     packed = 0 if changed == (0,) else wide * box
     seconds = space.links.seconds(mask, received) + space.links.copy(packed)
     axes = _inner(before.dims, after.dims, changed)
-    return Edge("ReduceScatter", axes, changed, after, seconds, received, box + packed + after.box)
+    return Edge(
+        "ReduceScatter",
+        axes,
+        changed,
+        after,
+        seconds=seconds,
+        received=received,
+        peak=box + packed + after.box,
+    )
 
 
 def joined(space: Space, before: State) -> Iterator[Edge]:
@@ -179,7 +214,8 @@ def converted(space: Space, before: State) -> list[Edge]:
         it has to hold columns, to be added over axis 1              0 1 2 3   0 1 2 3   4 5 6 7   4 5 6 7
         so it holds                                                  0 1 2 3   0 0 0 0   0 0 0 0   4 5 6 7
     """
-    edges, here = [], before
+    edges = []
+    here = before
     if before.pending and (before.pending & before.becoming or not space.alike):
         return []
     if before.becoming:
@@ -202,12 +238,21 @@ def _local(
     """A step without communication, which writes the new local tensor."""
     changed = _changed(before, after)
     axes = axes or _inner(before.dims, after.dims, changed)
-    return Edge(kind, axes, changed, after, space.links.copy(after.box), 0, before.box + after.box)
+    return Edge(
+        kind,
+        axes,
+        changed,
+        after,
+        seconds=space.links.copy(after.box),
+        received=0,
+        peak=before.box + after.box,
+    )
 
 
 def _sliced(space: Space, before: State, goal: Dims) -> State:
     """The state after dims have been sharded towards `goal` by axes that are neither used nor pending."""
-    taken, dims = before.used | before.pending, []
+    taken = before.used | before.pending
+    dims = []
     for old, new in zip(before.dims, goal, strict=True):
         end = len(old.axes)
         if old in new.outers:

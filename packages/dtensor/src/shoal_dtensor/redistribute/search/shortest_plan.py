@@ -64,7 +64,15 @@ def cheapest_plans(
         steps = tuple([_step(here, there, edge) for here, there, edge in ends])
         received = sum(edge.received for edge in edges)
         plans.append(
-            Plan(src, dst, steps, seconds, received, search.peak(edges), min(seconds, floor))
+            Plan(
+                src,
+                dst,
+                steps,
+                seconds,
+                bytes_sent=received,
+                peak_bytes=search.peak(edges),
+                floor=min(seconds, floor),
+            )
         )
     return plans
 
@@ -85,7 +93,8 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
 
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     """The step for an edge."""
-    ops, sizes = dict(here.partials), here.mesh.shape
+    ops = dict(here.partials)
+    sizes = here.mesh.shape
     summed, averaged = (
         prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg")
     )
@@ -103,10 +112,10 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
         here,
         there,
         edge.axes,
-        edge.tensor_dims,
-        edge.seconds,
-        edge.received,
-        edge.peak,
+        dims=edge.tensor_dims,
+        seconds=edge.seconds,
+        bytes=edge.received,
+        peak_bytes=edge.peak,
         **more,
     )
 
@@ -132,7 +141,8 @@ class _Search:
         self.limit = memory_limit
         self.wanted = wanted
         bound = Bound(space)
-        self.bound, self.fastest_start = cache(bound.seconds), bound.start
+        self.bound = cache(bound.seconds)
+        self.fastest_start = bound.start
         # trails to go on with, by seconds of what they may lead to
         self.heap: list[tuple[float, int, _Trail]] = []
         # of what is equally good the first is taken: no two trails are ever compared
@@ -151,7 +161,8 @@ class _Search:
         # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves
         # a quarter to gather over the slow one, and making values partial again costs no
         # communication.
-        space, start = self.space, self.space.start
+        space = self.space
+        start = self.space.start
         yield start
         if space.alike and (start.dims != space.goal.dims or start.pending or start.becoming):
             # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
@@ -191,7 +202,8 @@ class _Search:
 
     def reduced(self, trail: _Trail) -> _Trail:
         """Offer the plain reduction, to where the goal has the axes: often nothing beats it."""
-        space, here = self.space, trail.here
+        space = self.space
+        here = trail.here
         if here.pending:
             after = space.scattered(here, self.candidates.scattered(here))
             if after is not here:
@@ -202,7 +214,9 @@ class _Search:
 
     def settle(self, trail: _Trail) -> None:
         """Offer plain ways with nothing left to reduce, one speed or one axis after the other: no plan is worse."""
-        space, here, bandwidth = self.space, trail.here, self.space.links.bandwidth
+        space = self.space
+        here = trail.here
+        bandwidth = self.space.links.bandwidth
         axes = axes_of(space.large & ~here.becoming)
         speeds = [
             [a for a in axes if bandwidth[a] == speed]
@@ -215,7 +229,8 @@ class _Search:
             (single, False),
             (single[::-1], False),
         ):
-            last, settled = trail, 0
+            last = trail
+            settled = 0
             for group in groups:
                 settled |= mask_of(group)  # axes one by one: 0b01, 0b11
                 here = last.here
@@ -246,7 +261,8 @@ class _Search:
 
     def reduce(self, trail: _Trail) -> None:
         """Offer what reductions lead to."""
-        space, here = self.space, trail.here
+        space = self.space
+        here = trail.here
         # An all-reduce takes all axes that are left: two in a row could leave replicas that differ
         # in the last bit.
         self.offer(trail.then([all_reduce(space, here)]))
@@ -268,9 +284,8 @@ class _Search:
             space = self.space
             layouts = self.candidates.inside(space.whole, space.moving(here) & ~here.pending)
             states = [space.state(dims, *key) for dims in layouts]
-            near = self.near[key] = sorted(
-                [(self.bound(state), state) for state in states], key=itemgetter(0)
-            )
+            near = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
+            self.near[key] = near
         return near
 
     def offer(self, trail: _Trail) -> _Trail:
@@ -323,7 +338,8 @@ class Bound:
         self.space = space
         # (8, 6) of f32: 192
         self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
-        axes, links = axes_of(space.large), space.links
+        axes = axes_of(space.large)
+        links = space.links
         # Seconds of the fastest start of a collective.
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
         # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
@@ -336,7 +352,8 @@ class Bound:
 
     def seconds(self, here: State) -> float:
         """Seconds from a state to the goal, at least."""
-        links, moving = self.space.links, self.space.moving(here)
+        links = self.space.links
+        moving = self.space.moving(here)
         leaving = here.pending | here.leaving & ~here.becoming
         seconds = links.seconds(leaving, 0)
         # local steps make values partial as in the destination: of the finest shard at least
@@ -375,11 +392,13 @@ class Bound:
         element has to come p - 1 times to be added and q - 1 times to be held. P -> R over 4 ranks:
         3 + 3 times, 6 / 4 of it to each rank.
         """
-        ranks, wanted = self.space.links.ranks, self.space.goal.used
+        ranks = self.space.links.ranks
+        wanted = self.space.goal.used
         # what still becomes partial is one island with all that it adds up to
         between = level & ~here.becoming
         if here.pending:
-            values, holders = ranks(here.pending & level), ranks(between & ~wanted)
+            values = ranks(here.pending & level)
+            holders = ranks(between & ~wanted)
             # on 4: 1/4 * (4 + 4 - 2)
             return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0
         parts = ranks(here.used & ~wanted & between)

@@ -50,7 +50,8 @@ class ShardedDim:
         ranks: int = 1,
         sharding: DimSharding | None = None,
     ) -> None:
-        self._ranks, self._sharding = ranks, sharding
+        self._ranks = ranks
+        self._sharding = sharding
         # that shard the dim, outermost first
         self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()
         self.mask: int = mask_of(self.axes)
@@ -58,7 +59,8 @@ class ShardedDim:
         self.outers: Dims = outer.lineage if outer else ()
         # Elements of the longest shard, and whether all are that long.
         if sharding is not None:
-            self.longest, self.even = sharding.step, sharding.even
+            self.longest = sharding.step
+            self.even = sharding.even
         elif outer is not None:
             # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all
             # that long
@@ -105,7 +107,9 @@ class State:
         self.scaled: int = scaled  # to change between sum and average
         # whether values are partial as in the destination
         self.made: bool = not (becoming or scaled)
-        used, leaving, box = 0, 0, space.itemsize
+        used = 0
+        leaving = 0
+        box = space.itemsize
         for sharded, wanted in zip(dims, space.wanted, strict=True):
             used |= sharded.mask  # dim 0 by axes 0 and 1: 0b11
             leaving |= space.change(sharded, wanted).leaving
@@ -134,7 +138,8 @@ class Space:
         )
         # of several ranks; mesh (2, 1, 4): 0b101
         self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])
-        old, new = dict(src.partials), dict(dst.partials)
+        old = dict(src.partials)
+        new = dict(dst.partials)
         # sum at one end, avg at the other
         both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]
         self.partial = mask_of(new)  # in `dst`
@@ -151,11 +156,13 @@ class Space:
             // self.itemsize
         )
         # P, R -> R, P: 0b01, 0b10
-        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept
+        pending = mask_of(old) & ~self.kept
+        becoming = self.partial & ~self.kept
         self.whole: Dims = tuple(
             [ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape]
         )
-        start, self.wanted = self._dims_of(src), self._dims_of(dst)
+        start = self._dims_of(src)
+        self.wanted = self._dims_of(dst)
         self.start: State = self.state(
             start, pending, becoming, mask_of([a for a in both if old[a] != new[a]])
         )
@@ -176,7 +183,8 @@ class Space:
         for dim, sharded in enumerate(self.whole):
             sharding = spec.dim_sharding(dim)
             for count, axis in enumerate(sharding.axes, 1):
-                found, wanted = self.inside(sharded, axis), sharding.outer(count)
+                found = self.inside(sharded, axis)
+                wanted = sharding.outer(count)
                 if all(each.sharding != wanted for each in found):
                     found.append(ShardedDim(sharded, axis, sharding=wanted))
                 sharded = next(each for each in found if each.sharding == wanted)
@@ -224,7 +232,8 @@ def _held(old: ShardedDim, new: ShardedDim) -> float:
     # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs
     # [4, 8), so 2 / 4 is
     # there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
-    before, after = old.sharding, new.sharding
+    before = old.sharding
+    after = new.sharding
     shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
     common = [max(0, min(a + n, b + m) - max(a, b)) / m for a, n, b, m in shards if m]
     return min(common, default=1.0)
@@ -257,13 +266,15 @@ class Candidates:
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
         # By k of n axes, in any order, on d dims: 2 axes on 2 have 1 + 2 * 2 layouts by none or one
         # and 2 * 3 by both.
-        axes, dims = space.moving(start).bit_count(), max(1, len(self.ends))
+        axes = space.moving(start).bit_count()
+        dims = max(1, len(self.ends))
         layouts = sum(perm(axes, k) * comb(k + dims - 1, k) for k in range(axes + 1))
         self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
         """The layouts that shard `outer` further by some of these axes, first that by none of them."""
-        chosen, dims = axes_of(axes), range(len(outer))
+        chosen = axes_of(axes)
+        dims = range(len(outer))
         found: list[Dims] = []
         ordered = cache(self._ordered)
         for places in product(

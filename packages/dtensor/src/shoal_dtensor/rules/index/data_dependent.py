@@ -76,15 +76,15 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
     ) -> Tensor:
         if in_backward() and dims == 1:
             return values.new_zeros(size).index_add_(0, indices[0], values)
-        # of torch
-        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]
+        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]  # of torch
 
     return run
 
 
 def nonzero(call: OpCall) -> Iterator[Row]:
     """And `masked_select`, and `unique` unless it says where each element is, which is as large as the input."""
-    source, mask = call["self"], call.get("mask")
+    source = call["self"]
+    mask = call.get("mask")
     traffic = assumed_result_bytes(call)
     for d in range(source.ndim if mask is None or mask.shape == source.shape else 0):
         if not call.get("return_inverse"):
@@ -101,7 +101,8 @@ def _nonzero(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalF
 @where_sharded
 def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Values = unique of the values of all shards; counts = sums over shards."""
-    counted, count = bool(local_call.call.get("return_counts")), len(local_call.call.schema.returns)
+    counted = bool(local_call.call.get("return_counts"))
+    count = len(local_call.call.schema.returns)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values, counts = torch.unique(x, return_counts=True)
@@ -118,7 +119,8 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
 
 def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     """The mask is replicated: every rank counts on it how many elements were taken before each of its own."""
-    spec, is_written = local_call.outputs[0], bool(local_call.call.written)
+    spec = local_call.outputs[0]
+    is_written = bool(local_call.call.written)
     here = slices_of(box_at(spec.local_offset, spec.local_shape))
     if not sharding_axes(spec):
         return None
@@ -164,8 +166,11 @@ def histc(call: OpCall) -> Iterator[Row]:
 
 def _histc(local_call: LocalCall) -> LocalFunction | None:
     """A count is the sum over shards; without given bounds, those of all elements."""
-    call, spec = local_call.call, local_call["self"]
-    axes, op, bins = sharding_axes(spec), call.op, call["bins"]
+    call = local_call.call
+    spec = local_call["self"]
+    axes = sharding_axes(spec)
+    op = call.op
+    bins = call["bins"]
     if not axes or not spec.shape.numel() or call["min"] != call["max"]:
         return None
 

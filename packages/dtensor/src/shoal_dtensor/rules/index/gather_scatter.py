@@ -57,7 +57,8 @@ def lookup(
     positions in the shard, with whether they are. Of the result's dims, so many are `behind` those
     of the indices.
     """
-    call, shape = local_call.call, local_call.outputs[0].local_shape
+    call = local_call.call
+    shape = local_call.outputs[0].local_shape
     read = functional(call) if call.schema.outs else call.op
 
     def run(x: Tensor, *args: Any, **_: Any) -> Tensor:
@@ -77,7 +78,8 @@ def _per_element(call: OpCall) -> bool:
 
 def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
     """Rows for the dims that indices are not along, and those for the dim that they are along."""
-    per_element, source = _per_element(call), _source(call)
+    per_element = _per_element(call)
+    source = _source(call)
     operands = [call[name].shape for name in ("self", "index", source) if name]
     if operands[0] and (operands[1] or not per_element):
         for d in (d for d in range(len(operands[0])) if d != call.dim()):
@@ -121,7 +123,9 @@ def _source(call: OpCall) -> str:
 
 def scatter_add(call: OpCall) -> Iterator[Row]:
     """And `index_add`: linear in target and source together."""
-    index, source, per_element = call["index"], _source(call), _per_element(call)
+    index = call["index"]
+    source = _source(call)
+    per_element = _per_element(call)
     yield from scatter(call)
     yield call.row({source: P("sum")}, self=P("sum"), out=P("sum"))
     if call["self"].ndim and index.ndim and call[source].ndim:
@@ -156,10 +160,12 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     """Only the slices that fall into the shard are written."""
-    call, spec = local_call.call, local_call["self"]
+    call = local_call.call
+    spec = local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
-    op, has_source = call.op, "source" in call.places
+    op = call.op
+    has_source = "source" in call.places
 
     def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
         positions, is_local = local_positions(index.reshape(-1), spec, dim)
@@ -203,10 +209,13 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
 
 def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     """With a sharded vocabulary: two rows of zeros are added, one for indices of other ranks, one for padding."""
-    weight, call = local_call["weight"], local_call.call
+    weight = local_call["weight"]
+    call = local_call.call
     if not sharding_axes(weight, (0,)):
         return None
-    size, padding, place = weight.local_shape[0], call["padding_idx"], call.places["weight"][0]
+    size = weight.local_shape[0]
+    padding = call["padding_idx"]
+    place = call.places["weight"][0]
     run_bags = with_arguments(call, padding_idx=size + 1)
 
     def run(*args: Any, **kwargs: Any) -> Any:

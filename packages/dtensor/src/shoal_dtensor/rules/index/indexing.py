@@ -68,7 +68,8 @@ def _is_mask(index: TensorMeta | Tensor) -> bool:
 def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> IndexedDims:
     """The dims of `source[indices]`; masks count as the one-dimensional index tensors that they become."""
     indexed: list[tuple[int, ...]] = []
-    dim = ndim = 0
+    dim = 0
+    ndim = 0
     for index in indices:
         span = 1 if index is None or not _is_mask(index) else index.ndim
         if index is not None:
@@ -104,7 +105,8 @@ def index(call: OpCall) -> Iterator[Row]:
 
 def _index(local_call: LocalCall) -> LocalFunction | None:
     """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced."""
-    call, spec = local_call.call, local_call["self"]
+    call = local_call.call
+    spec = local_call["self"]
     where = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
         mask = local_call.inputs[1]
@@ -115,10 +117,8 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         return None
 
     def local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
-        positions, is_local = (
-            list(indices),
-            torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device),
-        )
+        positions = list(indices)
+        is_local = torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device)
         for d in sharded:
             positions[d], is_in_dim = local_positions(indices[d], spec, d)
             is_local = is_local & is_in_dim
@@ -126,7 +126,8 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
     read = lookup(local_call, 0, local, local_call.outputs[0].ndim - where.first - where.ndim)
     # Left partial, it would read as another result by `to_local`.
-    axes, reduction = sharding_axes(spec, sharded), lookup_partial(call["self"]).reduce_op
+    axes = sharding_axes(spec, sharded)
+    reduction = lookup_partial(call["self"]).reduce_op
     return lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction)
 
 
@@ -165,7 +166,9 @@ def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
 
 def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     """One value wherever a mask is true: each rank takes the elements of the mask that belong to its shard."""
-    op, spec, mask = local_call.call.op, local_call.inputs[0], local_call.inputs[1]
+    op = local_call.call.op
+    spec = local_call.inputs[0]
+    mask = local_call.inputs[1]
     sharded = [(j, d) for j, d in enumerate(dims) if spec.dim_shardings[d].axes]
     place = next(i for i, index in enumerate(local_call.call["indices"]) if index is not None)
 
@@ -185,7 +188,8 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
 
 def _index_put(local_call: LocalCall) -> LocalFunction | None:
     """Of all positions to write to, those in this rank's shard."""
-    call, spec = local_call.call, local_call.inputs[0]
+    call = local_call.call
+    spec = local_call.inputs[0]
     where = indexed_dims(call["self"], call["indices"])
     dims = [d for group in where.indexed for d in group]
     sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
@@ -193,7 +197,9 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         return None
     if _same_everywhere(call, where):
         return _put_one_value(local_call, dims)
-    op, first, adds = call.op, where.first, bool(call["accumulate"])
+    op = call.op
+    first = where.first
+    adds = bool(call["accumulate"])
     ndim = spec.ndim - len(dims) + where.ndim
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
@@ -205,7 +211,8 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
             for part in (index.nonzero().unbind(1) if _is_mask(index) else (index,))
         ]
         positions = list(torch.ops.aten.broadcast_tensors.default(integers))
-        shape, is_local = positions[0].shape, torch.ones_like(positions[0], dtype=torch.bool)
+        shape = positions[0].shape
+        is_local = torch.ones_like(positions[0], dtype=torch.bool)
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
             is_local &= is_in_dim
@@ -215,7 +222,9 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         rows = values.expand(wide).movedim(common, [*range(len(shape))])
         rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
         flat = [p.reshape(-1) for p in positions]
-        positions, rows = _in_shard(x, dims, flat, rows, is_local.reshape(-1), first, adds)
+        positions, rows = _in_shard(
+            x, dims, flat, rows, is_local=is_local.reshape(-1), first=first, adds=adds
+        )
         return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
 
     return run
@@ -257,7 +266,8 @@ def _in_shard(  # noqa: PLR0913  # all that is written
 
 
 def take(call: OpCall) -> Iterator[Row]:
-    source, index = call["self"], call["index"]
+    source = call["self"]
+    index = call["index"]
     yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
     yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim))
 
@@ -282,7 +292,8 @@ def put(call: OpCall) -> Iterator[Row]:
 
 
 def _put(local_call: LocalCall) -> LocalFunction | None:
-    op, spec = local_call.call.op, local_call["self"]
+    op = local_call.call.op
+    spec = local_call["self"]
     if not sharding_axes(spec):
         return None
 

@@ -147,7 +147,8 @@ def where_sharded(
 
     @wraps(local)
     def decide(local_call: LocalCall) -> LocalFunction | None:
-        call, spec = local_call.call, local_call.inputs[0]
+        call = local_call.call
+        spec = local_call.inputs[0]
         axes = sharding_axes(spec, None if dims is None else dims(call))
         function = local(local_call, spec, axes) if axes else None
         return None if function is None else in_every_form(call, function)
@@ -220,7 +221,9 @@ def moved_between_boxes(
         >>> moved_between_boxes(torch.tensor([7, 4]), (3, 4), (3, 2), (0, -2))
         (tensor([3, 2]), tensor([ True, False]))
     """
-    position, is_inside, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    position = torch.zeros_like(index)
+    is_inside = torch.ones_like(index, dtype=torch.bool)
+    step = 1
     for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
         # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
         place = index % size + by

@@ -196,7 +196,8 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
         inputs: number of tensor inputs.
         outputs: number of tensor outputs.
     """
-    operands, kept = [frozenset((i,)) for i in linear if i < inputs], (P("sum"), P("avg"))
+    operands = [frozenset((i,)) for i in linear if i < inputs]
+    kept = (P("sum"), P("avg"))
     return [row for one in operands for row in partial_rows(kept, one, inputs, outputs)]
 
 
@@ -226,7 +227,8 @@ def product(
         >>> [row.outputs[0] for row in rule.rows(call)][:3]
         [S(0), Partial(sum), S(1)]
     """
-    pattern, fixed = parse(text), tuple(replicated.split())
+    pattern = parse(text)
+    fixed = tuple(replicated.split())
 
     def rows(call: OpCall) -> list[Row]:
         present = tuple(

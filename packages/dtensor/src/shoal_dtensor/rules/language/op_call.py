@@ -268,7 +268,8 @@ class OpCall:
             sizes = [len(self.places[name]) for name in schema.written]
             names = ("out",) if len(sizes) == 1 else tuple(f"out{i}" for i in range(len(sizes)))
         else:
-            names, count = schema.returns, len(self.outputs)
+            names = schema.returns
+            count = len(self.outputs)
             sizes = [1] * len(names)
             if any(schema.is_list):
                 sizes = [count // len(names)] * len(names)
@@ -384,13 +385,12 @@ class OpCall:
             entry = entries.get(f"out{i}", everything)
             entry = entry if name == "out" or name in self.places else entries.get(name, entry)
             results += self._entries(name, entry, len(place))
-        return Row(tuple(given), tuple(results), even, traffic, ordered)
+        return Row(tuple(given), tuple(results), even, traffic, ordered=ordered)
 
     def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
         """The entries of `count` tensors, given one for all or a sequence."""
         if not isinstance(given, list | tuple):
-            # the only sequences are lists and tuples
-            return [given] * count  # type: ignore[list-item]
+            return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
         if len(given) != count:
             raise RowError(
                 f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries"

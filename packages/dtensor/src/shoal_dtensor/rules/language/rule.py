@@ -248,12 +248,14 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
 
 def contribution(local_call: LocalCall) -> LocalFunction:
     """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
-    call, outputs = local_call.call, local_call.outputs
+    call = local_call.call
+    outputs = local_call.outputs
     values = [
         identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs
     ]
     present = [i for i, place in enumerate(call.results.values()) for _ in place]
-    is_list, count = call.schema.is_list == (True,), len(call.results)
+    is_list = call.schema.is_list == (True,)
+    count = len(call.results)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [*flatten([*args, *kwargs.values()])]
@@ -400,7 +402,8 @@ def merge(**tables: Table) -> Table:
                 raise DuplicateRuleError(
                     f"{op} has a rule in the tables {owner[op]!r} and {name!r}"
                 )
-            merged[op], owner[op] = rule, name
+            merged[op] = rule
+            owner[op] = name
     return merged
 
 

@@ -41,7 +41,8 @@ from ..language.rule import (
 
 def fill(call: OpCall) -> Iterator[Row]:
     """Sharded as the first input, of which only the sizes are read, along dims that are as long."""
-    source, result = call["self"].shape, call.outputs[0].shape
+    source = call["self"].shape
+    result = call.outputs[0].shape
     for d, n in enumerate(source):
         yield call.row(self=S(d), out=S(d) if len(source) == len(result) and n == result[d] else R)
     # a partial tensor that is written to stays one; a new tensor like it is replicated
@@ -59,7 +60,8 @@ def _fills(name: str, *parameters: str | float) -> Rule:
             local_call.call[value] if isinstance(value, str) else value for value in parameters
         ]
         numbers = Fill(name, tuple(values))
-        (spec,), in_place = local_call.outputs, bool(local_call.call.written)
+        (spec,) = local_call.outputs
+        in_place = bool(local_call.call.written)
         # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
         summed = [axis for axis, op in spec.partials if op == "sum"]
         gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
@@ -115,7 +117,8 @@ def _normal(local_call: LocalCall) -> LocalFunction:
 
 
 def _native_dropout(local_call: LocalCall) -> LocalFunction:
-    chance, train = float(local_call.call["p"]), local_call.call["train"]
+    chance = float(local_call.call["p"])
+    train = local_call.call["train"]
     result, mask_spec = local_call.outputs
 
     def run_dropout(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +142,8 @@ def multinomial(call: OpCall) -> Iterator[Row]:
 @where_sharded
 def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The operator on the gathered input; each rank keeps its shard of the result."""
-    op, (result,) = local_call.call.op, local_call.outputs
+    op = local_call.call.op
+    (result,) = local_call.outputs
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
     def run_gathered(
@@ -158,7 +162,8 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
 
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
     """This rank's size, and where a stride is asked for, strided in the global order of dims."""
-    (spec,), call = local_call.outputs, local_call.call
+    (spec,) = local_call.outputs
+    call = local_call.call
     stride = {"stride": spec.local_stride} if "stride" in call.bound else {}
     return (
         None

@@ -39,7 +39,8 @@ def _added(text: str, name: str = "self") -> Rule:
     """`beta * c + alpha * (product)`; `c` is the argument `name`, which has the last dims of the output."""
 
     def rows(call: OpCall) -> Iterator[Row]:
-        pattern, (index,) = parse(text), call.places[name]
+        pattern = parse(text)
+        (index,) = call.places[name]
         (result,) = pattern.outputs
         dims = result[len(result) - call[name].ndim :]  # a vector added to "m n": "n"
         inputs = (*pattern.inputs[:index], dims, *pattern.inputs[index:])
@@ -144,10 +145,8 @@ def linalg_cross(call: OpCall) -> Iterator[Row]:
 
 def trilinear(call: OpCall) -> Iterator[Row]:
     """Each operand lacks the dims that it is expanded by; some dims of the product are summed."""
-    dims, gone = (
-        range(call["i1"].ndim + len(call["expand1"])),
-        ("expand1", "expand2", "expand3", "sumdim"),
-    )
+    dims = range(call["i1"].ndim + len(call["expand1"]))
+    gone = ("expand1", "expand2", "expand3", "sumdim")
     i1, i2, i3, out = (" ".join(f"d{d}" for d in dims if d not in call[name]) for name in gone)
     # by 1, of 3: "d0 d2"
     yield from product(f"{i1}, {i2}, {i3} -> {out}", linear=(0, 1, 2)).rows(call)

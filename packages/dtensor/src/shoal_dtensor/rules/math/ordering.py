@@ -56,13 +56,17 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
     A rank sends half of its 12 elements, not all of them.
     """
-    call, sharding, here = local_call.call, spec.dim_sharding(dim), shard_index(spec, dim)
-    name, keepdim = call.op.__name__.split(".")[0].removesuffix("_"), bool(call.get("keepdim"))
+    call = local_call.call
+    sharding = spec.dim_sharding(dim)
+    here = shard_index(spec, dim)
+    name = call.op.__name__.split(".")[0].removesuffix("_")
+    keepdim = bool(call.get("keepdim"))
     named: dict[str, Any] = {
         argument: call[argument] for argument in ("descending", "k") if argument in call.bound
     }
     named |= {"stable": True} if name == "sort" else {}
-    sizes, rest = sharding.sizes, [n for d, n in enumerate(spec.local_shape) if d != dim]
+    sizes = sharding.sizes
+    rest = [n for d, n in enumerate(spec.local_shape) if d != dim]
     columns = chunk_sizes(prod(rest), len(sizes))
 
     def exchange(blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
@@ -99,7 +103,8 @@ def topk(call: OpCall) -> Iterator[Row]:
 def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The k best of the k best of each shard."""
     k, largest, ordered = (local_call.call[name] for name in ("k", "largest", "sorted"))
-    axes, offers = spec.dim_sharding(dim).axes, [min(k, n) for n in spec.sizes(dim)]
+    axes = spec.dim_sharding(dim).axes
+    offers = [min(k, n) for n in spec.sizes(dim)]
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest, ordered)
@@ -118,9 +123,11 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 )
 def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """The first best of the shards' first best, along a dim or, without one, in the flattened tensor."""
-    call, result = local_call.call, local_call.outputs[0]
+    call = local_call.call
+    result = local_call.outputs[0]
     dim = None if call["dim"] is None else call.dim()
-    largest, with_values = "max" in call.op.__name__, len(call.outputs) == 2
+    largest = "max" in call.op.__name__
+    with_values = len(call.outputs) == 2
     find: Any = torch.max if largest else torch.min
     worst = identity_of("max" if largest else "min", spec.dtype)
     behind_all = spec.shape.numel()
@@ -152,7 +159,8 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
 
 def cumulative(call: OpCall) -> Iterator[Row]:
     """Every dim may be sharded; along the scanned one a total per column is gathered."""
-    source, dim = call["self"], call.dim()
+    source = call["self"]
+    dim = call.dim()
     columns = prod(n for d, n in enumerate(source.shape) if d != dim)
     total = columns * sum(output.dtype.itemsize for output in call.outputs)
     for d in range(source.ndim):
@@ -167,7 +175,8 @@ Scan = tuple[Tensor, ...]
 
 def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
     """The running extreme and its index; of equal ones the last, and NaN beats all."""
-    (end, place), (values, indices) = before, here
+    (end, place) = before
+    (values, indices) = here
     later = wins(values, end) & (end == end) | (values != values)  # NaN != NaN
     return torch.where(later, values, end), torch.where(later, indices, place)
 
@@ -185,7 +194,8 @@ _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
 @along_dim
 def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """A local scan, combined with the ends of the shards before, which every rank gathers."""
-    scan_shard, axes = functional(local_call.call), spec.dim_sharding(dim).axes
+    scan_shard = functional(local_call.call)
+    axes = spec.dim_sharding(dim).axes
     combine = _SCANS[scan_shard.__name__.removesuffix(".default")]
     holders = [
         shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size

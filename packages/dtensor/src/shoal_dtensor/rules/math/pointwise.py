@@ -57,7 +57,8 @@ def _number_operands(call: OpCall) -> int:
 
 def _offset(local_call: LocalCall) -> LocalFunction | None:
     """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
-    call, result = local_call.call, local_call.outputs[0]
+    call = local_call.call
+    result = local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
     name = next(
         (name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)),
@@ -290,10 +291,8 @@ def unscale(call: OpCall) -> Iterator[Row]:
 def _unscale(local_call: LocalCall) -> LocalFunction | None:
     """found_inf = maximum over shards of found_inf."""
     *gradients, found_inf, _scale = local_call.inputs
-    axes, op = (
-        tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)})),
-        local_call.call.op,
-    )
+    axes = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)}))
+    op = local_call.call.op
     if not axes:
         return None
 

@@ -69,7 +69,8 @@ def rows_along(
     **results: Entry,
 ) -> Iterator[Row]:
     """One row per input dim; sharding one that the call works along gives `result`, or no row if that is None."""
-    dims, ndim = reduced_dims(call), call["self"].ndim
+    dims = reduced_dims(call)
+    ndim = call["self"].ndim
     keeps = call.outputs[0].ndim == ndim
     for d in range(ndim):
         if d not in dims:
@@ -103,10 +104,12 @@ def mean(call: OpCall) -> Iterator[Row]:
 @by_reduced_dims
 def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction | None:
     """The operator itself over even shards; over uneven ones the sum over ranks of (local sum / global count)."""
-    dims, count = list(reduced_dims(local_call.call)), _count(local_call)
+    dims = list(reduced_dims(local_call.call))
+    count = _count(local_call)
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
-    keepdim, dtype = bool(local_call.call.get("keepdim", False)), local_call.outputs[0].dtype
+    keepdim = bool(local_call.call.get("keepdim", False))
+    dtype = local_call.outputs[0].dtype
     finish = mean_of_sums(local_call, axes)
     return lambda x, *_, **__: finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
 
@@ -122,12 +125,15 @@ def var(call: OpCall) -> Iterator[Row]:
 @by_reduced_dims
 def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
-    call, count, dims = local_call.call, _count(local_call), list(reduced_dims(local_call.call))
+    call = local_call.call
+    count = _count(local_call)
+    dims = list(reduced_dims(local_call.call))
     gone = () if call.get("keepdim") else tuple(dims)
     # how many elements fewer to divide by: 1 by default
     correction = call.get("correction", call.get("unbiased"))
     divisor = max(count - (1.0 if correction is None else float(correction)), 0.0)
-    is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
+    is_deviation = "std" in call.op.__name__
+    with_mean = len(local_call.outputs) == 2
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
@@ -154,17 +160,16 @@ def norm(call: OpCall) -> Iterator[Row]:
     """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken."""
     # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a
     # rank's part.
-    order, simple = _order(call), {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
+    order = _order(call)
+    simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
     yield from rows_along(call, P(simple.get(order) or f"norm{order!r}"))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
     """The operator itself, but for empty shards in a list, of which there is no extremum."""
-    order, op, is_list = (
-        _order(local_call.call),
-        local_call.call.op,
-        local_call.call.schema.is_list == (True,),
-    )
+    order = _order(local_call.call)
+    op = local_call.call.op
+    is_list = local_call.call.schema.is_list == (True,)
     has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
     neutral = 0.0 if order >= 0 else inf  # what has this norm counts for nothing
 
@@ -186,7 +191,8 @@ def _norm(local_call: LocalCall) -> LocalFunction:
 @by_reduced_dims
 def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
-    dims, dtype = reduced_dims(local_call.call), local_call.outputs[0].dtype
+    dims = reduced_dims(local_call.call)
+    dtype = local_call.outputs[0].dtype
     gone = () if local_call.call.get("keepdim") else dims
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -216,7 +222,9 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
 
 def softmax(call: OpCall) -> Iterator[Row]:
     """All operands alike; along the normalised dim the maximum and the sum of each row are all-reduced, or one sum."""
-    result, dim, is_gradient = call.outputs[0], call.dim(), "grad_output" in call.places
+    result = call.outputs[0]
+    dim = call.dim()
+    is_gradient = "grad_output" in call.places
     rows = prod(n for d, n in enumerate(result.shape) if d != dim)
     traffic = all_reduce_traffic((1 if is_gradient else 2) * rows * result.dtype.itemsize)
     # Of integers there is no kernel: all ranks get the error of the global tensor.
@@ -229,7 +237,8 @@ def softmax(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The softmax or its logarithm, or the gradient of either, with the maxima and sums of all shards."""
-    axes, dtype = spec.dim_shardings[dim].axes, local_call.outputs[0].dtype
+    axes = spec.dim_shardings[dim].axes
+    dtype = local_call.outputs[0].dtype
     is_log = "log_softmax" in local_call.call.op.__name__
 
     def forwards(x: Tensor, *_: Any, **__: Any) -> Tensor:

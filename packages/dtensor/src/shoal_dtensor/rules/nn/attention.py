@@ -39,7 +39,8 @@ GRADIENTS = ("query", "key", "value", "attn_bias")
 
 def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
     """The entry of an argument when a dim of the query is sharded; masks broadcast from the right."""
-    meta, query = call[name], call["query"]
+    meta = call[name]
+    query = call["query"]
     if name in MASKS:
         return aligned(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
@@ -50,8 +51,12 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
 
 def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
     """Dims of the query that may be sharded, each with the query heads per head of keys: batch, heads, sequence."""
-    query, key, value = call["query"].shape, call["key"].shape, call["value"].shape
-    heads, sequence, masked = len(query) - 3, len(query) - 2, "attn_mask" in call.bound
+    query = call["query"].shape
+    key = call["key"].shape
+    value = call["value"].shape
+    heads = len(query) - 3
+    sequence = len(query) - 2
+    masked = "attn_mask" in call.bound
     if call.get("dropout_p"):
         return
     for d in range(sequence):
@@ -78,10 +83,8 @@ def attention(call: OpCall) -> Iterator[Row]:
 
     The gradient of a mask that broadcasts has no row.
     """
-    first, present = (
-        next(iter(call.places)),
-        dict(zip(GRADIENTS, call.results.values(), strict=False)),
-    )
+    first = next(iter(call.places))
+    present = dict(zip(GRADIENTS, call.results.values(), strict=False))
     is_gradient = first in QUERY_SIDE[1:]
     for d, group in _shardable(call):
         inputs = {
@@ -103,12 +106,16 @@ def attention(call: OpCall) -> Iterator[Row]:
 
 def _attend(local_call: LocalCall) -> LocalFunction | None:
     """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask."""
-    call, query = local_call.call, local_call["query"]
+    call = local_call.call
+    query = local_call["query"]
     dim = query.ndim - 2
     if not call["is_causal"] or not sharding_axes(query, (dim,)):
         return None
-    start, queries, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
-    attend, place = with_arguments(call, is_causal=False), call.schema.inputs.index("query")
+    start = query.offset(dim)
+    queries = query.local_shape[dim]
+    keys = call["key"].shape[dim]
+    attend = with_arguments(call, is_causal=False)
+    place = call.schema.inputs.index("query")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         like = args[place]

@@ -43,7 +43,9 @@ from ..language.rule import (
     family,
 )
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE = 0
+MEAN = 1
+SUM = 2
 
 
 def loss(call: OpCall) -> Iterator[Row]:
@@ -58,13 +60,15 @@ def loss(call: OpCall) -> Iterator[Row]:
 
 def _loss(local_call: LocalCall) -> LocalFunction | None:
     """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
-    call, is_mean = local_call.call, local_call.call["reduction"] == MEAN
+    call = local_call.call
+    is_mean = local_call.call["reduction"] == MEAN
     axes = (
         sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)})
         if is_mean
         else []
     )
-    is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
+    is_gradient = "grad_output" in call.places
+    has_samples = "multi" in call.op.__name__
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
     # Broadcast from the last dim on.  torch.broadcast_shapes would import sympy.
@@ -72,7 +76,8 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
     count = call["self"].shape[0] if has_samples else count
     finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(axes))
-    has_nothing, sum_of = 0 in local_call["self"].local_shape, with_arguments(call, reduction=SUM)
+    has_nothing = 0 in local_call["self"].local_shape
+    sum_of = with_arguments(call, reduction=SUM)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
@@ -91,7 +96,8 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     """`multi_margin_loss` and the like: the batch may be sharded; classes belong together."""
     if call["self"].ndim < 2:
         return
-    is_backward, reduces = "grad_output" in call.places, call["reduction"] != NONE
+    is_backward = "grad_output" in call.places
+    reduces = call["reduction"] != NONE
     inputs: dict[str, Entry] = {name: S(0) for name in call.places if name != "weight"}
     if is_backward and reduces:
         inputs["grad_output"] = R
@@ -105,7 +111,9 @@ def _class_dim(call: OpCall) -> int:
 
 def nll_loss(call: OpCall) -> Iterator[Row]:
     """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned."""
-    classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
+    classes = _class_dim(call)
+    source = call["self"]
+    reduces = call["reduction"] != NONE
     is_gradient = "grad_output" in call.places
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
@@ -129,8 +137,10 @@ _IGNORED = -100  # no position in a shard
 
 def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tensor]:
     """From targets to their positions among this rank's classes, `_IGNORED` where another rank has the class."""
-    call, classes = local_call.call, _class_dim(local_call.call)
-    ignored, count = call["ignore_index"], spec.shape[classes]
+    call = local_call.call
+    classes = _class_dim(local_call.call)
+    ignored = call["ignore_index"]
+    count = spec.shape[classes]
 
     def run(target: Tensor) -> Tensor:
         check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
@@ -143,10 +153,13 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 @where_sharded
 def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
-    call, over_classes = local_call.call, sharding_axes(spec, (_class_dim(local_call.call),))
-    kernel, targets_here = functional(call), _targets_here(local_call, spec)
+    call = local_call.call
+    over_classes = sharding_axes(spec, (_class_dim(local_call.call),))
+    kernel = functional(call)
+    targets_here = _targets_here(local_call, spec)
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
-    reduces, is_mean = call["reduction"] != NONE, call["reduction"] == MEAN
+    reduces = call["reduction"] != NONE
+    is_mean = call["reduction"] == MEAN
 
     def run(
         x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
@@ -162,13 +175,12 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
 
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     """With sharded classes: the gradient of the targets whose class this rank has."""
-    call, spec = local_call.call, local_call.inputs[1]
+    call = local_call.call
+    spec = local_call.inputs[1]
     if not sharding_axes(spec, (_class_dim(call),)):
         return None
-    back, targets_here = (
-        with_arguments(call, ignore_index=_IGNORED),
-        _targets_here(local_call, spec),
-    )
+    back = with_arguments(call, ignore_index=_IGNORED)
+    targets_here = _targets_here(local_call, spec)
 
     return lambda gradient, x, target, *args, **kwargs: back(
         gradient, x, targets_here(target), *args, **kwargs

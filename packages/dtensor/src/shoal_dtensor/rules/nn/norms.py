@@ -76,7 +76,9 @@ def _is_training(call: OpCall) -> bool:
 
 def norm(call: OpCall) -> Iterator[Row]:
     """And its gradients, by the input and by weight and bias."""
-    is_gradient, training, made = "grad_out" in call.places, _is_training(call), call.outputs[1:]
+    is_gradient = "grad_out" in call.places
+    training = _is_training(call)
+    made = call.outputs[1:]
     # two sums as large as a statistic are all-reduced
     if is_gradient:
         source_meta = call["input"]
@@ -110,8 +112,11 @@ class Statistics:
     """
 
     def __init__(self, local_call: LocalCall) -> None:
-        call, self.spec = local_call.call, local_call["input"]
-        local, (over, having), unit = self.spec.local_shape, _dims(call), _unit(call)
+        call = local_call.call
+        self.spec = local_call["input"]
+        local = self.spec.local_shape
+        (over, having) = _dims(call)
+        unit = _unit(call)
         # the mesh axes over which they are summed
         self.axes = sharding_axes(self.spec, over)
         # of how many elements: (8, 6, 5), unit 2: 2 * 5
@@ -119,10 +124,12 @@ class Statistics:
         # The shape of the local input in which they are over whole `dims`, and that of weight and
         # bias beside it.
         self.shape: Sequence[int] = local
-        self.dims, self.parameters = over, [n if d in having else 1 for d, n in enumerate(local)]
+        self.dims = over
+        self.parameters = [n if d in having else 1 for d, n in enumerate(local)]
         if "group" in call.bound:
             # (8, 6, 3): (8, 3, 6)
-            self.shape, self.dims = (local[0], local[1] // unit, unit * prod(local[2:])), [2]
+            self.shape = (local[0], local[1] // unit, unit * prod(local[2:]))
+            self.dims = [2]
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
@@ -137,7 +144,8 @@ class Statistics:
 
 
 def _norm(local_call: LocalCall) -> LocalFunction | None:
-    call, is_gradient = local_call.call, "grad_out" in local_call.call.places
+    call = local_call.call
+    is_gradient = "grad_out" in local_call.call.places
     if sharding_axes(local_call["input"], _dims(call)[0]) and _is_training(call):
         return (_normalise_backward if is_gradient else _normalise)(
             local_call, Statistics(local_call)
@@ -158,13 +166,18 @@ def _wide(x: Tensor) -> Tensor:
 def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count."""
     call = local_call.call
-    names, parameters, outputs = call.schema.positional, statistics.parameters, local_call.outputs
+    names = call.schema.positional
+    parameters = statistics.parameters
+    outputs = local_call.outputs
     eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         given = dict(zip(names, args, strict=False)) | kwargs
-        x, weight, bias = given["input"], given["weight"], given.get("bias")
-        centred, made = _wide(x).reshape(statistics.shape), []
+        x = given["input"]
+        weight = given["weight"]
+        bias = given.get("bias")
+        centred = _wide(x).reshape(statistics.shape)
+        made = []
         # RMS norm, which has none, takes 0 for the mean
         if "bias" in given:
             made = [*statistics.means(centred)]
@@ -192,14 +205,18 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
 def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     """The two means of the gradient that the input's needs are sums over shards / count; of RMS norm it needs one."""
     call = local_call.call
-    names, mask = call.schema.positional, call["output_mask"]
+    names = call.schema.positional
+    mask = call["output_mask"]
     mean_name = next((name for name in ("mean", "save_mean") if name in names), "")
     rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         given = dict(zip(names, args, strict=False)) | kwargs
-        x, weight, rstd = given["input"], given["weight"], statistics.given(given[rstd_name])
-        gradient, normal = _wide(given["grad_out"]), _wide(x).reshape(statistics.shape)
+        x = given["input"]
+        weight = given["weight"]
+        rstd = statistics.given(given[rstd_name])
+        gradient = _wide(given["grad_out"])
+        normal = _wide(x).reshape(statistics.shape)
         scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
         scaled = scaled.reshape(statistics.shape)
         normal = (normal - statistics.given(given[mean_name]) if mean_name else normal) * rstd

@@ -67,11 +67,9 @@ def _windows(call: OpCall) -> dict[int, Windows]:
         return {}
     if "upsample" in call.op.__name__:
         return _enlarging(call)
-    source, pooled, spatial = (
-        call["self"],
-        call.get("grad_output") or call.outputs[0],
-        spatial_dims(call),
-    )
+    source = call["self"]
+    pooled = call.get("grad_output") or call.outputs[0]
+    spatial = spatial_dims(call)
     # adaptive: where windows are equally long and do not overlap
     if "kernel_size" not in call.bound:
         dims = range(source.ndim - spatial, source.ndim)
@@ -97,14 +95,17 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     """For every spatial dim that becomes a multiple of itself its windows: each input makes as many outputs."""
     if call.get("align_corners") or "scale_factors" in call.bound:
         return {}
-    gradient, spatial = call.get("grad_output"), spatial_dims(call)
+    gradient = call.get("grad_output")
+    spatial = spatial_dims(call)
     small = call.tensors[0].shape if gradient is None else call["input_size"]
     large = (gradient or call.outputs[0]).shape
     beside = next(count for kind, count in BESIDE.items() if kind in call.op.__name__)
     given = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
     windows = {}
     for dim, name in enumerate(given, len(small) - spatial):
-        n, factor = small[dim], large[dim] // max(small[dim], 1)  # 4 rows to 8: factor 2
+        # 4 rows to 8: factor 2
+        n = small[dim]
+        factor = large[dim] // max(small[dim], 1)
         if (
             factor * n == large[dim]
             and 1 <= factor <= LARGEST
@@ -119,10 +120,8 @@ def windowed(call: OpCall) -> Iterator[Row]:
     is_gradient = "grad_output" in call.places
     yield from planes(call)
     for dim, windows in _windows(call).items():
-        whole, result = (
-            S(dim),
-            S(dim, windows.stride) if windows.transposed else S(dim, map=windows),
-        )
+        whole = S(dim)
+        result = S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
         inputs = {name: whole if name in ("self", "input") else result for name in call.places}
         traffic = halo_traffic(windows, call.get("self", call.tensors[0]), dim)
         yield call.row(inputs, out=whole if is_gradient else result, traffic=traffic)
@@ -130,9 +129,11 @@ def windowed(call: OpCall) -> Iterator[Row]:
 
 def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     """The operator with the sizes of shards with halos, without padding along the dims with halos, which are theirs."""
-    call, spatial = local_call.call, spatial_dims(local_call.call)
+    call = local_call.call
+    spatial = spatial_dims(local_call.call)
     if "upsample" in call.op.__name__:
-        windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
+        windows = _windows(call)
+        large = (call.get("grad_output") or call.outputs[0]).shape
         dims = range(len(large) - spatial, len(large))
         # 6 rows by 2: 12
         sizes = [
@@ -147,18 +148,21 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
 
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
     """The operator on a shard with halos; of the gradient, what others' outputs read of the shard comes from them."""
-    call, source, result = local_call.call, local_call.inputs[0], local_call.outputs[0]
-    is_gradient, spatial, largest = (
-        "grad_output" in call.places,
-        spatial_dims(call),
-        _takes_maximum(call),
-    )
+    call = local_call.call
+    source = local_call.inputs[0]
+    result = local_call.outputs[0]
+    is_gradient = "grad_output" in call.places
+    spatial = spatial_dims(call)
+    largest = _takes_maximum(call)
     source, result = (result, source) if is_gradient else (source, result)
-    halos, empty = Halos(source, _windows(call)), 0 in result.local_shape
+    halos = Halos(source, _windows(call))
+    empty = 0 in result.local_shape
     if not halos and "input_size" not in call.bound:
         return None
     on_halos = contribution(local_call) if empty else _on_halos(local_call, halos)
-    whole, here, first = source.shape[-spatial:], halos.shape[-spatial:], halos.first[-spatial:]
+    whole = source.shape[-spatial:]
+    here = halos.shape[-spatial:]
+    first = halos.first[-spatial:]
 
     def forwards(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
@@ -182,7 +186,8 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
 
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
     """The random samples have batch and channels too, spelt (N, C, spatial)."""
-    source, samples = call["self"], call["random_samples"]
+    source = call["self"]
+    samples = call["random_samples"]
     # of (C, H, W): 1, so channels, 0, are dim 1
     new = 2 + spatial_dims(call) - source.ndim
     for d in range(2 - new):
@@ -202,7 +207,9 @@ Case = dict[str, Any]
 
 def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
     """Entries of input, weight, bias and `out`, case by case, with what the local function communicates."""
-    source, channel, groups = call["input"], _channel(call), call["groups"]
+    source = call["input"]
+    channel = _channel(call)
+    groups = call["groups"]
     of_input, of_output = (0, 1) if call["transposed"] else (1, 0)
     if channel:
         yield {"input": S(0), "out": S(0)}, None
@@ -266,7 +273,8 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
 
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
     """A result in the memory format of the global one, where the operands' shards suggest another to the kernel."""
-    convolve, result = _convolve(local_call), local_call.outputs[0]
+    convolve = _convolve(local_call)
+    result = local_call.outputs[0]
     is_contiguous = [
         spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])
     ]
@@ -279,12 +287,11 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
 
 def _convolve(local_call: LocalCall) -> LocalFunction | None:
     """Of nothing it is the bias; to what is cropped or filled up the bias is added afterwards."""
-    call, (source, weight), shape = (
-        local_call.call,
-        local_call.inputs[:2],
-        local_call.outputs[0].local_shape,
-    )
-    halos, groups = Halos(source, _convolved(call)), _local_groups(call, weight)
+    call = local_call.call
+    (source, weight) = local_call.inputs[:2]
+    shape = local_call.outputs[0].local_shape
+    halos = Halos(source, _convolved(call))
+    groups = _local_groups(call, weight)
     empty = 0 in (*weight.local_shape, *shape, *halos.shape)
     if not (halos or empty):
         return None if groups == call["groups"] else with_arguments(call, groups=groups)
@@ -307,8 +314,11 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
 
 def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     """Of nothing the gradients are zeros, but for the bias, which depends on no operand."""
-    call, (gradient, source, weight) = local_call.call, local_call.inputs
-    halos, channel, mask = Halos(source, _convolved(call)), _channel(call), call["output_mask"]
+    call = local_call.call
+    (gradient, source, weight) = local_call.inputs
+    halos = Halos(source, _convolved(call))
+    channel = _channel(call)
+    mask = call["output_mask"]
     empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
     channels = gradient.local_shape[channel]
     sizes = {"groups": _local_groups(call, weight), "bias_sizes": call["bias_sizes"] and [channels]}

@@ -40,7 +40,8 @@ from .views import same_dims, unsqueeze, with_input_sizes
 
 
 def cat(call: OpCall) -> Iterator[Row]:
-    (result,), tensors = call.outputs, call.tensors
+    (result,) = call.outputs
+    tensors = call.tensors
     dim = int(call["dim"]) % max(result.ndim, 1)
     # torch lets 1-D tensors without elements pass beside tensors of any shape.
     joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
@@ -64,10 +65,12 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
     if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
         return None
-    op, start = local_call.call.op, result.offset(dim)
+    op = local_call.call.op
+    start = result.offset(dim)
     # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
     stop = start + result.local_shape[dim]
-    parts, before = [], 0
+    parts = []
+    before = 0
     for i in joined:
         spec = local_call.inputs[i]
         first = before + spec.offset(dim)  # 0:2, 4:6, 6:7
@@ -85,7 +88,8 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     """For every padded dim how much it grows at its start and its end."""
     # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
-    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim
+    pad = [int(n) for n in call["pad"]]
+    ndim = call["self"].ndim
     return {
         ndim - 1 - i // 2: (pad[i], pad[i + 1])
         for i in range(0, len(pad), 2)
@@ -108,12 +112,15 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
 def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there."""
     # Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
-    source, (result,), pads = local_call["self"], local_call.outputs, _pads(local_call.call)
+    source = local_call["self"]
+    (result,) = local_call.outputs
+    pads = _pads(local_call.call)
     if not any(source.dim_shardings[d].axes for d in pads):
         return None
     local: list[int] = []
     for d in reversed(range(source.ndim)):
-        have, want = source.local_shape[d], result.local_shape[d]
+        have = source.local_shape[d]
+        want = result.local_shape[d]
         # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no
         # more than 3, and adds no more than 0: 0 at the start, 0 - 3 - 0 at the end.
         low = source.local_offset[d] + pads.get(d, (0, 0))[0] - result.local_offset[d]
@@ -129,7 +136,8 @@ def _a_shard(call: OpCall) -> Traffic:
 
 def _turns(call: OpCall) -> dict[int, int]:
     """By how much every dim that roll or flip rearranges is rolled; no dim where the flattened tensor is."""
-    source, turns = call["self"], dict[int, int]()
+    source = call["self"]
+    turns = dict[int, int]()
     for d, shift in zip(call["dims"], call.get("shifts") or [0] * len(call["dims"]), strict=False):
         if source.ndim:
             dim = int(d) % source.ndim
@@ -158,10 +166,15 @@ def _moved(
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
-    call, source, moves = local_call.call, local_call["self"], []
-    turns, flips = _turns(call), call.get("shifts") is None
+    call = local_call.call
+    source = local_call["self"]
+    moves = []
+    turns = _turns(call)
+    flips = call.get("shifts") is None
     for d in [d for d in turns if source.dim_shardings[d].axes]:
-        n, turn, shards = source.shape[d], 0 if flips else turns.pop(d), spans(source.sizes(d))
+        n = source.shape[d]
+        turn = 0 if flips else turns.pop(d)
+        shards = spans(source.sizes(d))
         # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants
         # 0:3.
         places = [(start,) if flips else (start + turn, start + turn - n) for start, _ in shards]
@@ -183,7 +196,8 @@ class RepeatMap:
 
 
 def repeat(call: OpCall) -> Iterator[Row]:
-    repeats, ndim = call["repeats"], call["self"].ndim
+    repeats = call["repeats"]
+    ndim = call["self"].ndim
     # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
     new = len(repeats) - ndim
     yield from same_dims(call, ((d, d + new) for d in range(ndim) if repeats[d + new] == 1))
@@ -194,14 +208,17 @@ def repeat(call: OpCall) -> Iterator[Row]:
 
 
 def _repeat(local_call: LocalCall) -> LocalFunction | None:
-    source, target = local_call["self"], local_call.outputs[0]
-    repeats, moves = [int(n) for n in local_call.call["repeats"]], []
+    source = local_call["self"]
+    target = local_call.outputs[0]
+    repeats = [int(n) for n in local_call.call["repeats"]]
+    moves = []
     new = len(repeats) - source.ndim
     sharded = [
         d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1
     ]
     for d in sharded:
-        n, wanted = source.shape[d], spans(target.sizes(d + new))
+        n = source.shape[d]
+        wanted = spans(target.sizes(d + new))
         places = [
             [start + n * k for k in range(repeats[d + new])]
             for start in source.dim_sharding(d).offsets
@@ -220,8 +237,11 @@ def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
 
 
 def diagonal(call: OpCall) -> Iterator[Row]:
-    one, two, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
-    last, length = call.outputs[0].ndim - 1, call.outputs[0].shape[-1]
+    one = call.dim("dim1")
+    two = call.dim("dim2")
+    offset = call["offset"]
+    last = call.outputs[0].ndim - 1
+    length = call.outputs[0].shape[-1]
     # (4, 4), offset 1: rows 0:3, columns 1:4
     for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
         yield call.row(self=S(d), out=S(last, map=SliceMap(start, start + length, intersects=True)))
@@ -232,8 +252,10 @@ def diagonal(call: OpCall) -> Iterator[Row]:
 
 def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     """The diagonal of the shard that is on the global diagonal."""
-    call, spec = local_call.call, local_call["self"]
-    one, two = call.dim("dim1"), call.dim("dim2")
+    call = local_call.call
+    spec = local_call["self"]
+    one = call.dim("dim1")
+    two = call.dim("dim2")
     if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
     # Of rows 2:4 of (4, 4) it is 0 + 2 - 0: (2, 2) is their (0, 2).

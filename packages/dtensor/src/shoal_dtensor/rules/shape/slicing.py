@@ -62,7 +62,8 @@ class SliceMap:
         is_inside = 0 <= self.start < self.step and not self.exclusive
         if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
             # x[::2] of 4 + 4: 2 + 2
-            length, step = self.before(sharding.length), sharding.step // self.step
+            length = self.before(sharding.length)
+            step = sharding.step // self.step
             return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(
                 self.unit
             )
@@ -120,9 +121,11 @@ def selection(call: OpCall, length: int) -> SliceMap:
 
 def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[int, int, int]]:
     """How many selected elements are before this rank's shard, how many in it, and the slice as the shard sees it."""
-    selected, offset = selection(call, spec.shape[dim]), spec.offset(dim)
+    selected = selection(call, spec.shape[dim])
+    offset = spec.offset(dim)
     # 1:7, shard 4:8: 3, 6
-    first, stop = selected.before(offset), selected.before(offset + spec.local_shape[dim])
+    first = selected.before(offset)
+    stop = selected.before(offset + spec.local_shape[dim])
     if first == stop:
         return first, 0, (0, 0, 1)
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local
@@ -138,7 +141,8 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[
 
 def slice_(call: OpCall) -> Iterator[Row]:
     """The results of `split` are slices that follow each other."""
-    source, dim = call["self"], call.dim()
+    source = call["self"]
+    dim = call.dim()
     if "start" in call.bound:
         maps = [selection(call, source.shape[dim])]
     else:
@@ -170,7 +174,9 @@ def _after(dim: int, removed: int) -> int:
 
 def select(call: OpCall) -> Iterator[Row]:
     """`unbind` selects every index."""
-    source, dim, is_one = call["self"], call.dim(), "index" in call.bound
+    source = call["self"]
+    dim = call.dim()
+    is_one = "index" in call.bound
     indices = [call["index"] % source.shape[dim]] if is_one else [*range(len(call.outputs))]
     shape = call.outputs[0].shape if call.outputs else ()
     for d, n in enumerate(shape):
@@ -186,11 +192,13 @@ def select(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    sharding, index = spec.dim_sharding(dim), local_call.call["index"] % spec.shape[dim]
+    sharding = spec.dim_sharding(dim)
+    index = local_call.call["index"] % spec.shape[dim]
     at = index - spec.offset(dim)  # x[5] on the shard with 4:8: its row 1
     if local_call.outputs[0].ndim:
         return lambda x, *args: x.select(dim, at)
-    holds, src = 0 <= at < spec.local_shape[dim], sharding.shard_with(index)
+    holds = 0 <= at < spec.local_shape[dim]
+    src = sharding.shard_with(index)
 
     def broadcast_one(x: Tensor, *args: Any) -> Tensor:
         operand = x[at].clone() if holds else bound(x.new_empty(()), x)
@@ -201,7 +209,9 @@ def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 @along_dim
 def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    first, count = spec.offset(dim), spec.local_shape[dim]  # 4:8: result 5 is its row 5 - 4
+    # 4:8: result 5 is its row 5 - 4
+    first = spec.offset(dim)
+    count = spec.local_shape[dim]
     shapes = [output.local_shape for output in local_call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
@@ -221,12 +231,11 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 def slice_backward(call: OpCall) -> Iterator[Row]:
     """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
-    dim, is_one, gradient = (
-        int(call["dim"]) % len(call["input_sizes"]),
-        "index" in call.bound,
-        call["grad_output"],
-    )
-    length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
+    dim = int(call["dim"]) % len(call["input_sizes"])
+    is_one = "index" in call.bound
+    gradient = call["grad_output"]
+    length = call["input_sizes"][dim]
+    others = (d for d in range(call.outputs[0].ndim) if d != dim)
     yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others))
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
@@ -237,8 +246,12 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
 
 def _slice_backward(local_call: LocalCall) -> LocalFunction:
     """Zeros, but for what the shard has of the slice, or for the selected index."""
-    call, grad, target = local_call.call, local_call["grad_output"], local_call.outputs[0]
-    dim, shape, is_one = int(call["dim"]) % target.ndim, target.local_shape, "index" in call.bound
+    call = local_call.call
+    grad = local_call["grad_output"]
+    target = local_call.outputs[0]
+    dim = int(call["dim"]) % target.ndim
+    shape = target.local_shape
+    is_one = "index" in call.bound
     _, count, bounds = _selected_here(call, target, dim)
     has_gradient = count and 0 not in grad.local_shape
 
@@ -253,7 +266,8 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
 
 def slice_scatter(call: OpCall) -> Iterator[Row]:
     """`select_scatter` too, whose source lacks the dim."""
-    dim, is_one = call.dim(), "index" in call.bound
+    dim = call.dim()
+    is_one = "index" in call.bound
     for d in range(call["self"].ndim):
         if d != dim:
             yield call.row(self=S(d), src=S(_after(d, dim) if is_one else d), out=S(d))

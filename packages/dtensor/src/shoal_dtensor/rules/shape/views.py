@@ -43,9 +43,13 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
         [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 3)), (range(3, 3), range(3, 4))]
     """
     result: list[tuple[range, range]] = []
-    i = j = 0
+    i = 0
+    j = 0
     while i < len(source) and j < len(target):
-        first, second, have, want = i, j, source[i], target[j]
+        first = i
+        second = j
+        have = source[i]
+        want = target[j]
         i, j = i + 1, j + 1
         while have != want:
             if have < want:
@@ -71,7 +75,9 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
     if 0 in source:
         # Without elements nothing but the sizes counts: dims that are equal from the left or from
         # the right stay.
-        n, shift = len(source), len(target) - len(source)  # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
+        # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
+        n = len(source)
+        shift = len(target) - len(source)
         # 2, 0 of (2, 0, 3): [0, 1]
         left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]
         right = takewhile(
@@ -109,11 +115,10 @@ def _group_mappings(
         if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
         # 2 runs in a row of 6, 1 in a row of 3
-        in_source, in_target = runs // before[0], runs // before[1]
-        inside, steps = (
-            prod(source[k] for k in dims if k > i),
-            prod(target[k] for k in results if k > j),
-        )
+        in_source = runs // before[0]
+        in_target = runs // before[1]
+        inside = prod(source[k] for k in dims if k > i)
+        steps = prod(target[k] for k in results if k > j)
         # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
         both = _lcm(inside, steps)
         fits = source[i] % in_source == 0 and target[j] % in_target == 0
@@ -163,7 +168,8 @@ def _squeezed(call: OpCall) -> list[int]:
 
 def squeeze(call: OpCall) -> Iterator[Row]:
     """A sharded dim that goes is held by one coordinate, which then holds everything: any other dim can say so."""
-    gone, ndim = _squeezed(call), call["self"].ndim
+    gone = _squeezed(call)
+    ndim = call["self"].ndim
     others = [d for d in range(ndim) if d not in gone]  # (3, 1, 4) without dim 1: [0, 2]
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
@@ -187,10 +193,13 @@ def unsqueeze(call: OpCall) -> Iterator[Row]:
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
     """A wider dtype takes several elements of the last dim for one, a narrower one makes several of one."""
-    source, target = call["self"], call.outputs[0]
+    source = call["self"]
+    target = call.outputs[0]
     yield from same_dims(call, ((d, d) for d in range(source.ndim - 1)))
     if source.ndim:
-        last, n, m = source.ndim - 1, source.shape[-1], target.shape[-1]
+        last = source.ndim - 1
+        n = source.shape[-1]
+        m = target.shape[-1]
         # 8 of f32 as 4 of f64: 4, so units of 2 and 1
         steps = max(1, min(n, m))
         yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
@@ -202,13 +211,15 @@ def permute(call: OpCall) -> Iterator[Row]:
     dims = [*map(int, call.get("dims", range(ndim)))]
     if "dims" not in call.bound and ndim:
         one, two = (call.dim("dim0"), call.dim("dim1")) if "dim0" in call.bound else (0, ndim - 1)
-        dims[one], dims[two] = two, one
+        dims[one] = two
+        dims[two] = one
     yield from same_dims(call, ((dim % ndim, i) for i, dim in enumerate(dims)))  # (2, 0, 1): 2 -> 0
 
 
 def expand(call: OpCall) -> Iterator[Row]:
     """And `masked_scatter`, whose target is broadcast to the mask's shape."""
-    source, target = call["self"], call.outputs[0]
+    source = call["self"]
+    target = call.outputs[0]
     new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
     yield from same_dims(
         call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new])
@@ -224,13 +235,15 @@ def unfold(call: OpCall) -> Iterator[Row]:
     """And its gradient: windows that do not overlap and leave nothing over are a split; others need neighbours'."""
     # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements
     # are of 4, 8 or 12.
-    is_gradient, step = "grad_in" in call.places, call["step"]
+    is_gradient = "grad_in" in call.places
+    step = call["step"]
     whole = call.outputs[0] if is_gradient else call["self"]
     if whole.ndim:
         dim = int(call["dim" if is_gradient else "dimension"]) % whole.ndim
         yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
         if call["size"] <= step and whole.shape[dim] % step == 0:
-            elements, windows = S(dim, step), S(dim)
+            elements = S(dim, step)
+            windows = S(dim)
             yield (
                 call.row(grad_in=windows, out=elements)
                 if is_gradient
