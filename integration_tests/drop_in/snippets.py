@@ -76,19 +76,19 @@ def _answer(code: str, library: str) -> Any:
     """What a snippet evaluates to with one library's names, as plain data; or the error that it raises."""
     scope = dict(names(library))
     tree = ast.parse(code)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    last: ast.expr | None = None
+    if isinstance(tree.body[-1], ast.Expr):
+        last = tree.body[-1].value
+        tree.body.pop()
     # not torch.manual_seed, which formats a stack for each missing device
     torch.default_generator.manual_seed(0)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             exec(compile(tree, "snippet", "exec"), scope)
-            value = (
-                None
-                if last is None
-                else eval(compile(ast.Expression(last.value), "snippet", "eval"), scope)
-            )  # type: ignore[attr-defined]  # an Expr has a value
-            return _plain(value)
+            if last is None:
+                return _plain(None)
+            return _plain(eval(compile(ast.Expression(last), "snippet", "eval"), scope))
     except Exception as error:
         # whatever a library raises is its answer
         return error
