@@ -82,8 +82,8 @@ def test_variances_of_complex_numbers() -> None:
         for dims in (None, 0, 1):
             for function in (torch.var, torch.std):
                 torch.testing.assert_close(
-                    function(x, dim=dims).full_tensor(),
-                    function(whole, dim=dims),  # type: ignore[attr-defined]  # a DTensor
+                    function(x, dim=dims).full_tensor(),  # type: ignore[attr-defined]  # a DTensor
+                    function(whole, dim=dims),
                 )
 
 

@@ -83,8 +83,8 @@ def test_no_gradient_a_zero_and_infinity() -> None:
     for value in (0.0, torch.inf, torch.nan):
         param.grad = distribute_tensor(
             torch.tensor([0.0, 0.0, value]),
-            param.device_mesh,
-            [Shard(0)],  # type: ignore[attr-defined]
+            param.device_mesh,  # type: ignore[attr-defined]
+            [Shard(0)],
         )
         with sums_in_tree():
             norm = clip_grad_norm_([param], 1.0)

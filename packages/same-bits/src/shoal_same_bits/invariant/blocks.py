@@ -267,10 +267,8 @@ def _weight_gradient(dim: int) -> Measured:
         def product(i: int, j: int) -> Tensor:
             return parts[i][j].t().mm(others[i]) if dim == 0 else others[i].t().mm(parts[i][j])
 
-        return torch.cat(
-            [tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)],
-            dim,  # type: ignore[misc]  # a default
-        )
+        columns = [tree_of(len(x), partial(product, j=j)) for j in range(blocks)]
+        return torch.cat(columns, dim)
 
     def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
         return tree_of_products(
@@ -282,9 +280,11 @@ def _weight_gradient(dim: int) -> Measured:
 
 def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     parts = [_blocks(sample, blocks, -1) for sample in grad]
-    return torch.cat(
-        [tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)]  # type: ignore[misc]  # a default
-    )
+
+    def term(i: int, j: int) -> Tensor:
+        return parts[i][j].sum(0)
+
+    return torch.cat([tree_of(len(parts), partial(term, j=j)) for j in range(blocks)])
 
 
 _SPREAD, _SUMMED, _GRADIENT = (
