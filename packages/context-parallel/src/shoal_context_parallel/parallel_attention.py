@@ -134,8 +134,8 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         >>> with fake_world(1):
         ...     q, k, v = torch.randn(3, 1, 2, 5, 4)
         ...     out = context_parallel_attention(q, k, v, init_device_mesh("cpu", (1,)), is_causal=True, method="ring")
-        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v,
-        is_causal=True), atol=1e-6) True
+        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+        True
     """
     options = ContextOptions(method, layout, window, documents)
     qkv = (query, key, value)

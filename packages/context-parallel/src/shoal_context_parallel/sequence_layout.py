@@ -268,9 +268,8 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
 
     Example:
         >>> layout = SequenceLayout.head_tail(8, ranks=2)
-        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1,
-        AttentionMask(causal=True))] [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4,
-        None), slice(2, 4, None), 'FULL')]
+        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
+        [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
     """
     rows = (
         mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)

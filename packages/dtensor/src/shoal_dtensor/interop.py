@@ -29,8 +29,8 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
     Example:
         >>> from shoal_mesh import init_device_mesh, launch
-        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,),
-        mesh_dim_names=("tp",))).mesh_dim_names, 2) [('tp',), ('tp',)]
+        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).mesh_dim_names, 2)
+        [('tp',), ('tp',)]
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 

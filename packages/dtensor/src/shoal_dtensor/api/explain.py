@@ -125,8 +125,8 @@ def explain(
         >>> from shoal_dtensor import Partial, Replicate
         >>> src = Spec(abstract_mesh((4, 2), ("dp", "tp")), (Partial(), Replicate()), (1024, 1024))
         >>> why = explain(src, src.with_(placements=(Replicate(), Replicate())))
-        >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over
-        tp ['Slice', 'AllReduce', 'AllGather']
+        >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over tp
+        ['Slice', 'AllReduce', 'AllGather']
     """
     check_type("explain", "src", src, (Spec, DTensor), expected="a DTensor or its spec")
     source = src.spec if isinstance(src, DTensor) else src

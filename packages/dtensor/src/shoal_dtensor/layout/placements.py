@@ -240,7 +240,7 @@ class StridedShard(Placement):
         PlacementError: if `split_factor` is below 1 or a size negative.
 
     Example:
-        >>> StridedShard(0, split_factor=2, sizes=(3, 2)) # of 10 elements, rank 0 has 0..2 and 5..7
+        >>> StridedShard(0, split_factor=2, sizes=(3, 2))  # of 10 elements, rank 0 has 0..2 and 5..7
         StridedShard(dim=0, split_factor=2, sizes=(3, 2))
     """
 

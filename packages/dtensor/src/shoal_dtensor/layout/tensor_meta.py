@@ -51,8 +51,8 @@ class ShardOrderEntry(NamedTuple):
         mesh_dims: indices of the mesh axes that shard it, outermost first.
 
     Example:
-        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of
-        its shards [0, (1, 0)]
+        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of its shards
+        [0, (1, 0)]
     """
 
     tensor_dim: int

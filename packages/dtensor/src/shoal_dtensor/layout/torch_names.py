@@ -43,8 +43,8 @@ class DTensorSpec:
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), TensorMeta(torch.Size([4]), (1,),
-        torch.float32)) Spec(f32[4@(0)] on (0=2))
+        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), TensorMeta(torch.Size([4]), (1,), torch.float32))
+        Spec(f32[4@(0)] on (0=2))
     """
 
     from_dim_map: Callable[..., Spec] = Spec.from_dim_map

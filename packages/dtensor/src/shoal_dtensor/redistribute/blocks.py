@@ -44,8 +44,7 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     """What member `me` sends, receives and keeps, given what the members have before and shall have after.
 
     Example:
-        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2),
-        (1, 2))]]
+        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
         >>> exchange_blocks(0, rows, columns)
         Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0,
         1)),))
@@ -122,10 +121,8 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
     Example:
         >>> import torch
         >>> before, after = [[((0, 1),), ((1, 3),)]], [[((0, 3),)]]
-        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3,
-        dtype=torch.long)
-        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])],
-        None)
+        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3, dtype=torch.long)
+        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])], None)
         >>> wanted
         tensor([0, 1, 2])
     """

@@ -137,8 +137,8 @@ def local_shards(
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,),
-        dtype=torch.int64)) [tensor([0, 1]), tensor([2])]
+        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64))
+        [tensor([0, 1]), tensor([2])]
     """
     split = first_term if generator is None else partial(random_terms, generator=generator)
     terms = deal(full, spec.placements, spec.mesh.shape, split)

@@ -37,9 +37,10 @@ class Program:
     """A mesh shape and the lines to run on it.
 
     Example:
-        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script()) # doctest:
-        +ELLIPSIS from random_programs import Program, run_one from shoal_mesh.testing import
-        rank_pool ...
+        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script())  # doctest: +ELLIPSIS
+        from random_programs import Program, run_one
+        from shoal_mesh.testing import rank_pool
+        ...
     """
 
     mesh: tuple[int, ...]

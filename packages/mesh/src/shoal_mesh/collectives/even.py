@@ -49,8 +49,8 @@ def all_reduce(
             grad.
 
     Example:
-        >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2,
-        torch.tensor([3, 4])) [[3, 4], [3, 4]]
+        >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2, torch.tensor([3, 4]))
+        [[3, 4], [3, 4]]
     """
     comm = checked(tensor, comm)
     how = reduction(tensor.dtype, op)
@@ -278,8 +278,8 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         CollectiveError: no rank has the index, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)),
-        src=1).item(), 2) [1, 1]
+        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item(), 2)
+        [1, 1]
     """
     comm = checked(tensor, comm)
     calls.check_root(src, comm, "src")

@@ -87,8 +87,7 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
         to: what the collective brought; what the operands of the other ranks are made of.
 
     Example:
-        >>> totals = torch.tensor([6.0, 15.0]) # of two ranks, of which the first has nothing before
-        it to add
+        >>> totals = torch.tensor([6.0, 15.0])  # of two ranks, of which the first has nothing before it to add
         >>> bound(torch.tensor([1.0, 3.0, 6.0]), totals)
         tensor([1., 3., 6.])
     """

@@ -193,8 +193,8 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         CollectiveError: as for `all_reduce`.
 
     Example:
-        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))),
-        2)[0] [tensor([2., 2.]), tensor(2.)]
+        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))), 2)[0]
+        [tensor([2., 2.]), tensor(2.)]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -222,8 +222,8 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         CollectiveError: a tensor requires grad.
 
     Example:
-        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0,
-        1)))[1].shape, 2) [torch.Size([2, 2]), torch.Size([2, 2])]
+        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0, 1)))[1].shape, 2)
+        [torch.Size([2, 2]), torch.Size([2, 2])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -265,8 +265,8 @@ def reduce_scatter_coalesced(
         CollectiveError: as for `reduce_scatter`.
 
     Example:
-        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0,
-        1))), 2)[1] [tensor([2]), tensor([2., 2.])]
+        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0, 1))), 2)[1]
+        [tensor([2]), tensor([2., 2.])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:

@@ -61,8 +61,8 @@ def all_gather_v(
             grad.
 
     Example:
-        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1,
-        2)).tolist(), 2) [[0, 0, 1], [0, 0, 1]]
+        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1, 2)).tolist(), 2)
+        [[0, 0, 1], [0, 0, 1]]
     """
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
@@ -318,8 +318,8 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         CollectiveError: `targets` is no permutation of the indices, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(),
-        2) [1, 0]
+        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
+        [1, 0]
     """
     comm = checked(tensor, comm)
     check_targets(targets, comm)

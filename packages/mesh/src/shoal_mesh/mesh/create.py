@@ -64,8 +64,8 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
         MeshMismatchError: ranks passed different arguments; raised on all of them.
 
     Example:
-        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp",
-        "tp")).get_coordinate(), 2) [(0, 0), (0, 1)]
+        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")).get_coordinate(), 2)
+        [(0, 0), (0, 1)]
     """
     require_each((validate, lazy), bool, "validate and lazy are bool")
     require(order, str, "the order of ranks is 'rank' or 'topology'")

@@ -62,9 +62,8 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     Example:
         Ranks 0 and 2 share a host, and ranks 1 and 3:
 
-        >>> print(order_by_costs((2, 2), [[0.001 if (a - b) % 2 == 0 else 0.009 for b in range(4)]
-        for a in range(4)])) ranks 0, 2, 1, 3; all-gather of 1 MiB a rank, in rank order and in this
-        one
+        >>> print(order_by_costs((2, 2), [[0.001 if (a - b) % 2 == 0 else 0.009 for b in range(4)] for a in range(4)]))
+        ranks 0, 2, 1, 3; all-gather of 1 MiB a rank, in rank order and in this one
           axis 0: 1.000 ms -> 9.000 ms
           axis 1: 9.000 ms -> 1.000 ms
     """

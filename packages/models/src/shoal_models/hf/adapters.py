@@ -42,8 +42,7 @@ def parallelize_adapters(model: Model) -> Model:
 
     Example:
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
-        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"])) #
-        doctest: +SKIP
+        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
         >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
     # by peft

@@ -205,8 +205,7 @@ def shard_module(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU())
         >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows},
-        return_local_tensor=[""]))
+        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows}, return_local_tensor=[""]))
         >>> model(torch.ones(2, 4)).shape
         torch.Size([6])
     """

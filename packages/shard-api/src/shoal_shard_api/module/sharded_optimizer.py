@@ -67,8 +67,7 @@ class ShardedOptimizer(optim.Optimizer):
     Example:
         >>> linear = torch.nn.Linear(3, 4)
         >>> shard_parameter(linear, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
-        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)),
-        torch.optim.SGD, lr=0.1)
+        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)), torch.optim.SGD, lr=0.1)
         >>> linear(torch.ones(3)).sum().backward()
         >>> optimizer.step()
     """

@@ -74,8 +74,8 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         >>> module = torch.nn.Module()
         >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
         >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)
-        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu",
-        "rank:1/cpu"]), 4)}) <All keys matched successfully>
+        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)})
+        <All keys matched successfully>
         >>> module.table.sum()
         tensor(4.)
     """

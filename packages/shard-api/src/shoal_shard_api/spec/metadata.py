@@ -200,8 +200,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         ShardingSpecError: Two do, or two differ in the number of dims; names both.
 
     Example:
-        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2],
-        [2])])
+        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2], [2])])
     """
     expect_all("validate_non_overlapping_shards_metadata", "shards", shards, ShardMetadata)
     for i, shard in enumerate(shards):

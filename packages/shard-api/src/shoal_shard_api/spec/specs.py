@@ -131,8 +131,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
-        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]),
-        TensorProperties()).shards_metadata] [[3, 2], [2, 2]]
+        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata]
+        [[3, 2], [2, 2]]
     """
 
     ShardingDim = int | str

@@ -27,8 +27,7 @@ class Tree:
     """The tree of modules below a root, of their dotted paths, parents first.
 
     Example:
-        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq",
-        "head"])
+        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
         >>> tree.match("**.wq").paths
         ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("layers.*.wk").token

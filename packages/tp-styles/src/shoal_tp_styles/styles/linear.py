@@ -344,8 +344,7 @@ class PackedColwiseParallel(DeclaredStyle):
 
     Example:
         >>> from shoal_tp_styles import Heads
-        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v":
-        Heads(2, 64)})
+        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v": Heads(2, 64)})
         >>> style.sharding(nn.Linear(512, 768)).fused.blocks["k"].features
         128
     """

@@ -287,8 +287,8 @@ def pointwise(
     Example:
         >>> import torch
         >>> from shoal_dtensor.testing import validate
-        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3),
-        rule=pointwise(linear=(0,))).wrong []
+        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3), rule=pointwise(linear=(0,))).wrong
+        []
     """
 
     def rows(call: OpCall) -> list[Row]:

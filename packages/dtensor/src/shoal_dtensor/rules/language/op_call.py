@@ -359,8 +359,7 @@ class OpCall:
 
         Example:
             >>> import torch
-            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4,
-            2)))
+            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
             >>> from shoal_dtensor.rules import S
             >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
             >>> row = call.row(self=S(1), mat2=S(0), out=P("sum"))
