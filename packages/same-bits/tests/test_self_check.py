@@ -59,11 +59,11 @@ BROKEN: list[tuple[object, str, object, str]] = [
     (blocks, "_SPREAD", (SENSITIVE_SPREAD, blocks._SPREAD[1]), "linear, over samples"),
     (
         blocks,
-        "_GRADIENT",
+        "_WEIGHT_GRADIENT",
         (Measured(gradient_at_once, ()),) * 2,
         "gradient of a weight, over samples",
     ),
-    (blocks, "_BIAS", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
+    (blocks, "_BIAS_GRADIENT", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
     (norms_and_embeddings, "tree_sum", sum_at_once, "gradient of a norm, over tokens"),
     (norms_and_embeddings, "tree_of", in_order, "gradient of an embedding, over samples"),
     (self_check, "tree_sum", sum_at_once, "sum over classes"),

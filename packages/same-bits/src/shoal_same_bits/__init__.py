@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks: arithmetic independent of the degree, and records of runs to compare."""
+"""Arithmetic with the same bits on any number of ranks, and records of runs to compare."""
 
 from shoal_mesh.internal import facade
 

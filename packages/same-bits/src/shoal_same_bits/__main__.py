@@ -1,4 +1,4 @@
-"""The command line: `python -m shoal_same_bits compare A B`, where two runs differ first.
+"""The command line: `python -m shoal_same_bits compare A B` prints where two runs differ first.
 
 May import: runs.
 """
@@ -14,18 +14,20 @@ from .runs.record import RunRecord, compare_runs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare two runs; 0 if nothing differs, 1 if something does, 2 for misuse."""
+    """Compare two runs; return 0 if nothing differs, 1 if something does, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0]
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    compare = commands.add_parser("compare", help="where two runs differ first")
+    compare = commands.add_parser("compare", help="print where two runs differ first")
     compare.add_argument("runs", nargs=2, metavar="FILE", help="written by RunRecord.save")
-    compare.add_argument("--tolerance", type=float, help="how much values may differ, relatively")
-    asked = parser.parse_args(argv)
+    compare.add_argument(
+        "--tolerance", type=float, help="the allowed difference, relative to the norm of a value"
+    )
+    arguments = parser.parse_args(argv)
     try:
-        one, other = map(RunRecord.load, asked.runs)
-        comparison = compare_runs(one, other, asked.tolerance)
+        one, other = map(RunRecord.load, arguments.runs)
+        comparison = compare_runs(one, other, arguments.tolerance)
     except StyleError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,10 +1,18 @@
-"""`invariant_arithmetic`: the mode in which a model computes the same bits on any number of ranks.
+r"""`invariant_arithmetic`: the mode in which a model computes the same bits on any number of ranks.
 
-Sums over what ranks may share are taken over a fixed number of blocks and added in one binary tree.
-With 8 blocks, a rank of four holds two of them: it computes each block alone, by a kernel that sees
-the same shape on any mesh, adds its two, and the ranks add up in the upper part of the same tree
-(`shoal_mesh.sums_in_tree`). The mode changes the forms that styles give modules (`invariant/`),
-losses on a sharded vocabulary, every sum over ranks, and norms of gradients.
+A dim that ranks may share is divided into a fixed number of blocks, whose sums are added in one
+binary tree. With 8 blocks on 4 ranks, rank 0 computes blocks 0 and 1, each by a kernel that sees
+the same shape on any mesh, and adds the two. The ranks add their sums in the upper part of the same
+tree (`shoal_mesh.sums_in_tree`):
+
+    blocks      0   1   2   3   4   5   6   7
+                 \ /     \ /     \ /     \ /
+    ranks         0       1       2       3
+                   \_____/         \_____/
+                       \_____________/
+
+The mode changes the forms that styles give modules (`invariant/`), losses on a sharded vocabulary,
+every sum over ranks, and norms of gradients.
 
 May import: _torch, invariant, row_attention.
 """
@@ -12,9 +20,10 @@ May import: _torch, invariant, row_attention.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,7 +66,8 @@ _FORMS: dict[type[Lowered], type[Lowered]] = {
     RowEmbedding: InvariantRowEmbedding,
     Tokenwise: InvariantTokenwise,
 }
-_UNCHANGED = (Boundary, SequenceDropout)  # without arithmetic of their own
+# These lowerings compute nothing themselves.
+_UNCHANGED = (Boundary, SequenceDropout)
 _WHOLE: dict[type[nn.Module], type[Lowered]] = {
     nn.Linear: InvariantWhole,
     nn.Embedding: InvariantEmbedding,
@@ -68,12 +78,12 @@ _WHOLE: dict[type[nn.Module], type[Lowered]] = {
 
 @dataclass(frozen=True, slots=True)
 class InvariantArithmetic(BlockArithmetic):
-    """The mode: which forms stand in for lowerings, and for modules that no style shards."""
+    """The mode, which replaces lowerings by invariant forms, also for modules that no style shards."""
 
     def form_of(
         self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module
     ) -> type[Lowered]:
-        """The form that stands in for a lowering; an UnsupportedModuleError if there is none."""
+        """Return the form that replaces a lowering; an UnsupportedModuleError if there is none."""
         form = _FORMS.get(lowering)
         if form is not None:
             return form
@@ -87,47 +97,77 @@ class InvariantArithmetic(BlockArithmetic):
         module: nn.Module,
         over_data: tuple[torch.dtype | None, torch.dtype | None] | None,
     ) -> None:
-        """Give modules that no style has made parallel their forms; refuse gradients with sums of another order."""
-        for device, dtype in {
-            (p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()
-        }:
-            if device != "meta":
-                check_device(device, dtype, torch.get_num_threads(), self.rows)
-        along = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
+        """Give invariant forms to the modules without a style, and check the sums over data ranks.
+
+        Args:
+            mesh: of the plan.
+            module: the model.
+            over_data: dtypes of the computation and of the reduction over data ranks; None in it
+                for the dtype of the parameters, None for no data parallelism.
+        """
+        self._check_devices(module)
+        axis = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
-            around = lowered_of(owner)
-            open_inside = around is None or (isinstance(around, Boundary) and around.inner is None)
-            computes = isinstance(owner, NormBase) or any(
-                param is not None for param in owner._parameters.values()
-            )
-            if not open_inside or not computes:
+            lowered = lowered_of(owner)
+            has_form = lowered is not None and not _is_empty_boundary(lowered)
+            if has_form or not _computes(owner):
                 continue
-            form = _WHOLE.get(type(owner)) or (InvariantTokenwiseWhole if is_norm(owner) else None)
+            form = _form_without_style(owner)
             if form is None:
                 raise _without_form(f"module {path!r} ({type(owner).__name__})")
+            replicated = Port(Replicate(), Replicate())
             sharding = ModuleSharding(
-                COMPLETION,
-                outputs=(Port(Replicate(), Replicate()),),
-                lowering=form,
-                distributes=False,
+                COMPLETION, outputs=(replicated,), lowering=form, distributes=False
             )
-            completed = form(owner, sharding, along)
-            if isinstance(around, Boundary):
-                around.inner = completed
+            completed = form(owner, sharding, axis)
+            if isinstance(lowered, Boundary):
+                lowered.inner = completed
             else:
                 set_forward(owner, completed)
-        computed, reduced = over_data or (None, None)
-        for param in module.parameters():
-            dtype = computed or param.dtype
-            if param.is_floating_point() and reduced not in (None, dtype):
-                raise StyleError(
-                    f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and "
-                    "would be over ranks "
-                    f"in {reduced}, in which their sum is another. Leave reduce_dtype, or compute "
-                    f"in {reduced}"
-                )
-        if over_data is not None and mesh.size() > 1:
-            refuse_tied(module)
+        if over_data is not None:
+            _check_reduction(module, *over_data)
+            if mesh.size() > 1:
+                refuse_tied(module)
+
+    def _check_devices(self, module: nn.Module) -> None:
+        """Check the operators of every device and dtype of the parameters."""
+        kinds = {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}
+        for device, dtype in kinds:
+            if device != "meta":
+                check_device(device, dtype, torch.get_num_threads(), self.rows)
+
+
+def _is_empty_boundary(lowered: Lowered) -> bool:
+    """Tell whether a style only moves inputs and outputs, and the module inside runs as it is."""
+    return isinstance(lowered, Boundary) and lowered.inner is None
+
+
+def _computes(module: nn.Module) -> bool:
+    """Tell whether a module has parameters of its own, or is a norm that may have none."""
+    has_parameters = any(param is not None for param in module._parameters.values())
+    return isinstance(module, NormBase) or has_parameters
+
+
+def _form_without_style(module: nn.Module) -> type[Lowered] | None:
+    """Return the invariant form of a module that no style shards; None if there is none."""
+    form = _WHOLE.get(type(module))
+    if form is None and is_norm(module):
+        return InvariantTokenwiseWhole
+    return form
+
+
+def _check_reduction(
+    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Refuse a reduction over data ranks in another dtype than the sums on each rank."""
+    for param in module.parameters():
+        dtype = compute_dtype or param.dtype
+        if param.is_floating_point() and reduce_dtype not in (None, dtype):
+            raise StyleError(
+                f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and "
+                f"would be added over ranks in {reduce_dtype}, which gives another sum. Leave "
+                f"reduce_dtype, or compute in {reduce_dtype}"
+            )
 
 
 @takes(blocks=int, rows=(int, type(None)))
@@ -135,25 +175,28 @@ class InvariantArithmetic(BlockArithmetic):
 def invariant_arithmetic(
     blocks: int = 8, *, rows: int | None = None
 ) -> Iterator[InvariantArithmetic]:
-    """Train and serve with the same bits on any number of ranks that divides `blocks`, one rank among them.
+    """Train and serve with the same bits on any number of ranks that divides `blocks`, 1 included.
 
-    Everything happens inside: `parallelize_module`, `fully_shard` or `replicate`, forward and
-    backward passes, clipping and steps. A single device is a mesh of one rank with the same plan.
-    Dim 0 of what enters a layer is the batch: each sample is computed alone, so what a request gets
-    does not depend on its neighbours either.
+    Everything happens inside the block: `parallelize_module`, `fully_shard` or `replicate`, forward
+    and backward passes, clipping and optimizer steps. A single device is a mesh of one rank with
+    the same plan. Dim 0 of a layer's input is the batch: each sample is computed alone, so the
+    result of a request does not depend on its neighbors either.
 
     Args:
-        blocks: into how many parts sharded dims are divided, a power of two; sizes of sharded dims
-            are multiples of it.
-        rows: for serving: how many tokens of a sample linear layers and
-            `F.scaled_dot_product_attention` compute together; what is missing is filled up. Then
-            the chunks in which a prompt is prefilled change no bit either. With None kernels see
-            whole sequences.
+        blocks: the number of blocks of a sharded dim, a power of two; it divides the sizes of all
+            sharded dims.
+        rows: for serving: the number of tokens of a sample that linear layers and
+            `F.scaled_dot_product_attention` compute together; missing tokens are padded. Then the
+            chunks in which a prompt is prefilled change no bit either. With None, kernels see whole
+            sequences.
+
+    Yields:
+        The mode.
 
     Raises:
-        StyleError: if `blocks` is no power of two, `rows` is not positive, or others are entered
-            already. Inside, if a plan has a module for which there is no invariant form, or a dim
-            that the blocks do not divide.
+        StyleError: if `blocks` is not a power of two, `rows` is not positive, or the mode is
+            entered already with other arguments. Inside the block: if a plan has a module without
+            an invariant form, or a dim that the blocks do not divide.
 
     Example:
         >>> from torch import nn
@@ -166,45 +209,44 @@ def invariant_arithmetic(
         'InvariantColumn'
     """
     if blocks < 1 or blocks & (blocks - 1):
-        raise StyleError(
-            "invariant_arithmetic: blocks are halved again and again, so a power of two; got "
-            f"{blocks}"
-        )
+        raise StyleError(f"invariant_arithmetic: blocks must be a power of two, got {blocks}")
     if rows is not None and rows < 1:
-        raise StyleError(
-            f"invariant_arithmetic: rows are computed together, so at least 1; got {rows}"
-        )
+        raise StyleError(f"invariant_arithmetic: rows must be at least 1; got {rows}")
     before = current_arithmetic()
     entered = InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
-        raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
-    attention = (
-        nullcontext() if rows is None else ReplacedAttention(partial(attention_in_rows, rows))
-    )
+        raise StyleError(
+            f"invariant_arithmetic({blocks=}, {rows=}) inside {before}: enter the mode once, or "
+            "with the same arguments"
+        )
+    attention: AbstractContextManager[Any] = nullcontext()
+    if rows is not None:
+        attention = ReplacedAttention(partial(attention_in_rows, rows))
     with arithmetic(entered), sums_in_tree(), attention:
         yield entered
 
 
 def refuse_tied(module: nn.Module) -> None:
-    """Refuse parameters that several modules share, whose gradients are summed over data ranks: a TiedWeightError."""
+    """Raise a TiedWeightError for a parameter that several modules share.
+
+    Each rank adds the gradients of the modules first, which is another order than on one rank.
+    """
     first: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
         for place, param in owner.named_parameters(path, recurse=False, remove_duplicate=False):
             if first.setdefault(param, place) != place:
                 raise TiedWeightError(
                     f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its "
-                    "gradients are added "
-                    "on each rank before they are summed over data ranks, in another order than on "
-                    "one. Untie them "
-                    "(tie_word_embeddings=False), or use one data rank"
+                    "gradients are added on each rank before they are summed over data ranks, in "
+                    "another order than on one. Untie them (tie_word_embeddings=False), or use one "
+                    "data rank"
                 )
 
 
-def _without_form(what: str) -> UnsupportedModuleError:
+def _without_form(module: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. "
-        "It has one for "
-        "Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, "
-        "RowwiseParallel, "
-        "SequenceParallel or none; leave the mode for this model, or replace the module"
+        f"invariant_arithmetic: {module} has no form with the same bits on any number of ranks. "
+        "Linear, Embedding, LayerNorm, RMSNorm and norms like them have one, under "
+        "ColwiseParallel, RowwiseParallel, SequenceParallel or no style; leave the mode for this "
+        "model, or replace the module"
     )

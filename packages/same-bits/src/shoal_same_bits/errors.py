@@ -1,4 +1,4 @@
-"""The error of the same-bits layer alone; those that it shares with its siblings are in `shoal_dtensor`."""
+"""The error that only this layer raises; errors shared with its siblings are in `shoal_dtensor`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from shoal_dtensor.errors import StyleError
 
 
 class VariantArithmeticError(StyleError, RuntimeError):
-    """Operators of this device have other bits on other numbers of ranks; the message names them."""
+    """Operators of this device whose bits depend on the number of ranks; the message names them."""

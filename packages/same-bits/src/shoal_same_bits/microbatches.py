@@ -1,8 +1,11 @@
-"""Gradients of microbatches, added in the tree in which `invariant_arithmetic` adds those of samples.
+"""Gradients of microbatches, added in the tree in which `invariant_arithmetic` adds samples.
 
-Autograd adds the gradients of four backward passes as ((a + b) + c) + d, those of four samples in
-one pass are (a + b) + (c + d). Here the gradients of every pass are taken out of `.grad`, and nodes
-of one height are added.
+Autograd adds the gradients of four backward passes as ((a + b) + c) + d. The gradients of four
+samples in one pass are added as (a + b) + (c + d). Here the gradients of every pass are moved out
+of `.grad` and added in that tree:
+
+    pass        1    2      3        4
+    nodes       a    a+b    a+b  c   (a+b)+(c+d)
 
 May import: arithmetic, invariant.
 """
@@ -10,7 +13,7 @@ May import: arithmetic, invariant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,71 +28,82 @@ from .invariant.blocks import current_arithmetic
 Microbatch = TypeVar("Microbatch")
 
 
+class _Node(NamedTuple):
+    """The sum of the gradients of consecutive passes."""
+
+    passes: int
+    grads: list[Tensor | None]
+
+
 class _GradientTree:
-    """The gradients of some passes over one model."""
+    """The tree over the gradients of several passes over one model."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         if current_arithmetic() is None:
             raise StyleError(
-                "gradients of microbatches are added in a tree inside invariant_arithmetic()"
+                "gradients of microbatches are added in a tree inside invariant_arithmetic() only"
             )
         if count < 1 or count & (count - 1):
             raise StyleError(
-                f"{count} microbatches are no node of the tree over samples; take a power of two, "
-                "of equal sizes"
+                f"{count} microbatches are not a subtree of the tree over samples; use a power of "
+                "two, of equal sizes"
             )
         refuse_tied(model)
-        units = (parameter for unit in units_of(model) for parameter in unit.parameters)
-        other = next((p for p in units if p.reduced.dtype != p.leaf.dtype), None)
-        if other is not None:
-            raise StyleError(
-                f"one pass adds gradients of samples in {other.reduced.dtype}, those of passes "
-                "would be added in "
-                f"{other.leaf.dtype}; have parameters in the dtype of the computation, without "
-                "param_dtype"
-            )
-        # passes: so far
+        self._check_dtypes(model)
         self.model = model
         self.count = count
+        self.params: list[nn.Parameter] = []
         self.passes = 0
-        # (How many passes, their gradients): the binary digits of the passes so far, largest first.
-        self.nodes: list[tuple[int, list[Tensor | None]]] = []
+        # One node for each binary digit of the number of passes so far, the largest first.
+        self.nodes: list[_Node] = []
+
+    @staticmethod
+    def _check_dtypes(model: nn.Module) -> None:
+        """Refuse gradients that are reduced in one dtype and accumulated in another."""
+        for unit in units_of(model):
+            for parameter in unit.parameters:
+                in_pass = parameter.reduced.dtype
+                over_passes = parameter.leaf.dtype
+                if in_pass != over_passes:
+                    raise StyleError(
+                        f"one pass adds gradients of samples in {in_pass}, those of passes would "
+                        f"be added in {over_passes}; have parameters in the dtype of the "
+                        "computation, without param_dtype"
+                    )
 
     def begin(self) -> None:
-        """Find the parameters; none may have a gradient."""
-        self.params, self.passes, self.nodes = [*self.model.parameters()], 0, []
+        """Collect the parameters; a StyleError if one has a gradient."""
+        self.params = [*self.model.parameters()]
+        self.passes = 0
+        self.nodes = []
         if any(param.grad is not None for param in self.params):
             raise StyleError(
-                "gradients of an earlier pass would be added to those of microbatches; drop them "
-                "first"
+                "parameters have gradients of an earlier pass, which would be added to those of the "
+                "microbatches; drop them first"
             )
 
     @torch.no_grad()
     def add(self, number: int) -> None:
-        """Take the gradients of pass `number`."""
+        """Move the gradients of pass `number` out of `.grad` into the tree."""
         if number != self.passes:
             raise StyleError(
-                f"microbatch {number} has its backward in place {self.passes}; the tree needs "
-                "their order"
+                f"microbatch {number} has its backward in place {self.passes}; run the backward "
+                "passes in the order of the microbatches"
             )
-        kept = next((owner.owner for owner in owners_of(self.model) if owner.keeps_gradients), None)
-        if kept is not None:
-            raise StyleError(
-                f"{kept} keeps gradients of microbatches, which it adds one after the other; have "
-                "every backward "
-                "reduce them (no no_sync() and no reduce_after_last_microbatch)"
-            )
-        size = 1
-        grads = [param.grad for param in self.params]
+        for owner in owners_of(self.model):
+            if owner.keeps_gradients:
+                raise StyleError(
+                    f"{owner.owner} keeps gradients of microbatches, which it adds one after the "
+                    "other; have every backward reduce them (no no_sync() and no "
+                    "reduce_after_last_microbatch)"
+                )
+        node = _Node(1, [param.grad for param in self.params])
         for param in self.params:
             param.grad = None
         self.passes += 1
-        while self.nodes and self.nodes[-1][0] == size:
-            _, left = self.nodes.pop()
-            pairs = zip(left, grads, strict=True)
-            size = 2 * size
-            grads = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
-        self.nodes.append((size, grads))
+        while self.nodes and self.nodes[-1].passes == node.passes:
+            node = _join(self.nodes.pop(), node)
+        self.nodes.append(node)
 
     def finish(self) -> None:
         """Put the sums into `.grad`."""
@@ -98,32 +112,48 @@ class _GradientTree:
                 f"{self.count} microbatches were announced, and there were {self.passes} backward "
                 "passes"
             )
-        for param, grad in zip(self.params, self.nodes.pop()[1], strict=True):
+        root = self.nodes.pop()
+        for param, grad in zip(self.params, root.grads, strict=True):
             param.grad = grad
+
+
+def _join(left: _Node, right: _Node) -> _Node:
+    """Add the gradients of two nodes, in the memory of the left one."""
+    grads = list[Tensor | None]()
+    for a, b in zip(left.grads, right.grads, strict=True):
+        if a is None or b is None:
+            grads.append(a if b is None else b)
+        else:
+            grads.append(a.add_(b))
+    return _Node(left.passes + right.passes, grads)
 
 
 @takes(model=nn.Module, microbatches=Sequence)
 def accumulate_in_tree(
     model: nn.Module, microbatches: Sequence[Microbatch]
 ) -> Iterator[Microbatch]:
-    """The microbatches one by one; `.grad` then has the bits of one pass over all of them.
+    """Yield the microbatches one by one; after the last, `.grad` has the bits of one pass over all.
 
     Every turn of the loop runs one backward pass, of a loss that is divided by the number of
-    microbatches. Before the loop there are no gradients, during it `.grad` has those of one pass,
-    and after its last turn the sum. A few gradients are kept: as many as the number of microbatches
-    has binary digits. A loop that is left early leaves none.
+    microbatches. There are no gradients before the loop. During a turn `.grad` has the gradients of
+    that pass, after the last turn it has the sum. The tree keeps at most log2 of the number of
+    microbatches + 1 copies of the gradients. A loop that ends early leaves no gradients.
 
     With data parallelism, microbatches are consecutive parts of the global batch, each divided
     among the ranks, and every backward reduces.
 
     Args:
         model: made parallel inside `invariant_arithmetic`.
-        microbatches: of equal numbers of samples, a power of two of them.
+        microbatches: a power of two of them, with equal numbers of samples.
+
+    Returns:
+        An iterator over the microbatches.
 
     Raises:
-        StyleError: outside `invariant_arithmetic`; if the number is no power of two; if there are
-            gradients before, or `replicate` or `fully_shard` keeps them for a later reduction.
-        TiedWeightError: if modules share a parameter, whose gradients autograd adds in every pass
+        StyleError: outside `invariant_arithmetic`; if the number of microbatches is not a power of
+            two; if there are gradients before the loop; or if `replicate` or `fully_shard` keeps
+            gradients for a later reduction.
+        TiedWeightError: if modules share a parameter: autograd adds its gradients in every pass
             first.
 
     Example:
@@ -152,16 +182,16 @@ def accumulate_in_tree(
 
 @takes(microbatches=int)
 def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
-    """Have a stage of `torch.distributed.pipelining` add gradients as `accumulate_in_tree` does, in every step.
+    """Make a stage of `torch.distributed.pipelining` add gradients as `accumulate_in_tree` does.
 
     Args:
         stage: a pipeline stage whose `submod` was made parallel inside `invariant_arithmetic`;
             changed in place.
-        microbatches: of a step of the schedule, a power of two.
+        microbatches: the number of microbatches of a step of the schedule, a power of two.
 
     Raises:
-        StyleError: as `accumulate_in_tree`; and in a step, if its schedule runs backwards in
-            another order.
+        StyleError: as `accumulate_in_tree`. Also in a step whose schedule runs the backward passes
+            in another order.
         TiedWeightError: if modules of the stage share a parameter.
 
     Example:

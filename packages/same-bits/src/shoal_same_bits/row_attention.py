@@ -1,8 +1,9 @@
-"""`attention_in_rows`: attention whose bits do not depend on how many queries come at once or how many keys follow.
+"""`attention_in_rows`: attention whose bits depend neither on the number of queries nor on later keys.
 
-Kernels see one sample, `rows` queries and `KEYS` keys, however many there are: what is missing is
-filled up and masked. Blocks of keys begin at the first key, so what a query may see is in the same
-blocks in every call; later blocks add zeros, which change no bit.
+Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is: missing
+queries and keys are padding, and padded keys are masked. Blocks of keys begin at the first key, so
+the keys that a query may see are in the same blocks in every call. Later blocks add zeros, which
+change no bit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal_context_parallel import UnsupportedAttentionError
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched_functions
 
-# of a block: with it blocks of any number of features begin at multiples of 64 bytes
+# Keys in a block. With 64 of them, blocks of any number of features begin at multiples of 64 bytes.
 KEYS = 64
 
 
@@ -32,89 +33,118 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(B, ..., Q, D), (B, ..., K, D), (B, ..., K, V) -> (B, ..., Q, V), zeros for a query that sees no key."""
+    """Attend to (B, ..., K, D) keys and (B, ..., K, V) values from (B, ..., Q, D) queries.
+
+    Args:
+        rows: queries that one kernel computes together.
+        query, key, value, attn_mask: plain tensors of this rank's heads.
+        dropout_p: only 0.0 is allowed.
+        is_causal, scale, enable_gqa: as in `scaled_dot_product_attention`.
+
+    Returns:
+        (B, ..., Q, V), zeros for a query that sees no key.
+
+    Raises:
+        UnsupportedAttentionError: for a DTensor or for dropout.
+    """
     if dropout_p or any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         raise UnsupportedAttentionError(
             f"invariant_arithmetic(rows={rows}): attention by rows takes plain tensors of this "
-            "rank's heads, without "
-            f"dropout; got dropout_p={dropout_p} and {type(query).__name__}. Leave out rows to "
-            "train, and use "
-            "use_local_output=True in the plan"
+            f"rank's heads, without dropout; got dropout_p={dropout_p} and "
+            f"{type(query).__name__}. Leave out rows to train, and use use_local_output=True in "
+            "the plan"
         )
     if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    queries = query.shape[-2]
-    keys = key.shape[-2]
-    shape = (*query.shape[:-1], value.shape[-1])
+        # 8 query heads and 2 key heads: each key head serves 4 query heads.
+        queries_per_key = query.shape[-3] // key.shape[-3]
+        key = key.repeat_interleave(queries_per_key, -3)
+        value = value.repeat_interleave(queries_per_key, -3)
+    out_shape = (*query.shape[:-1], value.shape[-1])
     if not query.numel() or not key.numel():
-        return query.new_zeros(shape)
-    with unwatched_functions():
-        mask = _mask(query, keys, attn_mask, is_causal)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
-        wide = (
-            x.to(dtype).reshape(len(query), -1, *x.shape[-2:])
-            for x in (query * factor, key, value, mask)
-        )
-        samples = [
-            torch.cat(
-                [
-                    *_outputs(
-                        _blocks(q, rows), _blocks(k, KEYS), _blocks(v, KEYS), _allowed(m, rows)
-                    )
-                ],
-                1,
-            )
-            for q, k, v, m in zip(*wide, strict=True)
-        ]
-        return torch.stack(samples)[:, :, :queries].reshape(shape).to(query.dtype)
-
-
-def _mask(query: Tensor, keys: int, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """What to add to scores, for every head or for one that stands for all: (B, ..., Q, K)."""
+        return query.new_zeros(out_shape)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
     queries = query.shape[-2]
-    dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+    with unwatched_functions():
+        mask = _additive_mask(query, key.shape[-2], attn_mask, is_causal=is_causal)
+        operands = [_by_sample(x) for x in (query * factor, key, value, mask)]
+        samples = [_attend_sample(rows, *sample) for sample in zip(*operands, strict=True)]
+        # (B, H, Q padded to full blocks, V), without the padding
+        out = torch.stack(samples)[:, :, :queries]
+        return out.reshape(out_shape).to(query.dtype)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores and sums: float32 for half types."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _by_sample(x: Tensor) -> Tensor:
+    """(B, ..., N, D) -> (B, H, N, D) in the dtype of the computation; the heads are one dim."""
+    return x.to(_compute_dtype(x.dtype)).reshape(len(x), -1, *x.shape[-2:])
+
+
+def _additive_mask(
+    query: Tensor, keys: int, attn_mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """Return the summand of the scores, (B, ..., Q, K); one head where all heads have the same mask."""
+    queries = query.shape[-2]
+    dtype = _compute_dtype(query.dtype)
     if attn_mask is None:
         mask = query.new_zeros(queries, keys, dtype=dtype)
         if is_causal:
-            mask.masked_fill_(query.new_ones(queries, keys, dtype=torch.bool).triu(1), -torch.inf)
+            is_future = query.new_ones(queries, keys, dtype=torch.bool).triu(1)
+            mask.masked_fill_(is_future, -torch.inf)
     elif attn_mask.dtype == torch.bool:
-        mask = query.new_zeros(attn_mask.shape, dtype=dtype).masked_fill_(~attn_mask, -torch.inf)
+        mask = query.new_zeros(attn_mask.shape, dtype=dtype)
+        mask.masked_fill_(~attn_mask, -torch.inf)
     else:
         mask = attn_mask.to(dtype)
-    heads = mask.shape[1:-2] if mask.ndim == query.ndim else (1,) * (query.ndim - 3)
+    has_heads = mask.ndim == query.ndim
+    heads = mask.shape[1:-2] if has_heads else (1,) * (query.ndim - 3)
     return mask.expand(query.shape[0], *heads, queries, keys)
 
 
-def _blocks(x: Tensor, size: int) -> list[Tensor]:
-    """(H, N, D) -> blocks (H, size, D) in memory of their own, the last filled up with zeros."""
+def _attend_sample(rows: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend from (H, Q, D), one block of queries after the other: (H, Q padded to blocks, V)."""
+    key_blocks = _padded_blocks(k, KEYS)
+    value_blocks = _padded_blocks(v, KEYS)
+    outputs = [
+        _attend_block(query_block, key_blocks, value_blocks, masks)
+        for query_block, masks in zip(
+            _padded_blocks(q, rows), _mask_blocks(mask, rows), strict=True
+        )
+    ]
+    return torch.cat(outputs, 1)
+
+
+def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
+    """(H, N, D) -> blocks (H, size, D), each in memory of its own; zeros pad the last one."""
     padded = functional.pad(x, (0, 0, 0, -x.shape[1] % size))
     return [
         block.clone(memory_format=torch.contiguous_format) for block in torch.split(padded, size, 1)
     ]
 
 
-def _allowed(mask: Tensor, rows: int) -> list[list[Tensor]]:
-    """(H, Q, K) -> for every block of queries, those of keys; no query sees a key that fills up."""
-    filled = functional.pad(mask, (0, -mask.shape[2] % KEYS), value=-torch.inf)
-    filled = functional.pad(filled, (0, 0, 0, -mask.shape[1] % rows))
-    return [
-        [part.contiguous() for part in torch.split(block, KEYS, 2)]
-        for block in torch.split(filled, rows, 1)
-    ]
+def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
+    """(H, Q, K) -> for every block of queries its blocks (H, rows, KEYS); padded keys are masked."""
+    padded = functional.pad(mask, (0, -mask.shape[2] % KEYS), value=-torch.inf)
+    padded = functional.pad(padded, (0, 0, 0, -mask.shape[1] % rows))
+    for query_block in torch.split(padded, rows, 1):
+        yield [block.contiguous() for block in torch.split(query_block, KEYS, 2)]
 
 
-def _outputs(
-    q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[list[Tensor]]
-) -> Iterator[Tensor]:
-    """Of every block of queries, (H, rows, V)."""
-    for block, of_block in zip(q, masks, strict=True):
-        scores = [block @ keys.mT + mask for keys, mask in zip(k, of_block, strict=True)]
-        top = torch.stack([each.amax(-1, keepdim=True) for each in scores]).amax(0)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        weights = [(each - top).exp() for each in scores]
-        total = weights[0].sum(-1, keepdim=True)
-        out = weights[0] @ v[0]
-        for weight, values in zip(weights[1:], v[1:], strict=True):
-            total, out = total + weight.sum(-1, keepdim=True), out + weight @ values
-        yield out / total.masked_fill(total == 0, 1.0)
+def _attend_block(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], masks: list[Tensor]
+) -> Tensor:
+    """Attend from one block of queries to all blocks of keys: (H, rows, V)."""
+    scores = [q @ block.mT + mask for block, mask in zip(keys, masks, strict=True)]
+    top = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    # A query that sees no key has only -inf; subtracting that would give nan.
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = [(block - top).exp() for block in scores]
+    total = weights[0].sum(-1, keepdim=True)
+    out = weights[0] @ values[0]
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        total = total + weight.sum(-1, keepdim=True)
+        out = out + weight @ value
+    return out / total.masked_fill(total == 0, 1.0)

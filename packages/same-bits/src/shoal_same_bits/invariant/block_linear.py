@@ -1,4 +1,4 @@
-"""Linear layers in blocks: each product sees one sample and one block of features, whatever rank it runs on.
+"""Linear layers in blocks: each product sees one sample and one block of features, on any mesh.
 
 With 8 blocks, samples b and blocks j:
 
@@ -6,9 +6,12 @@ With 8 blocks, samples b and blocks j:
     rows      y[b] = tree over j of x[b, :, j] W[:, j]^T        dx[b, :, j] = dy[b] W[:, j]
     both      dW[j] = tree over b of the sample's product
 
-The upper part of the trees over j are the collectives of `ports`, those of the trees over b the
-reduction over data axes. Readers of one activation (q, k and v) add their products in each block j,
-and reduce the sum once.
+The collectives of `ports` compute the upper part of the trees over j. The reduction over data axes
+computes the upper part of the trees over b. Layers that read one activation (q, k and v) add their
+products in each block j, and reduce the sum once:
+
+    forward     q, place 0      k, place 1      v, place 2
+    backward    dx = q + k + v  adds its term   adds its term      from right to left
 """
 
 from __future__ import annotations
@@ -38,37 +41,51 @@ from shoal_tp_styles.internal import (
     sharded_input,
 )
 
-from .blocks import bias_gradient, own_blocks, spread, summed, weight_gradient
+from .blocks import bias_gradient, blocks_of_parameter, spread, summed, weight_gradient
 from .norms_and_embeddings import add_bias
 
 
 class _Readers:
-    """The layers that read one activation: what each adds to its gradient in a backward pass, by its place."""
+    """The layers that read one activation, and their terms of its gradient in a backward pass.
+
+    Attributes:
+        comm: the ranks that the gradient is summed over; None where the input's port does it.
+        count: the number of readers so far; a reader's place is the count before it.
+    """
 
     __slots__ = ("_terms", "comm", "count")
 
     def __init__(self, comm: Comm | None) -> None:
-        # over which the gradient is summed; None where the input's port does it
         self.comm = comm
-        self.count = 0  # of readers so far
+        self.count = 0
+        # By place: the number of the backward pass, and the factors of the term.
         self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
 
     def add(self, place: int, grad: Tensor, weight: Tensor) -> None:
+        """Add the term of the reader at a place: the product of a gradient and a weight."""
         self._terms[place] = backward_number(), (grad, weight)
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
-        """The factors of this pass, in order of the forward; earlier ones may have left theirs."""
+        """Remove all terms; return the factors of this pass in the order of the forward.
+
+        Terms of an earlier pass that did not reach the first reader are dropped.
+        """
         terms = self._terms
         self._terms = {}
-        return [
-            factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()
-        ]
+        factors = []
+        for place in sorted(terms):
+            number, pair = terms[place]
+            if number == backward_number():
+                factors.append(pair)
+        return factors
 
 
 class _OutputColumns(Function):
-    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), N in `blocks` blocks; and x again, for other readers."""
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), N in `blocks` blocks.
 
-    # Their products are part of the first reader's gradient, which runs after them.
+    The second output is x again, for the other readers. Their products are terms of the first
+    reader's gradient, whose backward runs after theirs.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913  # torch's interface
@@ -97,9 +114,12 @@ class _OutputColumns(Function):
         db = None
         if grad is not None:
             ctx.readers.add(ctx.place, grad, weight)
-            dw = weight_gradient(grad, x, 0, ctx.blocks) if needs_weight else None
-            db = bias_gradient(grad, ctx.blocks) if needs_bias else None
-        factors = ctx.readers.take() if ctx.place == 0 else []
+            if needs_weight:
+                dw = weight_gradient(grad, x, 0, ctx.blocks)
+            if needs_bias:
+                db = bias_gradient(grad, ctx.blocks)
+        is_first_reader = ctx.place == 0
+        factors = ctx.readers.take() if is_first_reader else []
         if needs_x and factors:
             # (B, ..., N) of q, k and v, times (N, K) of each: (B, ..., K)
             dx = summed(factors, 0, ctx.blocks)
@@ -109,13 +129,13 @@ class _OutputColumns(Function):
 
 
 class _Rows(Function):
-    """x: (B, ..., K), W: (N, K) -> (B, ..., N), the sum over `blocks` blocks of K, and over a communicator."""
+    """x: (B, ..., K), W: (N, K) -> (B, ..., N): the sum over `blocks` blocks of K, and over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
-        # 8 blocks on 4 ranks: K / 4 features in 2 blocks each
+        # 8 blocks on 4 ranks: this rank has K / 4 features, in 2 blocks.
         out = summed([(x, weight)], 1, blocks)
         if comm is not None:
             all_reduce_(out, comm)
@@ -126,32 +146,27 @@ class _Rows(Function):
         first_order_only()
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, *_rest = ctx.needs_input_grad
-        # (B, ..., N) x (N, K): K in blocks
+        # (B, ..., N) x (N, K), K in blocks
         dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
         dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
         return dx, dw, None, None
 
 
-def _of_samples(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorator of a Linear's call: one token is a sample of its own, and autocast is refused."""
+def _sample_by_sample(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Decorate a Linear's call: an input (K,) is one sample, and autocast is refused."""
 
     @wraps(call)
     def checked(lowered: Any, input: Tensor) -> Tensor:
         if autocast_dtype(input) is not None:
             raise StyleError(
                 "invariant_arithmetic: under autocast a rank adds gradients of its samples in the "
-                "lower precision, and "
-                "ranks and passes add theirs in that of the parameters. Leave autocast, and "
-                "convert the model "
-                "(model.to(torch.bfloat16)), or compute in "
-                "MixedPrecisionPolicy(param_dtype=torch.bfloat16) of "
-                "fully_shard"
+                "lower precision, but ranks and passes add theirs in the precision of the "
+                "parameters. Leave autocast, and convert the model (model.to(torch.bfloat16)), or "
+                "use fully_shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
             )
-        return (
-            call(lowered, input.unsqueeze(0)).squeeze(0)
-            if input.ndim == 1
-            else call(lowered, input)
-        )
+        if input.ndim == 1:
+            return call(lowered, input.unsqueeze(0)).squeeze(0)
+        return call(lowered, input)
 
     return checked
 
@@ -163,16 +178,17 @@ class InvariantColumn(ColumnLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks: int = own_blocks(self, "weight", 0)  # 8 blocks on 4 ranks: 2, of N
+        # Blocks of N; 8 blocks on 4 ranks: 2
+        self.blocks: int = blocks_of_parameter(self, "weight", 0)
 
-    @_of_samples
+    @_sample_by_sample
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         x, readers = self.read(input)
         out, again = apply(
             _OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count
         )
-        # a leaf outlives the graph
+        # A leaf outlives the graph, and a token on it would keep the graph alive.
         if readers.count == 0 and again.requires_grad and not input.is_leaf:
             again.readers = readers
             keep_token(local_of(input), self.reading(), again)
@@ -180,7 +196,7 @@ class InvariantColumn(ColumnLinear):
         return self.finish(out)
 
     def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
-        """The replicated input and its readers: of the first of them, where one has read it before."""
+        """Return the replicated input and its readers; both from the first reader if there was one."""
         found = find_token(local_of(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
@@ -190,7 +206,7 @@ class InvariantColumn(ColumnLinear):
         return replicated_input(self, input), _Readers(None)
 
     def reading(self) -> Hashable:
-        """What readers that share a gradient have in common."""
+        """Return the key by which readers find each other; those with equal keys share a gradient."""
         return self.comm, self.port_in.layout, self.blocks
 
 
@@ -201,16 +217,19 @@ class InvariantRow(RowLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks: int = own_blocks(self, "weight", 1)  # 8 blocks on 4 ranks: 2, of K
+        # Blocks of K; 8 blocks on 4 ranks: 2
+        self.blocks: int = blocks_of_parameter(self, "weight", 1)
 
-    @_of_samples
+    @_sample_by_sample
     def __call__(self, input: Tensor) -> Tensor:
-        reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
         x = sharded_input(self, input)
-        out: Tensor = apply(
-            _Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None
-        )
-        return add_bias(self, out if reduced else partial_output(self, out, None))
+        weight = self.local("weight")["weight"]
+        is_all_reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        comm = self.comm if is_all_reduced else None
+        out: Tensor = apply(_Rows, x, weight, self.blocks, comm)
+        if not is_all_reduced:
+            out = partial_output(self, out, None)
+        return add_bias(self, out)
 
 
 class InvariantWhole(Lowered):
@@ -218,7 +237,7 @@ class InvariantWhole(Lowered):
 
     __slots__ = ()
 
-    @_of_samples
+    @_sample_by_sample
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         out: Tensor

@@ -1,12 +1,12 @@
-"""Sums and matrix products in the blocks of the mode: as they are defined, and in faster forms with the same bits.
+"""Sums and matrix products in the blocks of the mode: definitions, and faster forms with the same bits.
 
-A product is defined sample by sample and block by block, and computed by kernels that see the same
-shapes on any mesh. Larger calls are faster, and most kernels add in the same order in them. So
-whenever shapes are new, faster forms are tried beside the definition on random numbers, and used
-from then on if they have the same bits. Ranks need not choose alike.
+A product is defined sample by sample and block by block, so that kernels see the same shapes on any
+mesh. Larger calls are faster, and most kernels add in the same order in them. So the first call
+with new shapes compares faster forms with the definition on random numbers. The fastest form with
+the same bits is used from then on. Ranks may choose different forms.
 
-Here B are samples, R rows of each, N and K features. Where the mode has a number of rows, a sample
-is that many tokens, and the last ones of a sequence are filled up with zeros.
+In the shapes, B is the number of samples, R the rows of a sample, N and K are features. If the mode
+has a number of rows, a sample is that many tokens, and zeros pad the end of a sequence.
 """
 
 from __future__ import annotations
@@ -31,41 +31,49 @@ from shoal_tp_styles import Lowered
 
 Form = Callable[..., Tensor]
 
-# Kernels of matrix products look at where an operand begins; fresh memory of torch begins at
-# multiples of this.
+# Kernels of matrix products may depend on the alignment of an operand, in bytes. Memory that torch
+# has just allocated begins at multiples of this.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BlockArithmetic:
-    """How sums are divided."""
+    """The division of sums into blocks.
 
-    # into how many parts a dim that ranks may share is divided; degrees divide it
+    Attributes:
+        blocks: the number of blocks of a dim that ranks may share; a multiple of the number of
+            ranks.
+        rows: the number of tokens of a sample that are computed together; None for all.
+    """
+
     blocks: int
-    # how many tokens of a sample are computed together; None for all
     rows: int | None = None
 
-    def own_blocks(self, ranks: int, size: int, what: str) -> int:
-        """How many of the blocks one of so many ranks has that share a dim; a StyleError if they cannot share them."""
-        # 8 blocks: 2, 4 or 8 ranks, a dim of 64, not of 60
+    def own_blocks(self, ranks: int, size: int, dim_name: str) -> int:
+        """Return the number of blocks that each of `ranks` ranks has of a dim of `size` elements.
+
+        Raises:
+            StyleError: if the ranks do not divide the blocks, or the blocks the dim.
+        """
+        # With 8 blocks: 2, 4 or 8 ranks, and a dim of 64 elements but not of 60.
         if self.blocks % ranks or size % self.blocks:
             raise StyleError(
-                f"invariant_arithmetic(blocks={self.blocks}): {what} of {size} elements over "
-                f"{ranks} ranks; the ranks "
-                "must divide the blocks, and the blocks the dim. Choose another number of blocks "
-                "(a power of two)"
+                f"invariant_arithmetic(blocks={self.blocks}): {dim_name} of {size} elements over "
+                f"{ranks} ranks; the ranks must divide the blocks, and the blocks the dim. Choose "
+                "another number of blocks (a power of two)"
             )
-        return self.blocks // ranks  # 8 blocks on 4 ranks: 2
+        # 8 blocks on 4 ranks: 2
+        return self.blocks // ranks
 
 
 def current_arithmetic() -> BlockArithmetic | None:
-    """The mode that is entered, or None."""
-    entered: object = entered_arithmetic()
-    return entered if isinstance(entered, BlockArithmetic) else None
+    """Return the mode that is entered, or None."""
+    arithmetic: object = entered_arithmetic()
+    return arithmetic if isinstance(arithmetic, BlockArithmetic) else None
 
 
-def entered() -> BlockArithmetic:
-    """The mode; a StyleError outside of it, where the collectives of this form of module would add in another order."""
+def required_arithmetic() -> BlockArithmetic:
+    """Return the mode; a StyleError outside of it, where collectives would add in another order."""
     arithmetic = current_arithmetic()
     if arithmetic is None:
         raise StyleError(
@@ -75,33 +83,41 @@ def entered() -> BlockArithmetic:
     return arithmetic
 
 
-def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
-    """How many blocks of a dim of a sharded parameter this rank has; a StyleError if they do not fit its shards."""
+def blocks_of_parameter(lowered: Lowered, name: str, dim: int) -> int:
+    """Return the number of blocks that this rank has of a dim of a sharded parameter.
+
+    Raises:
+        StyleError: if the blocks do not fit the shards.
+    """
     spec = lowered.spec(name)
-    ranks = lowered.comm.size
-    what = f"{lowered.sharding.style}: dim {dim} of {name!r}"
-    blocks = entered().own_blocks(ranks, spec.shape[dim], what)
-    if spec.sizes(dim) is not None and len(set(spec.sizes(dim))) > 1:
+    dim_name = f"{lowered.sharding.style}: dim {dim} of {name!r}"
+    blocks = required_arithmetic().own_blocks(lowered.comm.size, spec.shape[dim], dim_name)
+    sizes = spec.sizes(dim)
+    if len(set(sizes)) > 1:
         raise StyleError(
-            f"{what} has shards of different sizes {spec.sizes(dim)}; invariant_arithmetic takes "
-            "equal ones"
+            f"{dim_name} has shards of different sizes {sizes}; invariant_arithmetic takes equal "
+            "ones"
         )
     return blocks
 
 
 def contiguous_block(tensor: Tensor) -> Tensor:
-    """The tensor in contiguous, aligned memory: what a kernel sees must not depend on where a block came from."""
+    """Return the tensor in contiguous, aligned memory, so that a kernel cannot see its origin."""
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor  # at 96: 96 % 64 = 32
+    # A block that begins 96 bytes into an allocation is not aligned: 96 % 64 = 32.
+    is_aligned = tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor if is_aligned else tensor.clone()
 
 
 def tree_of(
     count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None
 ) -> Tensor:
-    """The `tree_sum` of `term(0)` to `term(count - 1)`, of which about log2(count) are alive at a time.
+    """Compute the `tree_sum` of `term(0)` to `term(count - 1)` with about log2(count) terms alive.
 
-    A term is in memory that nothing else refers to. `add` adds one in place, without making it
-    first.
+    Args:
+        count: the number of terms.
+        term: makes a term, in memory that nothing else refers to.
+        add: adds a term to a total in place, without making the term first.
 
     Example:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
@@ -111,8 +127,8 @@ def tree_of(
     def node(start: int, count: int) -> Tensor:
         if count == 1:
             return term(start)
-        # An odd number is filled up with zeros, which change no sum, to a power of two.
-        # 6: 3 + 3; 7: 4 + 3; 5: 4 + 1
+        # An odd count stands for the next power of two, with zeros, which change no sum:
+        # 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
         left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
         total = node(start, left)
         if add is not None and count - left == 1:
@@ -122,58 +138,83 @@ def tree_of(
     return node(0, count)
 
 
-def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused: bool) -> Tensor:
-    """The `tree_sum` of terms, each a sum of products of its pairs; `fused`: kernels add to what is there."""
+# The factors of a matrix product.
+Pair = tuple[Tensor, Tensor]
 
-    def plus(total: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+
+def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
+    """Compute the `tree_sum` of terms, each the sum of the products of its pairs.
+
+    Args:
+        terms: the pairs of each term.
+        fused: kernels add a product to the total, instead of making the product first.
+    """
+
+    def add_product(total: Tensor, pair: Pair) -> Tensor:
         return total.addmm_(*pair) if fused else total.add_(torch.mm(*pair))
 
     def term(i: int) -> Tensor:
         first, *others = terms[i]
-        return reduce(plus, others, torch.mm(*first))
+        return reduce(add_product, others, torch.mm(*first))
 
-    def add(total: Tensor, i: int) -> Tensor:
-        return plus(total, terms[i][0]) if len(terms[i]) == 1 else total.add_(term(i))
+    def add_term(total: Tensor, i: int) -> Tensor:
+        if len(terms[i]) == 1:
+            return add_product(total, terms[i][0])
+        return total.add_(term(i))
 
-    return tree_of(len(terms), term, add)
+    return tree_of(len(terms), term, add_term)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A function of a number of blocks and of tensors."""
+    """A function of a number of blocks and of tensors, with faster forms.
 
-    definition: Form  # what it computes
-    # forms that may have the same bits, the fastest first
+    Attributes:
+        definition: computes the function.
+        faster: forms that may have the same bits, the fastest first.
+    """
+
+    definition: Form
     faster: tuple[Form, ...]
 
     def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
         tensors = [contiguous_block(operand) for operand in operands]
         layouts = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        return _form(self, blocks, layouts, torch.get_num_threads())(blocks, *tensors)
+        form = _fastest_form(self, blocks, layouts, threads=torch.get_num_threads())
+        return form(blocks, *tensors)
 
 
 @lru_cache(maxsize=4096)
-def _form(
+def _fastest_form(
     measured: Measured,
     blocks: int,
     layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
-    _: int,
+    threads: int,
 ) -> Form:
-    """The fastest form with the bits of the definition, for operands like these and so many threads."""
+    """Return the fastest form with the bits of the definition, for operands of these layouts.
+
+    Args:
+        measured: the function.
+        blocks: the number of blocks.
+        layouts: shape, dtype and device of every operand.
+        threads: torch's number of threads; a key of the cache, because kernels depend on it.
+    """
     if any(device.type == "meta" for *_, device in layouts):
         return measured.definition
-    # Neither random numbers nor checkpoints of the program that runs hear of a trial.
+    # The trial draws from a generator of its own, and checkpoints of the program do not see it.
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
         operands = [
             torch.randn(shape, generator=draw).to(device, dtype) for shape, dtype, device in layouts
         ]
-        want = measured.definition(blocks, *operands)
-        same = (form for form in measured.faster if torch.equal(form(blocks, *operands), want))
-        return next(same, measured.definition)
+        expected = measured.definition(blocks, *operands)
+        for form in measured.faster:
+            if torch.equal(form(blocks, *operands), expected):
+                return form
+    return measured.definition
 
 
-def _blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
+def _contiguous_blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
     return [contiguous_block(block) for block in tensor.chunk(blocks, dim)]
 
 
@@ -181,20 +222,22 @@ def _blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
 
 
 def _spread(dim: int) -> Measured:
-    """`dim` of the matrix has the features of the output: 0 as in a Linear, 1 as in its gradient."""
+    """Define (B, R, K) times a matrix whose dim `dim` has the output features: 0 for (N, K), as in a Linear."""
 
     def product(x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         return linear(x, matrix if dim == 0 else matrix.t(), *bias)
 
     def in_blocks(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        operands = [_blocks(matrix, blocks, dim), *(_blocks(b, blocks, 0) for b in bias)]
-        samples = [contiguous_block(sample) for sample in x]  # (2, 3, 8): two of (3, 8)
-        return torch.stack(
-            [
-                torch.cat([product(s, *each) for each in zip(*operands, strict=True)], -1)
-                for s in samples
-            ]
-        )
+        operands = [_contiguous_blocks(matrix, blocks, dim)]
+        operands += [_contiguous_blocks(b, blocks, 0) for b in bias]
+        outputs = []
+        for sample in x:
+            # (R, K) times blocks of N / blocks features each
+            rows = contiguous_block(sample)
+            outputs.append(
+                torch.cat([product(rows, *block) for block in zip(*operands, strict=True)], -1)
+            )
+        return torch.stack(outputs)
 
     def by_samples(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         return torch.stack([product(contiguous_block(sample), matrix, *bias) for sample in x])
@@ -206,48 +249,45 @@ def _spread(dim: int) -> Measured:
     return Measured(in_blocks, (at_once, by_samples))
 
 
-# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K; or the sum of several such
-# products
+# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K, or of several products ----
 
 
 def _summed(dim: int) -> Measured:
-    """`dim` of the matrices is summed over: 1 as in a Linear, 0 as in its gradient."""
+    """Define the sum of products whose matrices are summed over dim `dim`: 1 for (N, K), as in a Linear.
 
-    def factors(
-        blocks: int, operands: Sequence[Tensor], *, copies: bool
-    ) -> list[list[tuple[Tensor, Tensor]]]:
-        """Of each block, those of each product."""
-        divided = _blocks if copies else torch.chunk
-        pairs = []
-        for x, matrix in zip(operands[::2], operands[1::2], strict=True):
-            # (N, 8) in 4 blocks of dim 1: four of (N, 2)
-            matrices = divided(matrix, blocks, dim)
-            pairs.append(
-                zip(
-                    divided(x, blocks, -1),
-                    (m.t() for m in matrices) if dim == 1 else matrices,
-                    strict=True,
-                )
-            )
-        # q and k in 4 blocks: 4 terms of 2 pairs
-        return [list(term) for term in zip(*pairs, strict=True)]
+    The operands are x, W of the first product, then x, W of the second, and so on.
+    """
+
+    def terms_of(
+        blocks: int, inputs: Sequence[Tensor], matrices: Sequence[Tensor], *, copies: bool
+    ) -> list[list[Pair]]:
+        """Return one term for each block: the pairs of all products.
+
+        (R, K) inputs, and matrices that are divided along `dim`: q and k in 4 blocks are 4 terms of
+        2 pairs each, ((R, K / 4), (K / 4, N)).
+        """
+        divide = _contiguous_blocks if copies else torch.chunk
+        products = []
+        for x, matrix in zip(inputs, matrices, strict=True):
+            of_matrix = divide(matrix, blocks, dim)
+            if dim == 1:
+                of_matrix = [block.t() for block in of_matrix]
+            products.append(zip(divide(x, blocks, -1), of_matrix, strict=True))
+        return [list(term) for term in zip(*products, strict=True)]
 
     def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
-        samples = zip(*operands[::2], strict=True)
-        terms = [
-            [each for pair in zip(s, operands[1::2], strict=True) for each in pair] for s in samples
-        ]
-        return torch.stack(
-            [tree_of_products(factors(blocks, t, copies=copies), fused=False) for t in terms]
-        )
+        matrices = operands[1::2]
+        outputs = []
+        for inputs in zip(*operands[::2], strict=True):
+            terms = terms_of(blocks, inputs, matrices, copies=copies)
+            outputs.append(tree_of_products(terms, fused=False))
+        return torch.stack(outputs)
 
     def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
-        # x, W, x, W
-        rows = [
-            operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)
-        ]
-        total = tree_of_products(factors(blocks, rows, copies=False), fused=fused)
-        return total.view(*operands[0].shape[:2], -1)
+        # The rows of all samples together: (B, R, K) -> (B * R, K).
+        inputs = [x.flatten(0, 1) for x in operands[::2]]
+        terms = terms_of(blocks, inputs, operands[1::2], copies=False)
+        return tree_of_products(terms, fused=fused).view(*operands[0].shape[:2], -1)
 
     return Measured(
         partial(by_samples, copies=True), (partial(at_once, fused=True), at_once, by_samples)
@@ -258,28 +298,31 @@ def _summed(dim: int) -> Measured:
 
 
 def _weight_gradient(dim: int) -> Measured:
+    """Define dW = sum over samples of grad^T x, whose dim `dim` is computed in blocks."""
+
     def in_blocks(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
-        split, other = (grad, x) if dim == 0 else (x, grad)
-        # parts[i][j]: sample i, (R, N / blocks)
-        parts = [_blocks(sample, blocks, -1) for sample in split]
-        others = [contiguous_block(sample) for sample in other]
+        divided, whole = (grad, x) if dim == 0 else (x, grad)
+        # parts[i][j]: block j of sample i, (R, N / blocks)
+        parts = [_contiguous_blocks(sample, blocks, -1) for sample in divided]
+        wholes = [contiguous_block(sample) for sample in whole]
 
         def product(i: int, j: int) -> Tensor:
-            return parts[i][j].t().mm(others[i]) if dim == 0 else others[i].t().mm(parts[i][j])
+            if dim == 0:
+                return parts[i][j].t().mm(wholes[i])
+            return wholes[i].t().mm(parts[i][j])
 
-        columns = [tree_of(len(x), partial(product, j=j)) for j in range(blocks)]
-        return torch.cat(columns, dim)
+        return torch.cat([tree_of(len(x), partial(product, j=j)) for j in range(blocks)], dim)
 
     def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
-        return tree_of_products(
-            [[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)], fused=fused
-        )
+        terms = [[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)]
+        return tree_of_products(terms, fused=fused)
 
     return Measured(in_blocks, (partial(by_samples, fused=True), by_samples))
 
 
 def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
-    parts = [_blocks(sample, blocks, -1) for sample in grad]
+    """Define db = sum over samples of the sum over rows of grad, in blocks of features."""
+    parts = [_contiguous_blocks(sample, blocks, -1) for sample in grad]
 
     def term(i: int, j: int) -> Tensor:
         return parts[i][j].sum(0)
@@ -287,10 +330,11 @@ def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     return torch.cat([tree_of(len(parts), partial(term, j=j)) for j in range(blocks)])
 
 
-_SPREAD, _SUMMED, _GRADIENT = (
-    tuple(make(dim) for dim in (0, 1)) for make in (_spread, _summed, _weight_gradient)
-)
-_BIAS = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
+# Each by its `dim`, 0 and 1.
+_SPREAD = (_spread(0), _spread(1))
+_SUMMED = (_summed(0), _summed(1))
+_WEIGHT_GRADIENT = (_weight_gradient(0), _weight_gradient(1))
+_BIAS_GRADIENT = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
 
 
 def _samples(tensor: Tensor) -> Tensor:
@@ -302,49 +346,52 @@ def _samples(tensor: Tensor) -> Tensor:
 
 def _parts(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
-    # (2, 10, 8), by 4 rows (2, 12, 8), then (6, 4, 8)
-    whole = _samples(tensor)
+    samples = _samples(tensor)
     arithmetic = current_arithmetic()
     if arithmetic is None or arithmetic.rows is None:
-        return whole
-    return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(
-        -1, arithmetic.rows, whole.shape[2]
-    )
+        return samples
+    # By 4 rows: (2, 10, 8), padded to (2, 12, 8), then (6, 4, 8).
+    padded = pad(samples, (0, 0, 0, -samples.shape[1] % arithmetic.rows))
+    return padded.reshape(-1, arithmetic.rows, samples.shape[2])
 
 
-def _joined(parts: Tensor, shape: Sequence[int]) -> Tensor:
-    """`_parts` back, for a tensor of this shape."""
-    # (6, 4, 8) -> (2, 12, 8) -> (2, 10, 8)
+def _join_parts(parts: Tensor, shape: Sequence[int]) -> Tensor:
+    """Undo `_parts`, for a tensor of this shape."""
+    # (6, 4, 8) -> (2, 12, 8), without the padding (2, 10, 8).
     whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
-    # elementwise kernels that follow take memory with gaps another way
+    # Elementwise kernels take another path through memory with gaps.
     return whole.contiguous().view(shape)
 
 
 def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
-    """(B, ..., K) times a matrix whose dim `dim` has the features of the output, of which `blocks` blocks are here."""
-    size = matrix.shape[dim]
+    """Multiply (B, ..., K) by a matrix whose dim `dim` has the output features; this rank has `blocks` blocks."""
     if not x.numel():
         return linear(x, matrix if dim == 0 else matrix.t(), bias)
-    out = _SPREAD[dim](blocks, _parts(x), matrix, *(() if bias is None else (bias,)))
-    return _joined(out, (*x.shape[:-1], size))
+    operands = [_parts(x), matrix]
+    if bias is not None:
+        operands.append(bias)
+    out = _SPREAD[dim](blocks, *operands)
+    return _join_parts(out, (*x.shape[:-1], matrix.shape[dim]))
 
 
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
-    """The sum of products of (B, ..., K) and a matrix whose dim `dim` is summed over, in `blocks` blocks."""
-    x, matrix = factors[0]
-    # (2, 3, 8) and (16, 8), dim 1 summed: (2, 3, 16)
-    shape = (*x.shape[:-1], matrix.shape[1 - dim])
-    if not x.numel():
-        return x.new_zeros(shape)
-    operands = [each for rows, weight in factors for each in (_parts(rows), weight)]
-    return _joined(_SUMMED[dim](blocks, *operands), shape)
+    """Add products of (B, ..., K) and a matrix that is summed over dim `dim`, in `blocks` blocks."""
+    first_input, first_matrix = factors[0]
+    # (2, 3, 8) and (16, 8), summed over dim 1: (2, 3, 16)
+    shape = (*first_input.shape[:-1], first_matrix.shape[1 - dim])
+    if not first_input.numel():
+        return first_input.new_zeros(shape)
+    operands = list[Tensor]()
+    for x, matrix in factors:
+        operands += (_parts(x), matrix)
+    return _join_parts(_SUMMED[dim](blocks, *operands), shape)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:
-    """(N, K), of (B, ..., N) and (B, ..., K): the tree over samples, dim `dim` of the result in blocks."""
-    return _GRADIENT[dim](blocks, _samples(grad), _samples(x))
+    """(B, ..., N), (B, ..., K) -> (N, K): the tree over samples; dim `dim` of the result is in blocks."""
+    return _WEIGHT_GRADIENT[dim](blocks, _samples(grad), _samples(x))
 
 
 def bias_gradient(grad: Tensor, blocks: int) -> Tensor:
-    """(N,), of (B, ..., N): the tree over samples."""
-    return _BIAS(blocks, _samples(grad))
+    """(B, ..., N) -> (N,): the tree over samples."""
+    return _BIAS_GRADIENT(blocks, _samples(grad))

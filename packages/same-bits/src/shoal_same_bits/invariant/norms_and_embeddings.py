@@ -1,15 +1,15 @@
-"""Norms, replicated biases and embeddings: gradients are sums over samples, and over blocks of a dim that ranks share.
+"""Norms, replicated biases and embeddings: gradients are sums in a tree over blocks, ranks and samples.
 
-A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). The gradients of its
-parameters are summed in each of the blocks of S of each sample, then in the tree over blocks,
-ranks, and samples. The gradient of an embedding table is a tree over samples; a sample's own rows
-are added in the order of its tokens.
+A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). A cell is one block of
+S of one sample. The gradients of the parameters are summed in each cell, then in the tree over
+blocks, ranks, and samples. The gradient of an embedding table is a tree over samples; within a
+sample, rows are added in the order of its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,25 @@ from shoal_tp_styles.internal import (
     nbytes,
 )
 
-from .blocks import Measured, contiguous_block, entered, tree_of
+from .blocks import Measured, contiguous_block, required_arithmetic, tree_of
 
-# Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here.
-Cells = tuple[Comm | None, int, int]
+
+class Cells(NamedTuple):
+    """The division of one dim of an activation into blocks.
+
+    Attributes:
+        comm: the ranks that shard the dim; None if it is not sharded.
+        dim: the dim.
+        blocks: the number of blocks that this rank has.
+    """
+
+    comm: Comm | None
+    dim: int
+    blocks: int
 
 
 class _ForTokens(Function):
-    """A parameter (D...), expanded to all tokens of x: (B, ..., D...); its gradients are summed in cells."""
+    """Expands a parameter (D...) to all tokens (B, ..., D...); its gradient is summed in cells."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shape: torch.Size, cells: Cells) -> Tensor:
@@ -52,89 +63,87 @@ class _ForTokens(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        shape = ctx.shape
-        return (
-            sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape),
-            None,
-            None,
-        )
+        by_token = grad.flatten(grad.ndim - len(ctx.shape))
+        return sum_of_cells(by_token, *ctx.cells).view(ctx.shape), None, None
 
 
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
-    """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
+    """(B, ..., D) -> (D,): sum in cells, then in the tree over blocks, over ranks, and over samples."""
     if dim > 1:
         grad = grad.movedim(dim, 1)
     # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
     cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
-    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))  # (8, 2, 32) -> (2, 32)
-    return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
+    # (8, 2, 32) -> (2, 32)
+    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))
+    if comm is not None:
+        of_samples = all_reduce(of_samples, comm)
+    return tree_sum(of_samples)
 
 
-def _sums_one_by_one(_: int, cells: Tensor) -> Tensor:
-    # 16 of (2, 32): 16 of (32,)
+def _sum_cells_one_by_one(_: int, cells: Tensor) -> Tensor:
+    # (2, 8, 2, 32) are 16 cells (2, 32), whose sums are (32,).
     sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
 
-_CELL_SUMS = Measured(_sums_one_by_one, (lambda _, cells: cells.sum(2),))
+_CELL_SUMS = Measured(_sum_cells_one_by_one, (lambda _, cells: cells.sum(2),))
 
 
 def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
-    """The output of a row-wise layer plus its replicated bias."""
+    """Add the replicated bias of a row-wise layer to its output."""
     bias = lowered.local("bias")["bias"]
     if bias is None:
         return out
     local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
-    plus: Tensor = local + apply(
-        _ForTokens, bias.to(local.dtype), local.shape, cells_of(lowered, local)
-    )
-    return (
-        from_local(plus, out.placements[0], lowered.mesh, out.shape)
-        if isinstance(out, DTensor)
-        else plus
-    )
+    cells = divide_into_cells(lowered, local)
+    total: Tensor = local + apply(_ForTokens, bias.to(local.dtype), local.shape, cells)
+    if isinstance(out, DTensor):
+        return from_local(total, out.placements[0], lowered.mesh, out.shape)
+    return total
 
 
-def cells_of(lowered: Lowered, local: Tensor) -> Cells:
-    """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
-    arithmetic = entered()
+def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
+    """Return how the output of a module is divided into cells."""
+    arithmetic = required_arithmetic()
     layout = lowered.port_out.desired
-    # where nothing is sharded, that of SequenceParallel
+    # A replicated output is divided as SequenceParallel would shard it: along dim 1.
     dim = getattr(layout, "dim", 1)
-    dim = dim + local.ndim if dim < 0 else dim  # -2 of 3 dims: 1
+    if dim < 0:
+        dim += local.ndim
     if not layout.is_replicate():
-        what = f"{lowered.sharding.style}: dim {dim} of the activation"
-        return (
-            lowered.comm,
-            dim,
-            arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what),
-        )
-    if local.ndim < 3 or local.shape[dim] % arithmetic.blocks:  # nothing that could be sharded
-        return None, dim, 1
-    # (2, 16, 32): 8 blocks of 2 tokens; (2, 12, 32) is one, as 12 % 8 = 4
-    return None, dim, arithmetic.blocks
+        size = local.shape[dim] * lowered.comm.size
+        dim_name = f"{lowered.sharding.style}: dim {dim} of the activation"
+        blocks = arithmetic.own_blocks(lowered.comm.size, size, dim_name)
+        return Cells(lowered.comm, dim, blocks)
+    # With 8 blocks, (2, 16, 32) has 8 cells of 2 tokens in a sample. No mesh of the mode could
+    # shard (2, 12, 32), as 12 % 8 = 4: there a sample is one cell.
+    could_be_sharded = local.ndim >= 3 and local.shape[dim] % arithmetic.blocks == 0
+    return Cells(None, dim, arithmetic.blocks if could_be_sharded else 1)
 
 
 def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    """LayerNorm or RMSNorm with entries of weight and bias for every token, which no kernel of a norm takes."""
+    """Compute LayerNorm or RMSNorm with one weight and bias a token, which no norm kernel accepts."""
     wide = x.float() if x.dtype.itemsize < 4 else x
     shape = module.normalized_shape
     eps = module.eps
     if isinstance(module, nn.LayerNorm):
         out = functional.layer_norm(wide, shape, None, None, eps)
     else:
-        out = functional.rms_norm(
-            wide, shape, None, torch.finfo(x.dtype).eps if eps is None else eps
-        )
+        if eps is None:
+            eps = torch.finfo(x.dtype).eps
+        out = functional.rms_norm(wide, shape, None, eps)
     weight = p["weight"]
+    if weight is not None:
+        out = out * weight
     bias = p.get("bias")
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype)
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype)
 
 
-def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
-    """The module's forward, whose parameters have an entry for every token."""
-    cells = cells_of(lowered, x)
+def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
+    """Run the module's forward with parameters that have an entry for every token."""
+    cells = divide_into_cells(lowered, x)
     names = [name for name, param in lowered.params.items() if param is not None]
     local: Any = lowered.local(*names) if names else {}
     tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
@@ -145,9 +154,9 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
     except RuntimeError as error:
         shapes = {name: tuple(param.shape) for name, param in local.items()}
         raise UnsupportedModuleError(
-            f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its "
-            "forward fails with an "
-            f"entry of its parameters {shapes} for every token: {error}"
+            f"invariant_arithmetic: {type(lowered.module).__name__} looks like a norm, and its "
+            f"forward fails if its parameters {shapes} have an entry for every token: {error}. "
+            "Replace the module, or leave the mode for this model"
         ) from error
 
 
@@ -159,15 +168,14 @@ class InvariantTokenwise(Tokenwise):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for param in call.module.parameters():
-            if param.requires_grad:  # the sums of each sample
+            if param.requires_grad:
+                # One sum for each sample.
                 yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
 
     def computed(self, local: Tensor) -> Tensor:
-        return (
-            _normalized(self, local)
-            if local.numel()
-            else self.compute(self.module, local, self.local(*self.params))
-        )
+        if not local.numel():
+            return self.compute(self.module, local, self.local(*self.params))
+        return _normalize(self, local)
 
 
 class InvariantTokenwiseWhole(Tokenwise):
@@ -176,36 +184,38 @@ class InvariantTokenwiseWhole(Tokenwise):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        return _normalized(self, input)
+        return _normalize(self, input)
 
 
 # --- embeddings -----------------------------------------------------------------------------------
 
 
 class _RowsOfSamples(OwnRows):
-    """`OwnRows`, of which the gradient of the table is a tree over samples."""
+    """Looks up rows as `OwnRows` does; the gradient of the table is a tree over samples."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, _ = ctx.table
-        tokens, grads = (
-            (local_rows.unsqueeze(0), grad.unsqueeze(0))
-            if local_rows.ndim < 2
-            else (local_rows, grad)
-        )
-        return None, embedding_gradient(grads, tokens, rows, padding), None, None, None
+        if local_rows.ndim < 2:
+            # Tokens without a batch dim are one sample.
+            local_rows = local_rows.unsqueeze(0)
+            grad = grad.unsqueeze(0)
+        return None, embedding_gradient(grad, local_rows, rows, padding), None, None, None
 
 
 def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
-    """(B, ..., D), (B, ...) -> (rows, D): the tree over samples; token `rows` counts for none."""
+    """(B, ..., D), (B, ...) -> (rows, D): the tree over samples.
+
+    Token `rows` is a row of another rank's shard of the table and is left out.
+    """
 
     def of_sample(i: int) -> Tensor:
         dense: Tensor = torch.ops.aten.embedding_dense_backward(
             grads[i].contiguous(), tokens[i], rows + 1, padding, False
         )
-        # without the row of other ranks' tokens: (5, D) -> (4, D)
+        # (rows + 1, D) -> (rows, D)
         return dense[:rows]
 
     return tree_of(len(tokens), of_sample)
@@ -216,12 +226,13 @@ def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
     if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
         raise UnsupportedModuleError(
             f"invariant_arithmetic: {module} counts or changes rows over all samples "
-            "(scale_grad_by_freq, max_norm, "
-            "sparse), so its gradient is no sum over samples"
+            "(scale_grad_by_freq, max_norm, sparse), so its gradient is not a sum over samples. "
+            "Use an Embedding without these options"
         )
     table: Any = lowered.local("weight")["weight"]
     first = 0
-    if isinstance(lowered, RowEmbedding):  # which has checked the ids
+    if isinstance(lowered, RowEmbedding):
+        # Its `__call__` has checked the ids.
         first = lowered.spec("weight").offset(0)
     else:
         check_ids(tokens, len(table))

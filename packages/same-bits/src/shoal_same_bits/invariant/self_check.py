@@ -1,8 +1,8 @@
-"""`check_arithmetic`: whether operators have the same bits on this device however many ranks share them, one by one.
+"""`check_arithmetic` compares the bits of operators on one rank with their bits on several ranks.
 
 Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features
 or tokens, joined as collectives join them. The first module that is made parallel in the mode runs
-those of its device and dtype.
+the checks for its device and dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import chain, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,118 +33,196 @@ FEATURES = 128
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
 Form = Callable[..., Tensor]
-_NORMS: dict[str, Form] = {
-    "layer_norm": lambda part: functional.layer_norm(part, (FEATURES,)),
-    "rms_norm": lambda part: functional.rms_norm(part, (FEATURES,), eps=1e-6),
-}
 
 
-def _forms() -> Iterator[tuple[str, Form, str, int | None]]:
-    """What ranks share: a name, a function of a number of blocks and of tensors, these, and the dim of its result."""
-    # Tensors are those of `_shared`; the digit behind one is the dim of which each rank has its
-    # part, and its blocks. Results of ranks are joined along their dim, or added in the tree where
-    # that is None.
-    yield "linear, over samples", lambda _, x, w, b: spread(x, w, 0, BLOCKS, bias=b), "x0 w b", 0
+class Compared(NamedTuple):
+    """A result as one rank computes it, and as several ranks or calls do together."""
+
+    name: str
+    expected: Tensor
+    together: Tensor
+
+
+def _layer_norm(x: Tensor) -> Tensor:
+    return functional.layer_norm(x, (FEATURES,))
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, (FEATURES,), eps=1e-6)
+
+
+_NORMS: dict[str, Form] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
+
+
+class Case(NamedTuple):
+    """An operator that ranks share.
+
+    Attributes:
+        name: of the operator, and of the dim that ranks share.
+        form: a function of a number of blocks and of the operands.
+        operands: names of tensors of `_draw_operands`. A digit behind a name is the dim that ranks
+            share: each rank has its part of the tensor, and its part of the blocks.
+        joined: the dim along which the results of ranks are joined; None if they are added in the
+            tree.
+    """
+
+    name: str
+    form: Form
+    operands: str
+    joined: int | None
+
+
+def _cases_over_samples() -> Iterator[Case]:
+    def linear(_: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return spread(x, weight, 0, BLOCKS, bias=bias)
+
+    def input_gradient(_: int, grad: Tensor, weight: Tensor) -> Tensor:
+        return summed([(grad, weight)], 0, BLOCKS)
+
+    def gradient_of_weight(_: int, grad: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(grad, x, 0, BLOCKS)
+
+    def gradient_of_bias(_: int, grad: Tensor) -> Tensor:
+        return bias_gradient(grad, BLOCKS)
+
+    def gradient_of_norm(_: int, grad: Tensor) -> Tensor:
+        return sum_of_cells(grad, None, 1, BLOCKS)
+
+    def gradient_of_embedding(_: int, grad: Tensor, tokens: Tensor) -> Tensor:
+        return embedding_gradient(grad, tokens, FEATURES, -1)
+
+    def sum_of_losses(_: int, grad: Tensor) -> Tensor:
+        return tree_sum(grad.flatten())
+
+    yield Case("linear, over samples", linear, "x0 w b", 0)
+    yield Case("gradient of the input of a linear, over samples", input_gradient, "g0 w", 0)
+    yield Case("gradient of a weight, over samples", gradient_of_weight, "g0 x0", None)
+    yield Case("gradient of a bias, over samples", gradient_of_bias, "g0", None)
+    yield Case("gradient of a norm, over samples", gradient_of_norm, "g0", None)
+    yield Case("gradient of an embedding, over samples", gradient_of_embedding, "g0 t0", None)
+    yield Case("sum of losses, over samples", sum_of_losses, "g0", None)
+
+
+def _cases_over_features() -> Iterator[Case]:
+    def output_columns(blocks: int, x: Tensor, weight: Tensor) -> Tensor:
+        return spread(x, weight, 0, blocks)
+
+    def input_rows(blocks: int, x: Tensor, weight: Tensor) -> Tensor:
+        return summed([(x, weight)], 1, blocks)
+
+    def input_gradient_columns(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
+        return spread(grad, weight, 1, blocks)
+
+    def input_gradient_rows(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
+        return summed([(grad, weight)], 0, blocks)
+
+    def gradient_of_two_readers(blocks: int, g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return summed([(g, weight), (x, weight)], 0, blocks)
+
+    def weight_gradient_rows(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(grad, x, 0, blocks)
+
+    def weight_gradient_columns(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(grad, x, 1, blocks)
+
+    def gradient_of_bias(blocks: int, grad: Tensor) -> Tensor:
+        return bias_gradient(grad, blocks)
+
+    def sum_over_classes(_: int, x: Tensor) -> Tensor:
+        return tree_sum(x.movedim(-1, 0))
+
     of_input = "gradient of the input of a linear"
-    yield f"{of_input}, over samples", lambda _, g, w: summed([(g, w)], 0, BLOCKS), "g0 w", 0
-    yield (
-        "gradient of a weight, over samples",
-        lambda _, g, x: weight_gradient(g, x, 0, BLOCKS),
-        "g0 x0",
-        None,
-    )
-    yield "gradient of a bias, over samples", lambda _, g: bias_gradient(g, BLOCKS), "g0", None
-    yield (
-        "gradient of a norm, over samples",
-        lambda _, g: sum_of_cells(g, None, 1, BLOCKS),
-        "g0",
-        None,
-    )
-    name = "gradient of an embedding, over samples"
-    yield name, lambda _, g, t: embedding_gradient(g, t, FEATURES, -1), "g0 t0", None
-    yield "sum of losses, over samples", lambda _, g: tree_sum(g.flatten()), "g0", None
-
-    yield "linear, over its output features", lambda n, x, w: spread(x, w, 0, n), "x w0", -1
-    yield "linear, over its input features", lambda n, x, w: summed([(x, w)], 1, n), "x2 w1", None
-    yield f"{of_input}, over its input features", lambda n, g, w: spread(g, w, 1, n), "g w1", -1
-    yield (
-        f"{of_input}, over its output features",
-        lambda n, g, w: summed([(g, w)], 0, n),
-        "g2 w0",
-        None,
-    )
-    name = "gradient of what several layers read"
-    yield name, lambda n, g, x, w: summed([(g, w), (x, w)], 0, n), "g2 x2 w0", None
-    yield (
-        "gradient of a weight, over its dim 0",
-        lambda n, g, x: weight_gradient(g, x, 0, n),
-        "g2 x",
-        0,
-    )
-    yield (
-        "gradient of a weight, over its dim 1",
-        lambda n, g, x: weight_gradient(g, x, 1, n),
-        "g x2",
-        1,
-    )
-    yield "gradient of a bias, over features", lambda n, g: bias_gradient(g, n), "g2", 0
+    yield Case("linear, over its output features", output_columns, "x w0", -1)
+    yield Case("linear, over its input features", input_rows, "x2 w1", None)
+    yield Case(f"{of_input}, over its input features", input_gradient_columns, "g w1", -1)
+    yield Case(f"{of_input}, over its output features", input_gradient_rows, "g2 w0", None)
+    yield Case("gradient of what several layers read", gradient_of_two_readers, "g2 x2 w0", None)
+    yield Case("gradient of a weight, over its dim 0", weight_gradient_rows, "g2 x", 0)
+    yield Case("gradient of a weight, over its dim 1", weight_gradient_columns, "g x2", 1)
+    yield Case("gradient of a bias, over features", gradient_of_bias, "g2", 0)
     for function in (functional.silu, functional.gelu, torch.exp, torch.tanh):
-        yield function.__name__, lambda _, x, function=function: function(x), "x2", -1
-    yield "sum over classes", lambda _, x: tree_sum(x.movedim(-1, 0)), "x2", None
+        yield Case(function.__name__, partial(_without_blocks, function), "x2", -1)
+    yield Case("sum over classes", sum_over_classes, "x2", None)
+
+
+def _cases_over_tokens_and_heads() -> Iterator[Case]:
+    def gradient_of_norm(blocks: int, grad: Tensor) -> Tensor:
+        samples = torch.split(grad, 1)
+        return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in samples])
 
     for kind, norm in _NORMS.items():
-        yield kind, partial(_with_gradient, norm), "g1 x1", 2
-    name = "gradient of a norm, over tokens"
-    yield (
-        name,
-        lambda n, g: torch.stack([sum_of_cells(x, None, 1, n) for x in g.split(1)]),
-        "g1",
-        None,
-    )
-
-    attend = partial(functional.scaled_dot_product_attention, is_causal=True)
-    for what, dim in (("samples", 0), ("heads", 1)):
-        name = f"scaled_dot_product_attention, over {what}"
-        yield name, partial(_with_gradient, attend), f"h{dim} q{dim} k{dim} v{dim}", dim + 1
+        yield Case(kind, partial(_with_gradient, norm), "g1 x1", 2)
+    yield Case("gradient of a norm, over tokens", gradient_of_norm, "g1", None)
+    attention = partial(functional.scaled_dot_product_attention, is_causal=True)
+    for shared, dim in (("samples", 0), ("heads", 1)):
+        yield Case(
+            f"scaled_dot_product_attention, over {shared}",
+            partial(_with_gradient, attention),
+            f"h{dim} q{dim} k{dim} v{dim}",
+            dim + 1,
+        )
 
 
-def _shared(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Names of operators, what one rank computes, and what ranks compute of it together."""
-    # Inputs, gradients, weight and bias of a Linear, tokens, and heads of an attention with their
-    # gradient.
-    x = draw(ROWS, FEATURES)
-    g = draw(ROWS, FEATURES)
-    weight = draw(FEATURES, FEATURES, samples=0)
-    tokens = (x[..., 0] * 64).long().remainder(FEATURES)  # -1.5 is -96, so 32 of 128
-    heads = {name: draw(BLOCKS, ROWS, FEATURES // BLOCKS) for name in "qkvh"}  # (8, 8, 16, 16) each
-    tensors = {"x": x, "g": g, "w": weight, "b": draw(FEATURES, samples=0), "t": tokens, **heads}
-    for name, form, operands, dim in _forms():
-        want = form(BLOCKS, *(tensors[each[0]] for each in operands.split()))
+def _without_blocks(function: Form, _: int, x: Tensor) -> Tensor:
+    return function(x)
+
+
+def _draw_operands(draw: Draw) -> dict[str, Tensor]:
+    """Draw the tensors of all cases, by their names in `Case.operands`.
+
+    x and g: inputs and gradients of a Linear, (SAMPLES, ROWS, FEATURES); w and b: its parameters;
+    t: tokens; q, k, v, h: heads of an attention and the gradient of its output.
+    """
+    operands = {
+        "x": draw(ROWS, FEATURES),
+        "g": draw(ROWS, FEATURES),
+        "w": draw(FEATURES, FEATURES, samples=0),
+    }
+    # A number of -1.5 gives -96, so token 32 of 128.
+    operands["t"] = (operands["x"][..., 0] * 64).long().remainder(FEATURES)
+    for name in "qkvh":
+        # (8, 8, 16, 16)
+        operands[name] = draw(BLOCKS, ROWS, FEATURES // BLOCKS)
+    operands["b"] = draw(FEATURES, samples=0)
+    return operands
+
+
+def _compare_ranks(draw: Draw) -> Iterator[Compared]:
+    """Compute every case on one rank, and on several ranks together."""
+    operands = _draw_operands(draw)
+    for case in chain(
+        _cases_over_samples(), _cases_over_features(), _cases_over_tokens_and_heads()
+    ):
+        names = case.operands.split()
+        on_one_rank = case.form(BLOCKS, *(operands[name[0]] for name in names))
         for ranks in DEGREES:
-            parts = [
-                [p.contiguous() for p in tensors[each[0]].chunk(ranks, int(each[1]))]
-                if each[1:]
-                else [tensors[each]] * ranks
-                for each in operands.split()
-            ]
+            parts = [_parts_of_ranks(operands[name[0]], name[1:], ranks) for name in names]
             # 8 blocks on 4 ranks: 2 each
-            results = [form(BLOCKS // ranks, *own) for own in zip(*parts, strict=True)]
-            yield (
-                name,
-                want,
-                tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim),
-            )
+            results = [case.form(BLOCKS // ranks, *of_rank) for of_rank in zip(*parts, strict=True)]
+            if case.joined is None:
+                together = tree_sum(torch.stack(results))
+            else:
+                together = torch.cat(results, case.joined)
+            yield Compared(case.name, on_one_rank, together)
+
+
+def _parts_of_ranks(operand: Tensor, dim: str, ranks: int) -> list[Tensor]:
+    """Return each rank's part of an operand along a dim, or the whole operand where `dim` is ''."""
+    if not dim:
+        return [operand] * ranks
+    return [part.contiguous() for part in operand.chunk(ranks, int(dim))]
 
 
 def _with_gradient(function: Form, _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
-    """The result and the gradients of the inputs, stacked."""
+    """Return the result and the gradients of the inputs, stacked."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         out = function(*leaves)
         return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
 
 
-def _clipped(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _compare_clipping(draw: Draw) -> Iterator[Compared]:
+    """Compare the norm of one gradient with the norm of its parts."""
     grad = draw(ROWS, FEATURES)
 
     def norm(parts: Iterable[Tensor]) -> Tensor:
@@ -154,17 +233,20 @@ def _clipped(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
 
     with sums_in_tree():
         for ranks in DEGREES:
-            yield "clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks))
+            yield Compared("clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks)))
 
 
-def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is computed for a sequence at once, and for chunks of it, by so many rows of the mode."""
-    # 4 rows: 1, 4, 5, 3, which begin anywhere in a part
+def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
+    """Compute a sequence at once, and in chunks, with `rows` rows in the mode."""
+    # With 4 rows: chunks of 1, 4, 5 and 3 tokens, which begin anywhere in a part of 4 rows.
     sizes = [1, rows, rows + 1, max(rows - 1, 1)]
-    x = draw(sum(sizes), FEATURES)
+    length = sum(sizes)
+    x = draw(length, FEATURES)
     weight = draw(FEATURES, FEATURES, samples=0)
-    q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
+    q = draw(BLOCKS, length, FEATURES // BLOCKS)
+    k = draw(BLOCKS, length, FEATURES // BLOCKS)
+    v = draw(BLOCKS, length, FEATURES // BLOCKS)
+    functions: dict[str, Form] = {
         "linear": lambda part: spread(part, weight, 0, BLOCKS),
         "linear, summed in blocks": lambda part: summed([(part, weight)], 1, BLOCKS),
         **_NORMS,
@@ -172,52 +254,58 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     }
     for name, function in functions.items():
         parts = [function(part.contiguous()) for part in torch.split(x, sizes, 1)]
-        yield f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1)
-    ends = torch.tensor(sizes).cumsum(0).tolist()  # 1 4 5 3: 1, 5, 10, 13
-    seen = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=q.device).tril()
-    cut = [
-        # 5:10 to 0:10
-        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])
-        for end, n in zip(ends, sizes, strict=True)
-    ]
-    got = torch.cat([attention_in_rows(rows, *each) for each in cut], 2)
-    yield (
-        "attention, over chunks of a sequence",
-        attention_in_rows(rows, q, k, v, is_causal=True),
-        got,
-    )
+        yield Compared(f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1))
+
+    is_visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    outputs = []
+    end = 0
+    for size in sizes:
+        # The queries 5:10 attend to the keys 0:10.
+        start = end
+        end = start + size
+        queries = slice(start, end)
+        mask = is_visible[queries, :end]
+        outputs.append(
+            attention_in_rows(rows, q[:, :, queries], k[:, :, :end], v[:, :, :end], attn_mask=mask)
+        )
+    at_once = attention_in_rows(rows, q, k, v, is_causal=True)
+    yield Compared("attention, over chunks of a sequence", at_once, torch.cat(outputs, 2))
 
 
 def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
+    """Return the names of operators whose bits differ, each once."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, samples: int = SAMPLES) -> Tensor:
-        return torch.randn((samples, *shape) if samples else shape, generator=generator).to(
-            device, dtype
-        )
+        whole = (samples, *shape) if samples else shape
+        return torch.randn(whole, generator=generator).to(device, dtype)
 
     with torch.no_grad(), unwatched_functions(), unwatched():
-        compared = chain(_shared(draw), _clipped(draw), () if rows is None else _chunks(draw, rows))
-        return list(
-            dict.fromkeys(name for name, want, got in compared if not torch.equal(want, got))
-        )
+        compared = [*_compare_ranks(draw), *_compare_clipping(draw)]
+        if rows is not None:
+            compared += _compare_chunks(draw, rows)
+    differing = [c.name for c in compared if not torch.equal(c.expected, c.together)]
+    return list(dict.fromkeys(differing))
 
 
 @lru_cache
 def check_device(device: str, dtype: torch.dtype, threads: int, rows: int | None) -> None:
-    """Check what one rank computes, once for each device, dtype, number of threads, and rows of the mode around it."""
+    """Check the operators of one rank.
+
+    The cache runs the check once for each device, dtype, number of threads and rows of the mode.
+    """
     _refuse(_differing(device, dtype, rows), device, dtype)
 
 
 def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-    """Check the operators of this device, and sums over the ranks of every axis of a mesh; all ranks call it.
+    """Check the operators of this device, and sums over every axis of a mesh; all ranks call it.
 
     Args:
-        mesh: whose device and ranks are checked.
-        dtype: of the computation.
+        mesh: its device and its ranks are checked.
+        dtype: the dtype of the computation.
 
     Raises:
-        VariantArithmeticError: naming the operators whose bits depend on how many ranks share them.
+        VariantArithmeticError: if bits depend on the number of ranks; it names the operators.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -227,27 +315,36 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     """
     check_device_mesh("check_arithmetic", mesh)
     arithmetic = current_arithmetic()
-    found = _differing(mesh.device_type, dtype, None if arithmetic is None else arithmetic.rows)
+    rows = None if arithmetic is None else arithmetic.rows
+    differing = _differing(mesh.device_type, dtype, rows)
+    # A collective of 64 elements takes one exchange; one of 2 ** 18 takes two.
+    for axis, size in product(mesh.axis_names, (64, 1 << 18)):
+        differing += _differing_collectives(mesh, axis, size, dtype)
+    _refuse(differing, mesh.device_type, dtype)
+
+
+def _differing_collectives(
+    mesh: DeviceMesh, axis: str, size: int, dtype: torch.dtype
+) -> Iterator[str]:
+    """Compare the sums of collectives along an axis with the tree on one rank."""
+    comm = mesh.comm(axis)
+    draw = torch.Generator().manual_seed(size)
+    terms = torch.randn((comm.size, size), generator=draw).to(mesh.device_type, dtype)
+    expected = tree_sum(terms)
+    term = terms[comm.rank].clone()
     with sums_in_tree():
-        for axis, size in product(mesh.axis_names, (64, 1 << 18)):  # one exchange, and two
-            comm = mesh.comm(axis)
-            draw = torch.Generator().manual_seed(size)
-            terms = torch.randn((comm.size, size), generator=draw).to(mesh.device_type, dtype)
-            want = tree_sum(terms)
-            term = terms[comm.rank].clone()
-            if not torch.equal(all_reduce(term, comm), want):
-                found.append(f"all_reduce of {size} elements along {axis!r}")
-            if not torch.equal(reduce_scatter(term, comm), want.chunk(comm.size)[comm.rank]):
-                found.append(f"reduce_scatter of {size} elements along {axis!r}")
-    _refuse(found, mesh.device_type, dtype)
+        total = all_reduce(term, comm)
+        part = reduce_scatter(term, comm)
+    if not torch.equal(total, expected):
+        yield f"all_reduce of {size} elements along {axis!r}"
+    if not torch.equal(part, expected.chunk(comm.size)[comm.rank]):
+        yield f"reduce_scatter of {size} elements along {axis!r}"
 
 
-def _refuse(found: list[str], device: str, dtype: torch.dtype) -> None:
-    if found:
+def _refuse(differing: list[str], device: str, dtype: torch.dtype) -> None:
+    if differing:
         raise VariantArithmeticError(
             f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: "
-            "these have other bits "
-            f"on other numbers of ranks, or in chunks: {'; '.join(found)}. Leave the mode, or use "
-            "another dtype or "
-            "number of threads"
+            f"these operators have other bits on other numbers of ranks, or in chunks: "
+            f"{'; '.join(differing)}. Leave the mode, or use another dtype or number of threads"
         )

@@ -1,4 +1,4 @@
-"""What a run computes, recorded small, and where two runs differ first.
+"""Fingerprints of the values of a run, and the first value at which two runs differ.
 
 May import: nothing.
 """

@@ -1,8 +1,9 @@
-"""Which part of a global tensor a rank has, and the sums and the digest of the part.
+"""The part of a global tensor that a rank has, and the fingerprint of that part: 64 sums and a digest.
 
-An element goes, with a sign, to the one of 64 sums that a hash of its global index says. A digest
-is the sum over elements of a hash of global index and bits, modulo 2 ** 64. Neither depends on the
-number of ranks: every rank adds up its own shard, and an all-reduce the ranks; nothing is gathered.
+A hash of an element's global index selects one of 64 sums and a sign; the element is added to that
+sum with that sign. The digest is the sum over elements of a hash of global index and bits, modulo
+2 ** 64. Neither depends on the number of ranks: every rank adds up its own shard and an all-reduce
+adds the ranks. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,106 +20,158 @@ from shoal_tp_styles import Lowered
 
 _SUMS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# of splitmix64, as signed numbers
+# The constants of splitmix64, as signed numbers.
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
+_SALT_FACTOR = 0x9E3779B9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalPart:
-    """What one rank adds to something that is summed over the elements of a global tensor."""
+    """One rank's contribution to a sum over all elements of a global tensor.
 
-    local: Tensor  # this rank's values
-    # for each dim the global indices of the local ones
+    Attributes:
+        local: this rank's values.
+        indices: for each dim, the global indices of the local elements.
+        sizes: the sizes of the global tensor.
+        counted: False if another rank contributes the same values.
+        meshes: parts are summed over the ranks of each of these meshes in turn.
+    """
+
+    local: Tensor
     indices: tuple[Tensor, ...]
-    sizes: tuple[int, ...]  # of the global tensor
-    # False if another rank counts the same values
+    sizes: tuple[int, ...]
     counted: bool
-    # over whose ranks parts are added, one after the other
     meshes: tuple[DeviceMesh, ...]
 
     def sums(self, salt: int = 0) -> tuple[Tensor, Tensor]:
-        """The sums with the squares of all elements and the number of broken ones; and the digest.  All on the CPU."""
-        place = torch.zeros((1,) * self.local.ndim, dtype=torch.int64, device=self.local.device)
-        for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            # (1, 2) of (4, 6): 6 + 2 = 8
-            place = place * size + index.view(-1, *(1,) * (self.local.ndim - dim - 1))
+        """Compute the fingerprint of this part, on the CPU.
+
+        Args:
+            salt: changes which sum an element is added to.
+
+        Returns:
+            float64 (66,): the 64 sums, the sum of squares, the number of elements that are infinite
+            or nan. And int64 (): the digest.
+        """
         local = self.local
+        positions = self._positions()
         if local.is_complex():
+            # Element 8 has its real part at position 16 and its imaginary part at 17.
             local = torch.view_as_real(local.resolve_conj())
-            place = torch.stack([2 * place, 2 * place + 1], -1)  # element 8: 16 real, 17 imaginary
-        hashes = _mixed(place + _OFFSET).expand(local.shape)
+            positions = torch.stack([2 * positions, 2 * positions + 1], -1)
+        hashes = _mix(positions + _OFFSET).expand(local.shape)
         bits = local.contiguous().view(_BITS[local.element_size()]).long()
-        digest = _mixed(bits + hashes).sum() * self.counted
+        digest = _mix(bits + hashes).sum() * self.counted
+
         exact = local.double()
-        finite = exact.isfinite()
-        values = torch.where(finite, exact, 0.0).flatten() * self.counted
-        hashes = hashes.flatten() + salt * 0x9E3779B9
+        is_finite = exact.isfinite()
+        values = torch.where(is_finite, exact, 0.0).flatten() * self.counted
+        salted = hashes.flatten() + salt * _SALT_FACTOR
+        sum_index = salted >> 8 & (_SUMS - 1)
+        is_positive = salted >> 32 & 1 == 1
         sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
-        sums.index_add_(
-            0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values)
-        )
-        facts = torch.stack([values.square().sum(), (~finite).sum() * self.counted])
-        return torch.cat([sums, facts]).cpu(), digest.cpu()
+        sums.index_add_(0, sum_index, torch.where(is_positive, values, -values))
+
+        squares = values.square().sum()
+        broken = (~is_finite).sum() * self.counted
+        return torch.cat([sums, torch.stack([squares, broken])]).cpu(), digest.cpu()
+
+    def _positions(self) -> Tensor:
+        """Return the position of every local element in the flattened global tensor."""
+        ndim = self.local.ndim
+        positions = torch.zeros((1,) * ndim, dtype=torch.int64, device=self.local.device)
+        for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
+            # Element (1, 2) of a (4, 6) tensor: (0 * 4 + 1) * 6 + 2 = 8.
+            trailing = (1,) * (ndim - dim - 1)
+            positions = positions * size + index.view(-1, *trailing)
+        return positions
 
 
 def part_of_tensor(tensor: Tensor) -> GlobalPart:
-    """This rank's part of a DTensor, or a tensor that every rank has; what is partial is reduced."""
+    """Return this rank's part of a DTensor, whose pending sums are reduced, or of a replicated tensor."""
     if not isinstance(tensor, DTensor):
-        ranges = tuple(torch.arange(n, device=tensor.device) for n in tensor.shape)
-        return GlobalPart(tensor, ranges, tuple(tensor.shape), True, meshes=())
+        indices = tuple(torch.arange(size, device=tensor.device) for size in tensor.shape)
+        return GlobalPart(tensor, indices, tuple(tensor.shape), counted=True, meshes=())
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
         tensor = tensor.redistribute(placements=placements)
     spec = tensor.spec
+    sizes = tuple(spec.shape)
     local = local_shard(tensor)
-    at = spec.coordinate
-    if at is None or any(i and p.is_replicate() for i, p in zip(at, spec.placements, strict=True)):
-        none = tuple(torch.arange(0) for _ in spec.shape)
-        return GlobalPart(
-            local.new_empty([0] * len(spec.shape)),
-            none,
-            tuple(spec.shape),
-            False,
-            meshes=(spec.mesh,),
-        )
+    coordinate = _contributing_coordinate(tensor)
+    if coordinate is None:
+        no_indices = tuple(torch.arange(0) for _ in sizes)
+        no_values = local.new_empty([0] * len(sizes))
+        return GlobalPart(no_values, no_indices, sizes, counted=False, meshes=(spec.mesh,))
     indices = tuple(
-        torch.tensor(s.indices(at), dtype=torch.int64, device=local.device)
-        for s in spec.dim_shardings
+        torch.tensor(sharding.indices(coordinate), dtype=torch.int64, device=local.device)
+        for sharding in spec.dim_shardings
     )
-    return GlobalPart(local, indices, tuple(spec.shape), True, meshes=(spec.mesh,))
+    return GlobalPart(local, indices, sizes, counted=True, meshes=(spec.mesh,))
+
+
+def _contributing_coordinate(tensor: DTensor) -> tuple[int, ...] | None:
+    """Return this rank's coordinate; None outside of the mesh and on all replicas but the first."""
+    coordinate = tensor.spec.coordinate
+    if coordinate is None:
+        return None
+    for coord, placement in zip(coordinate, tensor.spec.placements, strict=True):
+        if coord and placement.is_replicate():
+            return None
+    return coordinate
 
 
 def part_of_output(
     output: Tensor, lowered: Lowered | None, batch: DeviceMesh | None, *, grad: bool = False
 ) -> GlobalPart:
-    """This rank's part of what a module returns, or of the gradient there: a DTensor, or the shard of a style."""
+    """Return this rank's part of a module's output, or of the gradient at the output.
+
+    Args:
+        output: a DTensor, or the plain tensor that a style returns.
+        lowered: the style of the module; needed for a plain tensor.
+        batch: the data axes that shard dim 0; None if no axis does.
+        grad: the tensor is a gradient.
+    """
     if not isinstance(output, DTensor):
         assert lowered is not None, "only styles say what a plain tensor is a shard of"
-        layout = lowered.port_out.desired
-        if isinstance(layout, Shard):
-            dim = layout.dim % output.ndim
-            sizes = layout.sizes or lowered.output_sizes(0, output.shape[dim])
-            layout = Shard(dim, sizes=None if sizes is None else tuple(sizes))
-        elif grad:
-            layout = Replicate()
-        output = DTensor.from_local(output, lowered.mesh, [layout], run_check=False)
+        output = _as_dtensor(output, lowered, grad=grad)
     part = part_of_tensor(output)
-    if batch is None or {*_comm(batch).ranks} <= {*_comm(output.device_mesh).ranks}:
+    if batch is None:
         return part
-    rows, *others = part.indices  # the data axes shard dim 0 too
-    # rows 0 to 2 of 3 on data rank 2: 6, 7, 8
-    rows = rows + _comm(batch).rank * part.sizes[0]
+    data_ranks = _all_axes(batch)
+    if set(data_ranks.ranks) <= set(_all_axes(output.device_mesh).ranks):
+        return part
+    # The data axes shard dim 0 too: row 0 of 3 on data rank 2 is row 6.
+    rows, *other_indices = part.indices
+    rows = rows + data_ranks.rank * part.sizes[0]
     sizes = (part.sizes[0] * batch.size(), *part.sizes[1:])
-    return replace(part, indices=(rows, *others), sizes=sizes, meshes=(*part.meshes, batch))
+    return replace(part, indices=(rows, *other_indices), sizes=sizes, meshes=(*part.meshes, batch))
 
 
-def _comm(mesh: DeviceMesh) -> Comm:
+def _as_dtensor(output: Tensor, lowered: Lowered, *, grad: bool) -> DTensor:
+    """Wrap the plain output of a style by the layout that the style declares."""
+    layout = lowered.port_out.desired
+    if isinstance(layout, Shard):
+        dim = layout.dim % output.ndim
+        sizes = layout.sizes or lowered.output_sizes(0, output.shape[dim])
+        layout = Shard(dim, sizes=None if sizes is None else tuple(sizes))
+    elif grad:
+        layout = Replicate()
+    return DTensor.from_local(output, lowered.mesh, [layout], run_check=False)
+
+
+def _all_axes(mesh: DeviceMesh) -> Comm:
+    """Return the communicator over all axes of a mesh."""
     return mesh.comm(tuple(range(mesh.ndim)))
 
 
-def _mixed(number: Tensor) -> Tensor:
-    """The finalizer of splitmix64, element by element."""
+def _mix(number: Tensor) -> Tensor:
+    """Apply the finalizer of splitmix64 to every element.
+
+    `>>` is arithmetic for signed numbers, so the bits that it fills in are masked off.
+    """
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        number = (number ^ (number >> shift & (1 << 64 - shift) - 1)) * factor
+        shifted = number >> shift & (1 << 64 - shift) - 1
+        number = (number ^ shifted) * factor
     return number ^ (number >> 31 & (1 << 33) - 1)

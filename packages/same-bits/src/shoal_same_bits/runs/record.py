@@ -1,7 +1,7 @@
-"""record_run: a small number of sums for every value of a run, which do not depend on how it is sharded; compare_runs.
+"""`record_run` keeps a few sums of every value of a run; `compare_runs` finds where two runs differ.
 
-The sums of a difference are the difference of the sums, and their norm is about that of the
-difference.
+The sums do not depend on how a value is sharded. The sums of a difference are the difference of the
+sums, and the norm of those is about the norm of the difference.
 """
 
 from __future__ import annotations
@@ -25,41 +25,49 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
 from shoal_mesh import DeviceMesh, all_reduce
 from shoal_mesh.internal import agree
+from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
-# values that mean nothing, or are those of before
+# Operators whose results are uninitialized, or the values of their input.
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")
 
 
 class Value(NamedTuple):
-    """One value of a run."""
+    """One value of a run.
 
-    # `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has
-    # #n
+    Attributes:
+        name: such as `output of up`, `aten.mm.default in up` or `gradient of up.weight`; the n-th
+            value of a name ends in #n.
+        shape: of the global tensor, or of the rank's own tensor if `by_rank`.
+        dtype: without `torch.`.
+        by_rank: the ranks computed it on plain tensors, so it is only compared between runs on the
+            same meshes.
+        sums: 64 sums, see fingerprints.py.
+        norm: of all finite elements.
+        broken: the number of elements that are infinite or nan.
+        digest: of global indices and bits; equal where all bits are.
+    """
+
     name: str
-    # of the global tensor; of a rank's own where `by_rank`
     shape: tuple[int, ...]
     dtype: str
-    # what the ranks computed on plain tensors: compared between runs on the same meshes only
     by_rank: bool
-    sums: list[float]  # 64, see fingerprints.py
-    norm: float  # of all elements
-    # how many elements are infinite or no number
+    sums: list[float]
+    norm: float
     broken: int
-    # of global index and bits; equal where all bits are
     digest: int
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What `record_run` has recorded, in order; complete when the block has ended.
+    """The values of a run in order, as `record_run` recorded them; complete when its block has ended.
 
     Attributes:
-        ranks: how many there were.
-        values: of the run.
-        meshes: those of the model and the batch, as text.
+        ranks: the number of ranks.
+        values: the values of the run.
+        meshes: the meshes of the model and the batch, as text.
     """
 
     ranks: int = 1
@@ -67,24 +75,24 @@ class RunRecord:
     meshes: list[str] = field(default_factory=list)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a file, for `load` or `python -m shoal_same_bits compare`."""
-        lines = [
-            {"ranks": self.ranks, "meshes": self.meshes},
-            *(value._asdict() for value in self.values),
-        ]
-        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        """Write the record to a file, for `load` or `python -m shoal_same_bits compare`."""
+        head = {"ranks": self.ranks, "meshes": self.meshes}
+        entries = [head, *(value._asdict() for value in self.values)]
+        Path(path).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> RunRecord:
-        """What was written to a file.
+        """Read a record that `save` wrote.
 
         Raises:
-            StyleError: it is no such file.
+            StyleError: if `save` did not write the file.
         """
         try:
-            first, *lines = map(json.loads, Path(path).read_text().splitlines())
-            values = [Value(**{**line, "shape": tuple(line["shape"])}) for line in lines]
-            return cls(first["ranks"], values, first.get("meshes", []))
+            head, *entries = map(json.loads, Path(path).read_text().splitlines())
+            for entry in entries:
+                entry["shape"] = tuple(entry["shape"])
+            values = [Value(**entry) for entry in entries]
+            return cls(head["ranks"], values, head.get("meshes", []))
         except (ValueError, TypeError, KeyError) as error:
             raise StyleError(f"{path} was not written by RunRecord.save: {error!r}") from error
 
@@ -92,16 +100,20 @@ class RunRecord:
 @takes(model=nn.Module)
 @contextmanager
 def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[RunRecord]:
-    """Record the values of a step inside the block; entered and left by all ranks.
+    """Record the values of a step inside the block; all ranks enter and leave it.
 
-    Recorded are the parameters, then as they come: what operators return, on DTensors as global
-    values, and what modules return, of those with a style as global values; at the end the
-    gradients and parameters. It takes much longer than the step.
+    The record begins with the parameters. Then come the results of operators and the outputs of
+    modules, in the order in which they are computed: results on DTensors and outputs of modules
+    with a style as global values. It ends with the gradients and the parameters. Recording takes
+    much longer than the step.
 
     Args:
         model: the module, sharded or not.
-        batch: the data axes, over which dim 0 of activations is sharded; None if it is not.
-            Gradients of activations are recorded only without.
+        batch: the data axes that shard dim 0 of activations; None if no axis does. With data axes
+            the gradients of activations are not recorded.
+
+    Yields:
+        The record, which is complete when the block has ended.
 
     Example:
         >>> model, x = nn.Linear(4, 4), torch.ones(2, 4)
@@ -112,9 +124,8 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     """
     if batch is not None:
         check_device_mesh("record_run", batch)
-    record = RunRecord(
-        dist.get_world_size() if dist.is_initialized() else 1, meshes=_meshes(model, batch)
-    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    record = RunRecord(ranks, meshes=_describe_meshes(model, batch))
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():
         recorder.add(f"{name} before", part_of_tensor(param.detach()))
@@ -130,68 +141,91 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     record.values = recorder.values()
 
 
-def _meshes(model: nn.Module, batch: DeviceMesh | None) -> list[str]:
-    """Axes and sizes of the meshes of styles, parameters and the batch, as ['data=2', 'tensor=2']."""
-    styles = (lowered_of(module) for module in model.modules())
-    parameters = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
-    found = {
-        *(lowered.mesh for lowered in styles if lowered is not None),
-        *parameters,
-        *([batch] if batch else []),
-    }
-    return sorted(
-        ",".join(f"{n}={k}" for n, k in zip(mesh.axis_names, mesh.shape, strict=True))
-        for mesh in found
-    )
+def _describe_meshes(model: nn.Module, batch: DeviceMesh | None) -> list[str]:
+    """Return axes and sizes of the meshes of styles, parameters and the batch, as ['data=2', 'tp=2']."""
+    meshes = set[DeviceMesh]()
+    for module in model.modules():
+        lowered = lowered_of(module)
+        if lowered is not None:
+            meshes.add(lowered.mesh)
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            meshes.add(param.device_mesh)
+    if batch is not None:
+        meshes.add(batch)
+    return sorted(_describe_mesh(mesh) for mesh in meshes)
+
+
+def _describe_mesh(mesh: DeviceMesh) -> str:
+    axes = zip(mesh.axis_names, mesh.shape, strict=True)
+    return ",".join(f"{name}={size}" for name, size in axes)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Tell whether a style or a DTensor parameter is anywhere in the model."""
+    has_styles = any(lowered_of(module) is not None for module in model.modules())
+    return has_styles or any(isinstance(param, DTensor) for param in model.parameters())
+
+
+class _Seen(NamedTuple):
+    """A value that was recorded on this rank, before it is added up over ranks."""
+
+    part: GlobalPart
+    by_rank: bool
+    sums: tuple[Tensor, Tensor]
+
+
+# The 64 sums, the sum of squares, the number of broken elements; and the digest.
+_Totals = tuple[Sequence[float], int]
 
 
 class _Recorder(TorchDispatchMode):
-    """Hears of operators and modules."""
+    """Observes operators, by dispatch, and modules, by hooks."""
 
     def __init__(self, model: nn.Module, batch: DeviceMesh | None, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._model = model
         self._batch = batch
         self._ranks = ranks
-        self._is_sharded = any(
-            lowered_of(module) is not None
-            or any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-            for module in model.modules()
-        )
+        self._is_sharded = _is_sharded(model)
+        # Paths of the modules whose forward runs, outermost first.
         self._path: list[str] = []
-        # whether operators are those of this class
+        # Operators that run while this is set belong to the recorder itself.
         self._is_recording = False
         self._times: Counter[str] = Counter()
-        self._seen: dict[str, tuple[GlobalPart, bool, tuple[Tensor, Tensor]]] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def hooks(self) -> Iterator[Any]:
-        """Around every module: where operators are, and what it returns."""
+        """Register two hooks on every module: one that tracks the path, one that records the output."""
         for name, module in self._model.named_modules():
             path = name or "model"
-            yield module.register_forward_pre_hook(lambda _, __, path=path: self._path.append(path))
-            yield module.register_forward_hook(
-                lambda module, _, output, path=path: self._after(path, module, output)
-            )
+            yield module.register_forward_pre_hook(partial(self._enter, path))
+            yield module.register_forward_hook(partial(self._leave, path))
 
-    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._path.append(path)
+
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         self._path.pop()
+        if not isinstance(output, Tensor):
+            return
         name = f"output of {path}"
-        if isinstance(output, Tensor):
-            self._add_of(name, module, output)
-        if isinstance(output, Tensor) and output.requires_grad and self._batch is None:
-            hook = partial(self._add_of, f"gradient at {name}", module, grad=True)
+        self._add_output(name, module, output)
+        if output.requires_grad and self._batch is None:
+            hook = partial(self._add_output, f"gradient at {name}", module, grad=True)
             output.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def _add_of(self, name: str, module: nn.Module, value: Tensor, *, grad: bool = False) -> None:
-        """Keep a module's output, or the gradient at it, if its layout is known."""
-        self._is_recording, lowered = True, lowered_of(module)
-        if lowered is not None and (
-            lowered.sharding.style == COMPLETION or not lowered.sharding.outputs
-        ):
-            # nothing says how its outputs are sharded
+    def _add_output(
+        self, name: str, module: nn.Module, value: Tensor, *, grad: bool = False
+    ) -> None:
+        """Record a module's output, or the gradient at it, if its layout is known."""
+        lowered = lowered_of(module)
+        if lowered is not None and not _declares_outputs(lowered):
             lowered = None
+        has_layout = lowered is not None or isinstance(value, DTensor)
+        self._is_recording = True
         try:
-            if value.ndim and (lowered is not None or isinstance(value, DTensor)):
+            if value.ndim and has_layout:
                 self.add(name, part_of_output(value.detach(), lowered, self._batch, grad=grad))
             elif isinstance(value, DTensor) or not self._is_sharded:
                 self.add(name, part_of_tensor(value.detach()))
@@ -199,97 +233,106 @@ class _Recorder(TorchDispatchMode):
             self._is_recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record what it returns."""
+        """Run an operator, and record its results."""
         result = func(*args, **(kwargs or {}))
-        if self._is_recording:
+        is_skipped = func._overloadpacket.__name__.startswith(_SKIPPED)
+        if self._is_recording or func.namespace != "aten" or is_skipped:
             return result
-        if func.namespace == "aten" and not func._overloadpacket.__name__.startswith(_SKIPPED):
-            for output in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(output, Tensor) and output.device.type != "meta":
-                    # Whether the data axes shard what is a DTensor on other axes alone, nothing
-                    # says here.
-                    is_global = (
-                        isinstance(output, DTensor) and self._batch is None
-                    ) or not self._is_sharded
-                    where = (
-                        self._path[-1]
-                        if self._path
-                        else "backward"
-                        if backward_number() >= 0
-                        else "the program"
-                    )
-                    self.add(
-                        f"{func} in {where}", part_of_tensor(output.detach()), by_rank=not is_global
-                    )
+        name = f"{func} in {self._where()}"
+        for output in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(output, Tensor) or output.device.type == "meta":
+                continue
+            # Nothing tells whether the data axes shard a DTensor on other axes.
+            is_global_dtensor = isinstance(output, DTensor) and self._batch is None
+            by_rank = self._is_sharded and not is_global_dtensor
+            self.add(name, part_of_tensor(output.detach()), by_rank=by_rank)
         return result
 
+    def _where(self) -> str:
+        """Return the module whose forward runs, or else the part of the program."""
+        if self._path:
+            return self._path[-1]
+        return "backward" if backward_number() >= 0 else "the program"
+
     def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
-        """Keep the sums of a value."""
+        """Record the sums of a value."""
         salt = dist.get_rank() if by_rank and self._ranks > 1 else 0
         self._times[name] += 1
-        numbered = name if self._times[name] == 1 else f"{name} #{self._times[name]}"
+        times = self._times[name]
+        numbered = name if times == 1 else f"{name} #{times}"
         with torch.no_grad():
-            self._seen[numbered] = part, by_rank, part.sums(salt)
+            self._seen[numbered] = _Seen(part, by_rank, part.sums(salt))
 
     def values(self) -> list[Value]:
-        """The values, added up over ranks."""
-        total = self._of_ranks() if self._ranks > 1 else {}
+        """Add up the values over ranks; all ranks call it."""
+        totals = self._totals_by_rank() if self._ranks > 1 else {}
+        totals |= self._totals_over_meshes([name for name in self._seen if name not in totals])
         values = list[Value]()
-        over = {name: part.meshes for name, (part, *_) in self._seen.items() if name not in total}
-        for meshes in dict.fromkeys(over.values()):  # one collective for each of the meshes
-            names = [name for name, others in over.items() if others == meshes]
-            columns = [
-                torch.stack(each)
-                for each in zip(*(self._seen[name][2] for name in names), strict=True)
-            ]
-            for mesh in meshes:
-                columns = [all_reduce(column, (mesh, mesh.axis_names)) for column in columns]
-            total |= zip(
-                names, zip(*(column.tolist() for column in columns), strict=True), strict=True
-            )
         for name, (part, by_rank, _) in self._seen.items():
-            (*columns, squares, broken), digest = total[name]
-            dtype = str(part.local.dtype).removeprefix("torch.")
-            values.append(
-                Value(
-                    name,
-                    part.sizes,
-                    dtype,
-                    by_rank,
-                    sums=columns,
-                    norm=squares**0.5,
-                    broken=int(broken),
-                    digest=digest,
-                )
+            (*sums, squares, broken), digest = totals[name]
+            value = Value(
+                name,
+                shape=part.sizes,
+                dtype=str(part.local.dtype).removeprefix("torch."),
+                by_rank=by_rank,
+                sums=sums,
+                norm=squares**0.5,
+                broken=int(broken),
+                digest=digest,
             )
+            values.append(value)
         return values
 
-    def _of_ranks(self) -> dict[str, Sequence[Any]]:
-        """The sums of what ranks computed on plain tensors; an operator may run on some ranks only."""
-        by_rank = {name: sums for name, (_, by_rank, sums) in self._seen.items() if by_rank}
-        own = {name: (floats.tolist(), int(digest)) for name, (floats, digest) in by_rank.items()}
-        every = agree(lambda: own)
-        total = dict[str, Sequence[Any]]()
-        for name in own:
-            floats, digests = zip(*(rows[name] for rows in every if name in rows), strict=True)
-            total[name] = [sum(column) for column in zip(*floats, strict=True)], hash(digests)
-        return total
+    def _totals_over_meshes(self, names: Sequence[str]) -> dict[str, _Totals]:
+        """Add up values that all ranks recorded: two collectives for all values of the same meshes."""
+        names_by_meshes: dict[tuple[DeviceMesh, ...], list[str]] = {}
+        for name in names:
+            names_by_meshes.setdefault(self._seen[name].part.meshes, []).append(name)
+        totals = dict[str, _Totals]()
+        for meshes, group in names_by_meshes.items():
+            # (values, 66) and (values,)
+            sums = torch.stack([self._seen[name].sums[0] for name in group])
+            digests = torch.stack([self._seen[name].sums[1] for name in group])
+            for mesh in meshes:
+                sums = all_reduce(sums, (mesh, mesh.axis_names))
+                digests = all_reduce(digests, (mesh, mesh.axis_names))
+            totals |= zip(group, zip(sums.tolist(), digests.tolist(), strict=True), strict=True)
+        return totals
+
+    def _totals_by_rank(self) -> dict[str, _Totals]:
+        """Add up the results of operators on plain tensors; some operators run on some ranks only."""
+        local = dict[str, _Totals]()
+        for name, (_, by_rank, (sums, digest)) in self._seen.items():
+            if by_rank:
+                local[name] = sums.tolist(), int(digest)
+        tables = agree(lambda: local)
+        totals = dict[str, _Totals]()
+        for name in local:
+            rows = [table[name] for table in tables if name in table]
+            columns = zip(*(sums for sums, _ in rows), strict=True)
+            digests = tuple(digest for _, digest in rows)
+            totals[name] = [sum(column) for column in columns], hash(digests)
+        return totals
+
+
+def _declares_outputs(lowered: Lowered) -> bool:
+    """Tell whether a style of the user says how the module's outputs are sharded."""
+    return lowered.sharding.style != COMPLETION and bool(lowered.sharding.outputs)
 
 
 # --- comparison -----------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
-    """What `compare_runs` has found.
+    """The result of `compare_runs`.
 
     Attributes:
-        differing: the values that differ, in the order of the first run, each with how much: the
-            norm of the difference relative to that of the value, infinite where shapes differ or
-            one has elements that are broken.
-        before: the last value before the first of them that both runs have and that agrees; '' if
-            there is none.
-        compared: how many values both runs have.
-        alone: how many values only one run has.
+        differing: the values that differ, in the order of the first run, each with the norm of the
+            difference relative to the norm of the value. It is infinite where the shapes or the
+            numbers of broken elements differ.
+        before: the last value that agrees before the first one that differs; '' if there is none.
+        compared: the number of values that both runs have.
+        alone: the number of values that only one run has.
     """
 
     differing: list[tuple[str, float]]
@@ -303,31 +346,36 @@ class Comparison(NamedTuple):
         return self.differing[0][0] if self.differing else ""
 
     def __str__(self) -> str:
-        """Lines to read."""
+        """Return a report of a few lines: the first ten values that differ."""
         counted = f"{self.compared} values compared, {self.alone} in one run only"
         if not self.differing:
             return f"no value differs: {counted}"
         lines = [f"{len(self.differing)} values differ: {counted}"]
         lines.append(f"the last value that agrees: {self.before or 'none'}")
         lines += [f"  {name}: by {difference:.1e}" for name, difference in self.differing[:10]]
-        return "\n".join([*lines, "  ..."] if len(self.differing) > 10 else lines)
+        if len(self.differing) > 10:
+            lines.append("  ...")
+        return "\n".join(lines)
 
 
 @takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
 def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
-    """Where two runs differ first: of two programs, on as many ranks or others, or sharded and on a single device.
+    """Find where two runs differ first; they may differ in program, in ranks and in sharding.
 
-    Values are found by their names. A name that only one run has is counted, not compared: a module
-    with a style runs other operators than the plain one. What ranks computed on plain tensors is
-    compared between runs on as many ranks and the same meshes.
+    Values are matched by name. A name that only one run has is counted, not compared: a module with
+    a style runs other operators than the plain module. Results of operators on plain tensors are
+    compared only if both runs have the same number of ranks and the same meshes.
 
     Args:
-        one, other: from `record_run`, or `RunRecord.load`.
-        tolerance: how much values may differ, relative to their norms; by default the square root
-            of the precision of the coarser dtype. 0 asks for equal bits.
+        one, other: from `record_run`, or from `RunRecord.load`.
+        tolerance: the allowed difference relative to the norm of the value; by default the square
+            root of the precision of the coarser dtype. 0 demands equal bits.
+
+    Returns:
+        The values that differ, and the last one that agrees before them.
 
     Raises:
-        StyleError: the runs have no value in common, or the tolerance is negative.
+        StyleError: if the runs have no value in common, or the tolerance is negative.
 
     Example:
         >>> from shoal_same_bits import record_run
@@ -342,34 +390,38 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
         'bias before'
     """
     if tolerance is not None and not tolerance >= 0:
-        raise StyleError(f"a tolerance is at least 0, got {tolerance}")
+        raise StyleError(f"compare_runs: tolerance must be at least 0, got {tolerance}")
     others = {value.name: value for value in other.values}
-    same_ranks = (one.ranks, one.meshes) == (other.ranks, other.meshes)
+    same_ranks = one.ranks == other.ranks and one.meshes == other.meshes
     differing = list[tuple[str, float]]()
     before = ""
     compared = 0
     for value in one.values:
         match = others.get(value.name)
-        if match is None or match.by_rank != value.by_rank or (value.by_rank and not same_ranks):
+        if match is None or match.by_rank != value.by_rank:
+            continue
+        if value.by_rank and not same_ranks:
             continue
         compared += 1
-        difference = _difference(value, match)
-        allowed = _allowed(value, match) if tolerance is None else tolerance
-        if (value.digest != match.digest or difference) and not 0 < allowed >= difference:
+        difference = _relative_difference(value, match)
+        allowed = _default_tolerance(value, match) if tolerance is None else tolerance
+        same_bits = value.digest == match.digest and not difference
+        is_within = allowed > 0 and difference <= allowed
+        if not same_bits and not is_within:
             differing.append((value.name, difference))
         elif not differing:
             before = value.name
     if not compared:
         raise StyleError(
-            "the runs have no value in common: record the same model, by the same names"
+            "compare_runs: the runs have no value in common; record the same model, with the same "
+            "names"
         )
-    return Comparison(
-        differing, before, compared, len(one.values) + len(other.values) - 2 * compared
-    )
+    alone = len(one.values) + len(other.values) - 2 * compared
+    return Comparison(differing, before, compared, alone)
 
 
-def _difference(one: Value, other: Value) -> float:
-    """The norm of the difference relative to the larger norm, about."""
+def _relative_difference(one: Value, other: Value) -> float:
+    """Estimate the norm of the difference relative to the larger norm."""
     if one.shape != other.shape or one.broken != other.broken:
         return float("inf")
     norm = max(one.norm, other.norm)
@@ -377,9 +429,11 @@ def _difference(one: Value, other: Value) -> float:
     return float(squares**0.5 / norm) if norm else 0.0
 
 
-def _allowed(one: Value, other: Value) -> float:
-    """The square root of the precision of the coarser dtype; that of whole numbers is 0."""
-    dtypes = [getattr(torch, value.dtype) for value in (one, other)]
-    return max(
-        torch.finfo(d).eps ** 0.5 if d.is_floating_point or d.is_complex else 0.0 for d in dtypes
-    )
+def _default_tolerance(one: Value, other: Value) -> float:
+    """Return the square root of the precision of the coarser dtype; 0 for integers."""
+    tolerances = [0.0]
+    for value in (one, other):
+        dtype: torch.dtype = getattr(torch, value.dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            tolerances.append(torch.finfo(dtype).eps ** 0.5)
+    return max(tolerances)

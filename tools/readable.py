@@ -1,0 +1,143 @@
+"""Find statements that a reader has to take apart: `python tools/readable.py FOLDER...`.
+
+The rules, each for a construct that `tools/density.py` counts:
+
+- an assignment has one target, unless it unpacks one value or swaps two;
+- a conditional expression stands in no tuple, subscript or other conditional expression;
+- a comprehension holds no other comprehension and no lambda;
+- a comment of more than 40 characters stands on its own line, above the code;
+- a call of a function or class of these folders has at most four positional arguments.
+
+`apply` of an autograd function is free of the last rule: it takes no keyword arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from density import is_parallel
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MOST_POSITIONAL = 4
+LONGEST_TRAILING = 40
+TAKE_NO_KEYWORDS = {"apply"}
+# A comment that a tool reads stands where the tool looks for it, with its reason behind it.
+FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
+
+Finding = tuple[int, str]
+
+
+def find_assignments(tree: ast.Module) -> Iterator[Finding]:
+    """Find assignments of several unrelated values, and assignments to several targets."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        if len(node.targets) > 1:
+            yield node.lineno, "one target for each assignment"
+        elif is_parallel(node):
+            yield node.lineno, "one value for each assignment"
+
+
+def find_conditionals(tree: ast.Module) -> Iterator[Finding]:
+    """Find conditional expressions in tuples, subscripts and other conditional expressions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple):
+            parts = node.elts
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.IfExp):
+            parts = [node.test, node.body, node.orelse]
+        else:
+            continue
+        if any(isinstance(part, ast.IfExp) for part in parts):
+            yield node.lineno, f"a name for the conditional in this {type(node).__name__.lower()}"
+
+
+def find_comprehensions(tree: ast.Module) -> Iterator[Finding]:
+    """Find comprehensions that hold a comprehension or a lambda."""
+    for node in ast.walk(tree):
+        if not isinstance(node, COMPREHENSIONS):
+            continue
+        inner = (part for part in ast.walk(node) if part is not node)
+        if any(isinstance(part, (*COMPREHENSIONS, ast.Lambda)) for part in inner):
+            yield node.lineno, "a name or a loop for what is inside of this comprehension"
+
+
+def find_comments(text: str) -> Iterator[Finding]:
+    """Find long comments behind code."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT or FOR_TOOLS.match(token.string):
+            continue
+        is_trailing = bool(token.line[: token.start[1]].strip())
+        if is_trailing and len(token.string) > LONGEST_TRAILING + len("# "):
+            yield token.start[0], "the comment above this line"
+
+
+def find_positional(tree: ast.Module, names: set[str]) -> Iterator[Finding]:
+    """Find calls of our own functions with too many positional arguments."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = called_name(node)
+        if name not in names or name in TAKE_NO_KEYWORDS:
+            continue
+        is_spread = any(isinstance(argument, ast.Starred) for argument in node.args)
+        if len(node.args) > MOST_POSITIONAL and not is_spread:
+            yield node.lineno, f"keywords for the arguments of {name} after the fourth"
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the last part of the name of a called function; '' if it has no name."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def accepts_keywords(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell whether no parameter is positional only."""
+    return not function.args.posonlyargs and function.args.vararg is None
+
+
+def defined_names(trees: list[ast.Module]) -> set[str]:
+    """Collect the functions and classes that some modules define."""
+    names = set[str]()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) or (
+                isinstance(node, FUNCTIONS) and accepts_keywords(node)
+            ):
+                names.add(node.name)
+    return names
+
+
+def main() -> int:
+    """Print the findings; fail if there are any."""
+    files = sorted(file for folder in sys.argv[1:] for file in Path(folder).rglob("*.py"))
+    texts = {file: file.read_text() for file in files}
+    trees = {file: ast.parse(text) for file, text in texts.items()}
+    names = defined_names([*trees.values()])
+    count = 0
+    for file, tree in trees.items():
+        findings = [
+            *find_assignments(tree),
+            *find_conditionals(tree),
+            *find_comprehensions(tree),
+            *find_comments(texts[file]),
+            *find_positional(tree, names),
+        ]
+        for line, advice in sorted(findings):
+            print(f"{file}:{line}: {advice}")
+        count += len(findings)
+    print(f"{count} places to take apart" if count else "every statement can be read as it stands")
+    return bool(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
