@@ -23,22 +23,38 @@ def expect(
     optional: bool = False,
     error: type[Exception] = ArgumentTypeError,
 ) -> None:
-    """Raise ``error`` unless an argument of a call has one of the types, of which bool is no int; or is None."""
+    """Raise ``error`` unless an argument of a call has one of the types.
+
+    A bool counts as an int only if bool is among the types.
+
+    Args:
+        call: The name of the call, for the message.
+        name: The name of the argument, for the message.
+        value: The argument.
+        types: The allowed types.
+        optional: Allow None.
+        error: The class of the error.
+    """
     if optional and value is None:
         return
-    if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
+    is_bool_for_int = isinstance(value, bool) and bool not in types
+    if isinstance(value, types) and not is_bool_for_int:
         return
-    allowed = " or ".join([*(kind.__name__ for kind in types), *(["None"] if optional else [])])
-    names = {kind.__name__ for kind in types}
-    namesake = next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in names), "")
-    hint = f"; use shoal_shard_api.{namesake}, torch's own class is another one" if namesake else ""
-    raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{hint}")
+    names = [kind.__name__ for kind in types]
+    hint = ""
+    for kind in type(value).__mro__:
+        if kind.__name__ in names:
+            hint = f"; use shoal_shard_api.{kind.__name__}, torch's own class is another one"
+            break
+    if optional:
+        names.append("None")
+    raise error(f"{call}: {name} must be {' or '.join(names)}, got {kind_of(value)}{hint}")
 
 
 def expect_all(
     call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError
 ) -> None:
-    """Raise ``error`` unless an argument is a sequence, no string, whose entries have one of the types."""
+    """Raise ``error`` unless an argument is a sequence of values of the types, and not a string."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise error(f"{call}: {name} must be a sequence, got {kind_of(values)}")
     for index, value in enumerate(values):
@@ -46,15 +62,13 @@ def expect_all(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided and no wrapper of other tensors, as a ShardedTensor or DTensor is."""
-    return (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and tensor.layout == torch.strided
-    )
+    """Tell whether a tensor is strided and does not wrap others, as ShardedTensor and DTensor do."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper and tensor.layout == torch.strided
 
 
 def expect_plain(call: str, name: str, value: object) -> None:
-    """Raise ArgumentTypeError unless an argument is a plain strided tensor: no ShardedTensor or DTensor, not sparse."""
+    """Raise ArgumentTypeError for a ShardedTensor, a DTensor, a sparse tensor, and for other types."""
     expect(call, name, value, torch.Tensor)
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):

@@ -1,8 +1,8 @@
-"""State dicts that hold ShardedTensors: checkpoints for any ranks and sharding.
+"""Checkpoints of state dicts with ShardedTensors, for any number of ranks and any sharding.
 
-Those of torch.distributed.checkpoint, imported inside of the functions, take ShardedTensors too.
-``load`` here changes nothing unless every rank can read everything, sizes may differ on request (a
-padded vocabulary), errors are typed.
+The functions of torch.distributed.checkpoint accept ShardedTensors too. ``load`` here changes
+nothing unless every rank can read everything, sizes may differ on request (a padded vocabulary),
+and errors are typed. torch.distributed.checkpoint is imported inside of the functions.
 
 May import: arguments, errors, ranks, tensor.
 """
@@ -43,8 +43,8 @@ def save(
         process_group: The ranks that save; None is the default group.
 
     Raises:
-        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process
-            group.
+        ArgumentTypeError: The state dict is not a mapping, the folder not a path, or the group not
+            a process group.
         ProcessGroupError: There is no default group, or this rank is not in the group.
 
     Example:
@@ -52,7 +52,8 @@ def save(
         >>> warnings.simplefilter("ignore")
         >>> folder = [tempfile.mkdtemp()]
         >>> torch.distributed.broadcast_object_list(folder)
-        >>> rows, columns = (ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]) for dim in (0, 1))
+        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> columns = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])
         >>> save({"weight": ones(rows, 4, 2)}, folder[0])
         >>> tensor = zeros(columns, 4, 2)
         >>> _ = load({"weight": tensor}, folder[0])
@@ -75,7 +76,7 @@ def load(
     padding: float | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill the tensors of a state dict from a checkpoint of any number of ranks and any layout; all ranks call it.
+    """Fill the tensors of a state dict from a checkpoint of any ranks and layout; all ranks call it.
 
     Args:
         state_dict: Tensors to fill in place, such as ``model.state_dict()``; mappings may be
@@ -87,13 +88,13 @@ def load(
         process_group: The ranks that load; None is the default group.
 
     Returns:
-        The state dict; values that are no tensors are the saved ones.
+        The state dict, with the saved values of entries that are not tensors.
 
     Raises:
-        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process
-            group.
-        CheckpointError: No checkpoint in the folder, a truncated file, an unknown name, or a size
-            that differs. It is raised on every rank, and the state dict is unchanged then.
+        ArgumentTypeError: The state dict is not a mapping, the folder not a path, or the group not
+            a process group.
+        CheckpointError: The folder has no checkpoint, a file is truncated, a name is unknown, or a
+            size differs. It is raised on every rank, and the state dict is unchanged then.
         ProcessGroupError: There is no default group, or this rank is not in the group.
         RankMismatchError: The ranks have different names in their state dicts.
     """
@@ -115,22 +116,24 @@ def load(
 
     agree_on(group, facts)
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-    # tensors of the same layouts to read into, so that a failure leaves the given ones unchanged
+    # The checkpoint is read into copies, so that a failure leaves the given tensors unchanged.
     with torch.no_grad():
-        staged: dict[str, Any] = flat | {
-            name: value.detach().clone() for name, value in tensors.items()
-        }
+        copies = {name: value.detach().clone() for name, value in tensors.items()}
         if padding is not None:
-            for local in (each for name in tensors for each in _local_tensors(staged[name])):
-                local.fill_(padding)
+            for copied in copies.values():
+                for local in _local_tensors(copied):
+                    local.fill_(padding)
+    staged: dict[str, Any] = flat | copies
     agree(lambda: _read(staged, checkpoint_id, process_group), group)
     with torch.no_grad():
         for name, value in tensors.items():
             for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
                 local.copy_(new)
-    return _map_leaves(
-        state_dict, lambda name, value: value if isinstance(value, torch.Tensor) else staged[name]
-    )
+
+    def loaded(name: str, value: Any) -> Any:
+        return value if isinstance(value, torch.Tensor) else staged[name]
+
+    return _map_leaves(state_dict, loaded)
 
 
 def _read(
@@ -140,7 +143,10 @@ def _read(
     from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
     class AnySizes(dcp.DefaultLoadPlanner):
-        """It reads the elements in both the saved and the requested shards: `_check_fit` has compared the sizes."""
+        """Reads the elements that are in the saved and in the requested shards.
+
+        `_check_fit` has compared the sizes.
+        """
 
         def create_local_plan(self) -> Any:
             metadata: Any = self.metadata
@@ -160,36 +166,44 @@ def _read(
             process_group=group,
         )
     except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100
-        # reading a broken file raises anything
-        failures = getattr(error, "failures", {})  # by rank the error and its traceback
-        rank = min(failures, default=None)
-        cause, of_rank = (error, "") if rank is None else (failures[rank][0], f"rank {rank}: ")
+        # Reading a broken file raises anything.
         raise CheckpointError(
-            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: "
-            f"{of_rank}{type(cause).__name__}: {cause}"
+            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_first_cause(error)}"
         ) from error
+
+
+def _first_cause(error: BaseException) -> str:
+    """Describe an error; for an error of several ranks, the cause on the first of them."""
+    # By rank: the error and its traceback.
+    failures = getattr(error, "failures", {})
+    if not failures:
+        return f"{type(error).__name__}: {error}"
+    rank = min(failures)
+    cause = failures[rank][0]
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 def _map_leaves(
     state: Mapping[str, Any], leaf: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """``leaf(name, value)`` in place of every leaf; names are those of DCP: keys joined by dots."""
-    return {
-        key: _map_leaves(value, leaf, f"{prefix}{key}.")
-        if isinstance(value, Mapping) and value
-        else leaf(f"{prefix}{key}", value)
-        for key, value in state.items()
-    }
+    """Replace every leaf by ``leaf(name, value)``; a name has all keys, joined by dots as in DCP."""
+    mapped = dict[str, Any]()
+    for key, value in state.items():
+        if isinstance(value, Mapping) and value:
+            mapped[key] = _map_leaves(value, leaf, f"{prefix}{key}.")
+        else:
+            mapped[key] = leaf(f"{prefix}{key}", value)
+    return mapped
 
 
 def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> None:
-    """Raise CheckpointError unless every entry of the state dict fits that of the checkpoint's index."""
+    """Raise CheckpointError unless every entry of the state dict fits the checkpoint's index."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
         saved: Mapping[str, Any] = FileSystemReader(where).read_metadata().state_dict_metadata
     except Exception as error:  # noqa: BLE001, RUF100
-        # no folder, or a truncated index: pickle raises anything
+        # There is no folder, or the index is truncated: pickle raises anything.
         raise CheckpointError(
             f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}"
         ) from error
@@ -197,14 +211,19 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
     if missing:
         raise CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
     for name, value in flat.items():
-        if isinstance(value, torch.Tensor) is not hasattr(saved[name], "size"):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor is not hasattr(saved[name], "size"):
             raise CheckpointError(
                 f"checkpoint {where}: {name} is a tensor here or there, not in both"
             )
-        if not isinstance(value, torch.Tensor) or tuple(saved[name].size) == tuple(value.size()):
+        if not is_tensor:
             continue
-        sizes = f"size {tuple(saved[name].size)}, here it has {tuple(value.size())}"
-        if len(saved[name].size) != value.dim():
+        saved_size = tuple(saved[name].size)
+        size = tuple(value.size())
+        if saved_size == size:
+            continue
+        sizes = f"size {saved_size}, here it has {size}"
+        if len(saved_size) != len(size):
             raise CheckpointError(
                 f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same"
             )

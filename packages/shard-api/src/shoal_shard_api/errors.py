@@ -1,18 +1,17 @@
-"""The errors of this package, each a subclass of the builtin that torch's shard API raises in the same place.
+"""Errors of this package; each derives from the builtin that torch's shard API raises there.
 
-The constructor takes one message, so an error of one rank can be sent to the other ranks and raised
-there.
+Every constructor takes one message, so that an error of one rank can be raised on all ranks.
 """
 
 from __future__ import annotations
 
 
 class ArgumentTypeError(TypeError, ValueError):
-    """An argument of a type that the call does not take; names the type that was expected."""
+    """An argument of a type that the call does not accept; the message names the allowed types."""
 
 
 class ShardingSpecError(ValueError, RuntimeError):
-    """A sharding spec or a list of shards that does not cover the tensor: overlap, gap, unknown rank, bad dim."""
+    """A spec or a list of shards that does not fit: overlap, gap, unknown rank, or wrong dim."""
 
 
 class IndexRangeError(IndexError):
@@ -28,11 +27,11 @@ class RankMismatchError(ValueError):
 
 
 class MissingParameterError(AttributeError):
-    """The module has no attribute of the parameter name that is to be sharded."""
+    """A parameter name that is to be sharded and that the module does not have."""
 
 
 class ParameterError(ValueError):
-    """The attribute that is to be sharded is no tensor, is not contiguous, or is sharded already."""
+    """An attribute that cannot be sharded: not a tensor, not contiguous, or sharded already."""
 
 
 class PlanTypeError(TypeError):
@@ -44,23 +43,23 @@ class PlanConflictError(RuntimeError):
 
 
 class SharderPathError(KeyError):
-    """A Sharder was planned for the empty path: there is no parent in which its module could be replaced."""
+    """A Sharder for the empty path: the root has no parent in which it could be replaced."""
 
     def __str__(self) -> str:
-        """The message itself; KeyError would show its repr."""
+        """Return the message itself; KeyError would return its repr."""
         return str(self.args[0]) if self.args else ""
 
 
 class ProcessGroupError(RuntimeError):
-    """No process group, a rank outside it, or another group than the one that a tensor was saved with."""
+    """A missing process group, a rank outside of it, or another group than the saved tensor's."""
 
 
 class SpecTypeError(ArgumentTypeError, NotImplementedError):
-    """A tensor was to be resharded by something that is no sharding spec."""
+    """An argument of a reshard that is not a sharding spec."""
 
 
 class NotInGroupError(ProcessGroupError, ValueError, AssertionError):
-    """A rank outside of a process group made a call of its members."""
+    """A call on a rank that is not a member of the process group."""
 
 
 class UnsupportedOpError(RuntimeError):

@@ -1,4 +1,4 @@
-"""What shards the parameters of modules, and the optimizer that steps on local shards.
+"""Sharding of modules and their parameters, and the optimizer that steps local shards.
 
 May import: arguments, errors, ops, ranks, spec, tensor.
 """

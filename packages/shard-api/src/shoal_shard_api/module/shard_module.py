@@ -1,11 +1,11 @@
-"""Sharding of tensors, of parameters, and of modules by a plan: either all ranks raise the same error, or none does."""
+"""Sharding of tensors, parameters and modules; all ranks raise the same error, or none does."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,14 @@ class Sharder(ABC):
     Example:
         >>> class RowParallel(Sharder):
         ...     def shard(self, module):
-        ...         shard_parameter(module, "weight", ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"]))
+        ...         columns = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])
+        ...         shard_parameter(module, "weight", columns)
         ...         return module
     """
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """The sharded module, which replaces ``module``; all ranks call it."""
+        """Return the sharded module, which replaces ``module``; all ranks call it."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class ShardingPlan:
 
     Example:
         >>> ranks = ["rank:0/cpu", "rank:1/cpu"]
+        >>> rows = ChunkShardingSpec(0, ranks)
+        >>> columns = ChunkShardingSpec(1, ranks)
         >>> plan = ShardingPlan(
-        ...     plan={"up.weight": ChunkShardingSpec(0, ranks), "down.weight": ChunkShardingSpec(1, ranks)},
-        ...     output_plan={"": ChunkShardingSpec(0, ranks)},
+        ...     plan={"up.weight": rows, "down.weight": columns},
+        ...     output_plan={"": rows},
         ...     return_local_tensor=[""],
         ... )
     """
@@ -71,7 +74,7 @@ class ShardingPlan:
 
 
 class ShardingPlanner(ABC):
-    """Builds the sharding plan of a module.
+    """Base class for code that builds the sharding plan of a module.
 
     Example:
         >>> class ShardAllRows(ShardingPlanner):
@@ -84,7 +87,7 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """The sharding plan of ``module``; the same on every rank."""
+        """Return the sharding plan of ``module``; the same on every rank."""
 
 
 def shard_parameter(
@@ -94,7 +97,7 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Plain on ``src_rank`` -> sharded: replaces a parameter by a ShardedTensor; all ranks of the group call it.
+    """Plain on ``src_rank`` -> sharded: replace a parameter by a ShardedTensor; all ranks call it.
 
     Args:
         module: The module that owns the parameter.
@@ -105,14 +108,14 @@ def shard_parameter(
         process_group: The ranks that hold the result; None is the default group.
 
     Raises:
-        ArgumentTypeError: ``module`` is no module, ``param_name`` no string, or the group no
-            process group.
+        ArgumentTypeError: ``module`` is not a module, ``param_name`` not a string, or the group not
+            a process group.
         MissingParameterError: The module has no such attribute.
-        ParameterError: It is no tensor, is sharded already, or is not contiguous.
-        PlanTypeError: The spec is no ShardingSpec.
+        ParameterError: It is not a tensor, is sharded already, or is not contiguous.
+        PlanTypeError: The spec is not a ShardingSpec.
         ProcessGroupError: ``src_rank`` is not a rank of the group.
-        RankMismatchError: Ranks passed a different source, spec, size or dtype; names both values
-            and both ranks.
+        RankMismatchError: Ranks passed a different source, spec, size or dtype; it names both
+            values and both ranks.
         ShardingSpecError: The spec does not fit the tensor or the group.
 
         Each is raised on every rank, and the module is unchanged then.
@@ -125,15 +128,14 @@ def shard_parameter(
     """
     group = resolve(process_group)
     where = f"{type(module).__name__}.{param_name}"
-    agree_on(
-        group,
-        lambda: _facts_of_tensor(
-            _attribute_of(module, param_name, where), sharding_spec, src_rank, where, group=group
-        ),
-    )
-    tensor = sharding_spec.shard(
-        getattr(module, param_name), src_rank=src_rank, process_group=group
-    )
+
+    def facts() -> dict[str, Any]:
+        plain = _attribute_of(module, param_name, where)
+        return _facts_of_tensor(plain, sharding_spec, src_rank, where, group=group)
+
+    agree_on(group, facts)
+    plain = getattr(module, param_name)
+    tensor = sharding_spec.shard(plain, src_rank=src_rank, process_group=group)
     if param_name in module._parameters:
         module._parameters[param_name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
     elif param_name in module._buffers:
@@ -148,11 +150,13 @@ def _shard_tensor(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """Plain on ``src_rank`` -> sharded: the ShardedTensor of a contiguous tensor; otherwise as ``shard_parameter``."""
+    """Plain on ``src_rank`` -> sharded: shard a contiguous tensor; see ``shard_parameter``."""
     group = resolve(process_group)
-    agree_on(
-        group, lambda: _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group=group)
-    )
+
+    def facts() -> dict[str, Any]:
+        return _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group=group)
+
+    agree_on(group, facts)
     sharded: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
     return sharded
 
@@ -160,7 +164,7 @@ def _shard_tensor(
 def _facts_of_tensor(
     tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """What is equal on all ranks that shard a tensor, after every check that one rank can make."""
+    """Check a tensor on this rank; return the facts that must be equal on all ranks."""
     _check_shardable(tensor, spec, where, group)
     check_rank("shard", "src_rank", src_rank, group)
     return {
@@ -178,7 +182,7 @@ def shard_module(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Plain on ``src_rank`` -> sharded: shards a module by a plan, in place; all ranks of the group call it.
+    """Plain on ``src_rank`` -> sharded: shard a module by a plan, in place; all ranks call it.
 
     Parameters become ShardedTensors by their specs; tied parameters stay tied. Sub-modules with a
     Sharder are replaced by the module that it returns. Hooks reshard outputs, or replace them by
@@ -191,7 +195,7 @@ def shard_module(
         process_group: The ranks that hold the shards; None is the default group.
 
     Raises:
-        ArgumentTypeError: ``module`` is no module, or the group no process group.
+        ArgumentTypeError: ``module`` is not a module, or the group not a process group.
         PlanTypeError: The plan, or an entry, has a wrong type.
         SharderPathError: A Sharder has the empty path.
         PlanConflictError: A parameter belongs to the sub-tree of a Sharder, Sharders are nested, or
@@ -205,7 +209,8 @@ def shard_module(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU())
         >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
-        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows}, return_local_tensor=[""]))
+        >>> plan = ShardingPlan({"0.weight": rows}, {"": rows}, return_local_tensor=[""])
+        >>> shard_module(model, plan)
         >>> model(torch.ones(2, 4)).shape
         torch.Size([6])
     """
@@ -214,17 +219,19 @@ def shard_module(
 
     def facts() -> dict[str, Any]:
         _check_types(module, plan)
-        found, of_entries = _check_paths(module, plan, group)
-        specs.update(found)
+        _check_outputs(module, plan)
+        owned = _parameters_of_sharders(module, plan)
+        checked_specs, facts_of_plan = _check_specs(module, plan, owned, group)
+        specs.update(checked_specs)
         check_rank("shard", "src_rank", src_rank, group)
-        return {"src_rank": src_rank, **of_entries}
+        return {"src_rank": src_rank, **facts_of_plan}
 
     agree_on(group, facts)
     replacements = _run_sharders(module, plan, group)
-    sharded = {
-        path: spec.shard(module.get_parameter(path), src_rank=src_rank, process_group=group)
-        for path, spec in sorted(specs.items())
-    }
+    sharded = {}
+    for path, spec in sorted(specs.items()):
+        plain = module.get_parameter(path)
+        sharded[path] = spec.shard(plain, src_rank=src_rank, process_group=group)
     for path, tensor in sharded.items():
         new_parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
         _replace_everywhere(module, "_parameters", module.get_parameter(path), new_parameter)
@@ -255,27 +262,57 @@ def _check_types(module: Any, plan: Any) -> None:
     )
 
 
-def _check_paths(
-    module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
-) -> tuple[dict[str, ShardingSpec], dict[str, Any]]:
-    """Specs of the parameters that a plan shards itself, of tied ones once, and what entries are on all ranks."""
-    sharders = [path for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
-    for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
-        if not any(path.startswith(f"{sharder}.") for sharder in sharders):
+def _paths_of_outputs(plan: ShardingPlan) -> list[str]:
+    """Return the paths of the modules whose outputs a plan converts."""
+    return [*(plan.output_plan or ()), *(plan.return_local_tensor or ())]
+
+
+def _check_outputs(module: nn.Module, plan: ShardingPlan) -> None:
+    """Raise MissingParameterError for a path of an output that is neither here nor below a Sharder."""
+    sharders = [f"{path}." for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
+    for path in _paths_of_outputs(plan):
+        if not path.startswith(tuple(sharders)):
             _submodule(module, path, "output_plan or return_local_tensor")
-    # by the id of a parameter in the sub-tree of a Sharder, its name and that
-    owned: dict[int, tuple[str, str]] = {}
-    for path in sharders:
+
+
+class _OwnedParameter(NamedTuple):
+    """A parameter in the sub-tree of a Sharder."""
+
+    name: str
+    sharder: str
+
+
+def _parameters_of_sharders(module: nn.Module, plan: ShardingPlan) -> dict[int, _OwnedParameter]:
+    """Return, by id, the parameters that belong to Sharders; refuse other entries of the plan there."""
+    owned: dict[int, _OwnedParameter] = {}
+    for path, entry in plan.plan.items():
+        if not isinstance(entry, Sharder):
+            continue
         if not path:
             raise SharderPathError(
                 "a Sharder needs the path of a sub-module; '' has no parent to replace it in"
             )
-        sub_tree = _submodule(module, path, "plan").named_parameters(path)
-        owned.update({id(parameter): (name, path) for name, parameter in sub_tree})
+        for name, parameter in _submodule(module, path, "plan").named_parameters(path):
+            owned[id(parameter)] = _OwnedParameter(name, path)
         for other in plan.plan:
             if other.startswith(f"{path}."):
                 raise PlanConflictError(f"{other!r} is in the sub-tree of the Sharder of {path!r}")
-    first: dict[int, str] = {}
+    return owned
+
+
+def _check_specs(
+    module: nn.Module,
+    plan: ShardingPlan,
+    owned: Mapping[int, _OwnedParameter],
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, ShardingSpec], dict[str, Any]]:
+    """Check the entries of a plan.
+
+    Returns:
+        The specs by path; a tied parameter is under the first of its paths only. And the facts
+        about the plan that must be equal on all ranks.
+    """
+    first_path: dict[int, str] = {}
     specs: dict[str, ShardingSpec] = {}
     facts: dict[str, Any] = {
         "plan entries": sorted(plan.plan),
@@ -290,9 +327,10 @@ def _check_paths(
         owner = _submodule(module, parent, "plan")
         tensor = _attribute_of(owner, name, path)
         if id(tensor) in owned:
-            inside, sharder = owned[id(tensor)]
+            tied = owned[id(tensor)]
             raise PlanConflictError(
-                f"{path!r} is tied to {inside!r}, which belongs to the Sharder of {sharder!r}"
+                f"{path!r} is tied to {tied.name!r}, which belongs to the Sharder of "
+                f"{tied.sharder!r}"
             )
         _check_shardable(tensor, spec, path, group)
         if name not in owner._parameters:
@@ -300,10 +338,10 @@ def _check_paths(
                 f"{path} is a tensor but no parameter of {type(owner).__name__}; use "
                 "shard_parameter"
             )
-        other = first.setdefault(id(tensor), path)
-        if specs.setdefault(other, spec) != spec:
+        first = first_path.setdefault(id(tensor), path)
+        if specs.setdefault(first, spec) != spec:
             raise PlanConflictError(
-                f"{other!r} and {path!r} are one tied parameter of two specs: {specs[other]} and "
+                f"{first!r} and {path!r} are one tied parameter of two specs: {specs[first]} and "
                 f"{spec}"
             )
         facts[f"sharding_spec of {path}"] = spec
@@ -314,24 +352,29 @@ def _check_paths(
 def _run_sharders(
     module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup
 ) -> dict[str, nn.Module]:
-    """The new sub-modules by path, not installed yet; an error of any rank's Sharder is raised on all ranks."""
+    """Run the Sharders of a plan; an error of any rank's Sharder is raised on all ranks.
+
+    Returns:
+        The new sub-modules by path, which are not installed yet.
+    """
     replacements: dict[str, nn.Module] = {}
 
     def run() -> None:
         for path, entry in sorted(plan.plan.items()):
-            if isinstance(entry, Sharder):
-                new: Any = entry.shard(module.get_submodule(path))
-                if not isinstance(new, nn.Module):
-                    raise PlanTypeError(
-                        f"the Sharder of {path!r} returned {kind_of(new)}, not a Module"
-                    )
-                replacements[path] = new
+            if not isinstance(entry, Sharder):
+                continue
+            new: Any = entry.shard(module.get_submodule(path))
+            if not isinstance(new, nn.Module):
+                raise PlanTypeError(
+                    f"the Sharder of {path!r} returned {kind_of(new)}, not a Module"
+                )
+            replacements[path] = new
         for path, new in replacements.items():
-            for below in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
-                if below.startswith(f"{path}."):
-                    _submodule(
-                        new, below.removeprefix(f"{path}."), f"the module that replaces {path!r}"
-                    )
+            prefix = f"{path}."
+            for below in _paths_of_outputs(plan):
+                if below.startswith(prefix):
+                    where = f"the module that replaces {path!r}"
+                    _submodule(new, below.removeprefix(prefix), where)
 
     if any(isinstance(entry, Sharder) for entry in plan.plan.values()):
         agree(run, group)
@@ -339,7 +382,7 @@ def _run_sharders(
 
 
 def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
-    """The sub-module at a path; MissingParameterError if there is none, where ``where`` is the argument of the path."""
+    """Return the sub-module at a path, or raise MissingParameterError; ``where`` is for its message."""
     try:
         return module.get_submodule(path)
     except AttributeError as error:
@@ -376,10 +419,9 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
             f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}"
         )
     expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
+    properties = TensorProperties.create_from_tensor(tensor)
     try:
-        checked_metadata(
-            spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group
-        )
+        checked_metadata(spec.build_metadata(tensor.size(), properties), group)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{where}: {error}") from error
 
@@ -390,18 +432,20 @@ def _replace_everywhere(
     """Replace a parameter or a sub-module under each of its names."""
     for owner in list(module.modules()):
         entries: dict[str, Any] = getattr(owner, table)
-        entries.update({name: new for name, entry in entries.items() if entry is old})
+        for name, entry in entries.items():
+            if entry is old:
+                entries[name] = new
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """The module, with a hook that reshards its ShardedTensor output by a spec; other outputs pass unchanged."""
+    """Add a hook that reshards a ShardedTensor output by a spec; other outputs pass unchanged."""
     expect("_reshard_output", "module", module, nn.Module)
     expect("_reshard_output", "resharding_spec", resharding_spec, ShardingSpec)
     return _convert_output(module, lambda output: output.resharded(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass."""
+    """Add a hook that replaces a ShardedTensor output by its local tensor; other outputs pass."""
     expect("_collect_local_shard", "module", module, nn.Module)
 
     def local_tensor(output: ShardedTensor) -> torch.Tensor:
@@ -412,20 +456,19 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
             )
         local = output._local_tensors[0]
         spec = output.sharding_spec()
-        if (
-            isinstance(spec, ChunkShardingSpec)
-            and isinstance(spec.dim, int)
-            and local.dim() == output.dim()
-        ):
-            # as torch does, where the local size is 1
-            return local.squeeze(spec.dim)
-        return local
+        if not isinstance(spec, ChunkShardingSpec) or not isinstance(spec.dim, int):
+            return local
+        if local.dim() != output.dim():
+            return local
+        # torch removes the sharded dim too if its local size is 1.
+        return local.squeeze(spec.dim)
 
     return _convert_output(module, local_tensor)
 
 
 def _convert_output(module: nn.Module, convert: Callable[[ShardedTensor], Any]) -> nn.Module:
-    module.register_forward_hook(
-        lambda _, __, output: convert(output) if isinstance(output, ShardedTensor) else output
-    )
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return convert(output) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
     return module

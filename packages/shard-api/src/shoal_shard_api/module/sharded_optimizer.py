@@ -1,4 +1,4 @@
-"""ShardedOptimizer: a torch optimizer of plain parameters and of the local shards of sharded ones."""
+"""ShardedOptimizer: a torch optimizer of plain parameters and of local shards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, nn.Parameter | ShardedTensor]]:
-    """Name and value of every parameter of a module, and of every ShardedTensor that is a plain attribute of it.
+    """Yield name and value of every parameter, and of every ShardedTensor in a plain attribute.
 
     A tensor with several names comes once, under the first of them.
 
     Args:
         module: The module.
         prefix: Prefix of all names, joined by a dot.
-        recurse: Whether to include sub-modules.
+        recurse: Include sub-modules.
 
     Raises:
-        ArgumentTypeError: ``module`` is no module, or ``prefix`` no string.
+        ArgumentTypeError: ``module`` is not a module, or ``prefix`` not a string.
 
     Example:
         >>> [name for name, _ in named_params_with_sharded_tensor(torch.nn.Linear(2, 2), "head")]
@@ -38,14 +38,14 @@ def named_params_with_sharded_tensor(
     expect("named_params_with_sharded_tensor", "module", module, nn.Module)
     expect("named_params_with_sharded_tensor", "prefix", prefix, str)
     seen: set[int] = set()
-    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        attributes = [
-            (name, value) for name, value in vars(owner).items() if isinstance(value, ShardedTensor)
-        ]
+    owners = module.named_modules(prefix=prefix) if recurse else iter([(prefix, module)])
+    for path, owner in owners:
+        prefix_of_owner = f"{path}." if path else ""
+        attributes = [item for item in vars(owner).items() if isinstance(item[1], ShardedTensor)]
         for name, value in [*attributes, *owner._parameters.items()]:
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield f"{path}{'.' if path else ''}{name}", value
+                yield f"{prefix_of_owner}{name}", value
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -61,13 +61,14 @@ class ShardedOptimizer(optim.Optimizer):
         optimizer_kwargs: Keyword arguments of the class.
 
     Raises:
-        ArgumentTypeError: The parameters are no names and tensors, or the class is no optimizer
-            class.
+        ArgumentTypeError: The parameters are not names and tensors, or the class is not an
+            optimizer class.
 
     Example:
         >>> linear = torch.nn.Linear(3, 4)
         >>> shard_parameter(linear, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
-        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)), torch.optim.SGD, lr=0.1)
+        >>> params = dict(named_params_with_sharded_tensor(linear))
+        >>> optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
         >>> linear(torch.ones(3)).sum().backward()
         >>> optimizer.step()
     """
@@ -82,15 +83,14 @@ class ShardedOptimizer(optim.Optimizer):
         kind: Any = optimizer_class
         if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
             raise ArgumentTypeError(
-                f"ShardedOptimizer: optimizer_class is a class of torch.optim, got {kind!r}"
+                f"ShardedOptimizer: optimizer_class must be a class of torch.optim, got {kind!r}"
             )
         self.named_params: dict[str, torch.Tensor] = {}
-        self._optim = optimizer_class(
-            self._local_tensors_of(named_params), *optimizer_args, **optimizer_kwargs
-        )
+        local_tensors = self._add_parameters(named_params)
+        self._optim = optimizer_class(local_tensors, *optimizer_args, **optimizer_kwargs)
 
-    def _local_tensors_of(self, named_params: Named) -> list[torch.Tensor]:
-        """The local tensors of parameters that are added to ``named_params``."""
+    def _add_parameters(self, named_params: Named) -> list[torch.Tensor]:
+        """Add parameters to ``named_params``; return their local tensors."""
         try:
             named = dict(named_params)
         except (TypeError, ValueError) as error:
@@ -105,10 +105,10 @@ class ShardedOptimizer(optim.Optimizer):
         if repeated:
             raise ParameterError(f"parameters {repeated} are in the optimizer already")
         self.named_params |= named
-        return [local for each in named.values() for local in _local_tensors(each)]
+        return [local for param in named.values() for local in _local_tensors(param)]
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the torch optimizer."""
+        """Return an attribute of the torch optimizer."""
         if name == "_optim":
             raise AttributeError(name)
         return getattr(self._optim, name)
@@ -127,7 +127,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the local tensors; no communication.
+        """Step the local tensors; no communication.
 
         A parameter without a shard on this rank is stepped as an empty one, so all ranks have the
         same state entries.
@@ -136,9 +136,9 @@ class ShardedOptimizer(optim.Optimizer):
             UnsupportedOpError: A parameter was resharded since it was added: its old shards would
                 be stepped.
         """
-        self._owners()
-        for each in self.named_params.values():
-            for local in _local_tensors(each):
+        self._check_owners()
+        for param in self.named_params.values():
+            for local in _local_tensors(param):
                 if local.numel() == 0 and local.grad is None:
                     local.grad = torch.zeros_like(local)
         return self._optim.step(closure)
@@ -151,7 +151,7 @@ class ShardedOptimizer(optim.Optimizer):
                 options.
 
         Raises:
-            ArgumentTypeError: It is no dict with "params", or these are no names and tensors.
+            ArgumentTypeError: It is not a dict with "params", or these are not names and tensors.
             ParameterError: A name is in the optimizer already.
         """
         expect("add_param_group", "param_group", param_group, dict)
@@ -159,11 +159,11 @@ class ShardedOptimizer(optim.Optimizer):
             raise ArgumentTypeError(
                 f"add_param_group: param_group must have 'params', got {sorted(param_group)}"
             )
-        tensors = self._local_tensors_of(param_group["params"])
+        tensors = self._add_parameters(param_group["params"])
         self._optim.add_param_group({**param_group, "params": tensors})
 
     def state_dict(self) -> dict[str, Any]:
-        """State and options by parameter name; no communication.
+        """Return state and options by parameter name; no communication.
 
         Returns:
             "state": name -> entries; an entry of the shape of a sharded parameter is a
@@ -172,46 +172,50 @@ class ShardedOptimizer(optim.Optimizer):
         Raises:
             UnsupportedOpError: A parameter was resharded since it was added.
         """
-        state = {name: self._state_of(each) for name, each in self.named_params.items()}
-        owner = self._owners()
-        groups = [
-            {**group, "params": list(dict.fromkeys(owner[id(local)] for local in group["params"]))}
-            for group in self.param_groups
-        ]
-        return {
-            "state": {name: entries for name, entries in state.items() if entries},
-            "param_groups": groups,
-        }
+        name_of_local = self._check_owners()
+        states = {}
+        for name, param in self.named_params.items():
+            entries = self._state_of(param)
+            if entries:
+                states[name] = entries
+        groups = []
+        for group in self.param_groups:
+            names = [name_of_local[id(local)] for local in group["params"]]
+            groups.append({**group, "params": list(dict.fromkeys(names))})
+        return {"state": states, "param_groups": groups}
 
-    def _owners(self) -> dict[int, str]:
-        """Parameter name by the id of each local tensor in the parameter groups."""
-        owner = {
+    def _check_owners(self) -> dict[int, str]:
+        """Return the parameter name by the id of each local tensor.
+
+        Raises:
+            UnsupportedOpError: A group has a local tensor that no parameter has any more.
+        """
+        name_of_local = {
             id(local): name
-            for name, each in self.named_params.items()
-            for local in _local_tensors(each)
+            for name, param in self.named_params.items()
+            for local in _local_tensors(param)
         }
-        if not all(id(local) in owner for group in self.param_groups for local in group["params"]):
+        stepped = [local for group in self.param_groups for local in group["params"]]
+        if any(id(local) not in name_of_local for local in stepped):
             raise UnsupportedOpError(
                 "a parameter was resharded in place: construct a new optimizer, and load a state "
                 "dict taken before"
             )
-        return owner
+        return name_of_local
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state entries of a parameter; entries of its shape become ShardedTensors."""
         local_tensors = _local_tensors(parameter)
-        per_part = [self.state.get(local, {}) for local in local_tensors]
+        states = [self.state.get(local, {}) for local in local_tensors]
         entries = {}
-        for key, first in per_part[0].items():
-            values = [each[key] for each in per_part]
-            shaped = all(
-                isinstance(value, torch.Tensor) and value.shape == local.shape and local.dim() > 0
-                for value, local in zip(values, local_tensors, strict=True)
-            )
-            entries[key] = (
-                parameter._with(values)
-                if shaped and isinstance(parameter, ShardedTensor)
-                else first
-            )
+        for key, first in states[0].items():
+            values = [state[key] for state in states]
+            pairs = zip(values, local_tensors, strict=True)
+            has_shape = all(_has_shape_of(value, local) for value, local in pairs)
+            if has_shape and isinstance(parameter, ShardedTensor):
+                entries[key] = parameter._with(values)
+            else:
+                entries[key] = first
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -221,14 +225,13 @@ class ShardedOptimizer(optim.Optimizer):
             state_dict: What ``state_dict`` of an optimizer with the same parameter names returned.
 
         Raises:
-            ArgumentTypeError: It is no mapping.
-            CheckpointError: No "state" or "param_groups", unknown names, other groups, or state of
-                another size; the optimizer is unchanged then.
+            ArgumentTypeError: ``state_dict`` is not a mapping.
+            CheckpointError: It has no "state" or "param_groups", unknown names, other groups, or
+                state of another size; the optimizer is unchanged then.
         """
         expect("load_state_dict", "state_dict", state_dict, Mapping)
-        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(
-            state_dict.get("param_groups"), list
-        ):
+        has_state = isinstance(state_dict.get("state"), Mapping)
+        if not has_state or not isinstance(state_dict.get("param_groups"), list):
             raise CheckpointError(
                 f"an optimizer state dict has 'state' and 'param_groups', got {sorted(state_dict)}"
             )
@@ -238,20 +241,22 @@ class ShardedOptimizer(optim.Optimizer):
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         for name in sorted(state):
             parameter = self.named_params[name]
-            loaded |= {local: {} for local in _local_tensors(parameter)}
+            local_tensors = _local_tensors(parameter)
+            loaded |= {local: {} for local in local_tensors}
             for key, value in sorted(state[name].items()):
+                values: list[Any] = [value] * len(local_tensors)
                 if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
-                    values: list[Any] = [each.detach() for each in with_layout_of(parameter, value)]
-                else:
-                    values = [value] * len(_local_tensors(parameter))
-                for local, each in zip(_local_tensors(parameter), values, strict=True):
-                    loaded[local][key] = each.clone() if isinstance(each, torch.Tensor) else each
+                    values = [moved.detach() for moved in with_layout_of(parameter, value)]
+                for local, entry in zip(local_tensors, values, strict=True):
+                    is_tensor = isinstance(entry, torch.Tensor)
+                    loaded[local][key] = entry.clone() if is_tensor else entry
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in new.items() if key != "params"})
         self.state.clear()
         self.state.update(loaded)
 
     def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
+        """Raise CheckpointError unless a state dict fits the parameters and groups."""
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
         if wrong or not all(isinstance(group, Mapping) for group in groups):
             raise CheckpointError(
@@ -276,5 +281,10 @@ class ShardedOptimizer(optim.Optimizer):
 
 
 def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The local tensors of a parameter: the tensors of its shards, one empty tensor, or the plain parameter itself."""
+    """Return the tensors of a parameter's shards, one empty tensor, or the plain parameter itself."""
     return parameter._local_tensors if isinstance(parameter, ShardedTensor) else [parameter]
+
+
+def _has_shape_of(value: Any, local: torch.Tensor) -> bool:
+    """Tell whether a state entry is a tensor with dims and of the shape of a local tensor."""
+    return isinstance(value, torch.Tensor) and value.shape == local.shape and local.dim() > 0

@@ -1,4 +1,4 @@
-"""Hooks that put ShardedTensors which are plain attributes of modules into state dicts, and load them from there.
+"""Hooks that save ShardedTensors in plain attributes of modules to state dicts, and load them.
 
 Parameters and buffers need no hook.
 """
@@ -6,7 +6,7 @@ Parameters and buffers need no hook.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,11 +14,21 @@ from ..arguments import expect
 from ..tensor.sharded_tensor import ShardedTensor
 
 
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """(key in the state dict, owner, name, value) of every plain attribute below the module."""
+class _Attribute(NamedTuple):
+    """A plain attribute of a module or sub-module, and its key in a state dict."""
+
+    key: str
+    owner: nn.Module
+    name: str
+    value: Any
+
+
+def _attributes(module: nn.Module, prefix: str) -> Iterator[_Attribute]:
+    """Yield every plain attribute of a module and of its sub-modules."""
     for path, owner in module.named_modules():
+        prefix_of_owner = f"{prefix}{path}." if path else prefix
         for name, value in list(vars(owner).items()):
-            yield f"{prefix}{path}{'.' if path else ''}{name}", owner, name, value
+            yield _Attribute(f"{prefix_of_owner}{name}", owner, name, value)
 
 
 def state_dict_hook(
@@ -40,10 +50,9 @@ def state_dict_hook(
         ['table']
     """
     expect("state_dict_hook", "module", module, nn.Module)
-    attributes = _attributes(module, prefix)
-    destination.update(
-        {key: value for key, _, _, value in attributes if isinstance(value, ShardedTensor)}
-    )
+    for attribute in _attributes(module, prefix):
+        if isinstance(attribute.value, ShardedTensor):
+            destination[attribute.key] = attribute.value
 
 
 def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a hook
@@ -66,7 +75,7 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         state_dict: The state dict.
         prefix: Prefix of all keys.
         local_metadata, unexpected_keys: Ignored.
-        strict: Whether missing keys are reported.
+        strict: Report missing keys.
         missing_keys: Keys of present ShardedTensors that the state dict lacks are appended.
         error_msgs: Messages about sizes that differ are appended.
 
@@ -74,7 +83,8 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         >>> module = torch.nn.Module()
         >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
         >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)
-        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)})
+        >>> loaded = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
+        >>> module.load_state_dict({"table": loaded})
         <All keys matched successfully>
         >>> module.table.sum()
         tensor(4.)

@@ -1,4 +1,4 @@
-"""What an operation on ShardedTensors does: on each shard alone, or by way of a DTensor of the same shards.
+"""Operations on ShardedTensors: on each shard alone, or by way of a DTensor of the same shards.
 
 May import: _torch, arguments, errors, ranks, spec.
 """

@@ -1,4 +1,4 @@
-"""What a function of ShardedTensors does: the first of these that applies.
+"""Dispatch of functions on ShardedTensors; the first of these that applies is used.
 
 1. the user's override of the function, ``custom_sharded_op_impl``;
 2. the user's override for the class of the spec, ``custom_sharding_spec_op``;
@@ -16,8 +16,7 @@ A layout without placements (several shards on a rank, no grid) is refused in 6,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -42,7 +41,15 @@ _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutabl
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
-    """The values of a ShardedTensor, or a replicated plain tensor, in the layout of ``tensor``; all ranks call it."""
+    """Return the values of a tensor in the layout of another one; all ranks call it.
+
+    Args:
+        tensor: A ShardedTensor.
+        value: A ShardedTensor of its shape, or a replicated plain tensor that broadcasts to it.
+
+    Returns:
+        This rank's local tensors.
+    """
     if isinstance(value, type(tensor)):
         if value.shape != tensor.shape:
             raise LocalShardError(
@@ -50,16 +57,17 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
             )
         if value.process_group is not tensor.process_group:
             raise UnsupportedOpError("the two ShardedTensors are on different process groups")
-        moved = (
-            value if value._layout == tensor._layout else value.resharded(tensor.sharding_spec())
-        )
-        return list(moved._local_tensors)
+        if value._layout != tensor._layout:
+            value = value.resharded(tensor.sharding_spec())
+        return list(value._local_tensors)
     expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
     shape = tuple(tensor.shape)
     if not _broadcasts(value.shape, shape):
         raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not broadcast to {shape}")
     boxes = [shard.metadata.box for shard in tensor.local_shards()]
-    return [block_for(value, box, shape) for box in boxes] or [value.new_empty(0)]
+    if not boxes:
+        return [value.new_empty(0)]
+    return [block_for(value, box, shape) for box in boxes]
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -67,28 +75,37 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)
 
 
-def _two(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
-    """The two tensors of a function, by position or name, and its other arguments."""
-    names = [name for name in ("input", "self", "other", "src") if name in kwargs]
-    tensors = [*args[:2], *(kwargs[name] for name in names)]
-    if len(tensors) != 2:
-        raise ArgumentTypeError(
-            f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}"
-        )
-    return *tensors, args[2:], {name: value for name, value in kwargs.items() if name not in names}
+class _TwoTensors(NamedTuple):
+    """The arguments of a function of two tensors, which are given by position or by name."""
+
+    first: Any
+    second: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def read(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _TwoTensors:
+        """Split arguments into the two tensors and the others."""
+        names = [name for name in ("input", "self", "other", "src") if name in kwargs]
+        tensors = [*args[:2], *(kwargs[name] for name in names)]
+        if len(tensors) != 2:
+            raise ArgumentTypeError(
+                f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}"
+            )
+        others = {name: value for name, value in kwargs.items() if name not in names}
+        return cls(tensors[0], tensors[1], args[2:], others)
 
 
 def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only dtype and device of the other tensor are used."""
-    tensor, other, _, _ = _two(args, kwargs)
-    return tensor.to(other._local_tensors[0] if isinstance(other, cls) else other)
+    """Run ``a.type_as(b)``, which uses only dtype and device of b."""
+    tensor, other, *_ = _TwoTensors.read(args, kwargs)
+    like = other._local_tensors[0] if isinstance(other, cls) else other
+    return tensor.to(like)
 
 
 def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``a.copy_(b)``: a sharded b has any layout; a plain a receives the full tensor."""
-    tensor, source, rest, kwargs = _two(args, kwargs)
+    """Run ``a.copy_(b)``: a sharded b may have any layout; a plain a receives the full tensor."""
+    tensor, source, rest, kwargs = _TwoTensors.read(args, kwargs)
     if not isinstance(tensor, cls):
         if not _broadcasts(source.shape, tensor.shape):
             raise LocalShardError(
@@ -101,53 +118,58 @@ def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``equal`` and ``allclose``: each rank compares its shards, and the answers are reduced."""
-    a, b, rest, kwargs = _two(args, kwargs)
+    """Run ``equal`` or ``allclose``: each rank compares its shards, and the answers are reduced."""
+    a, b, rest, kwargs = _TwoTensors.read(args, kwargs)
     if a.shape != b.shape:
         if func in (torch.equal, torch.Tensor.equal):
             return False
         raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     sharded = a if isinstance(a, cls) else b
-    of_a, of_b = (
-        sharded._local_tensors if each is sharded else with_layout_of(sharded, each)
-        for each in (a, b)
-    )
-    same = all(func(x, y, *rest, **kwargs) for x, y in zip(of_a, of_b, strict=True))
-    verdict = torch.tensor(int(same), device=sharded._local_tensors[0].device)
+    local_a = with_layout_of(sharded, a)
+    local_b = with_layout_of(sharded, b)
+    is_same = all(func(x, y, *rest, **kwargs) for x, y in zip(local_a, local_b, strict=True))
+    verdict = torch.tensor(int(is_same), device=sharded._local_tensors[0].device)
     return bool(all_reduce(verdict, sharded._comm, "min").item())
 
 
 def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad`` of the shards of its arguments."""
-    names = ("outputs", "inputs", "grad_outputs")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    outputs, inputs = (_listed(options.pop(name)) for name in names[:2])
-    grads = _listed(options.pop("grad_outputs", None)) or [None] * len(outputs)
-    of_outputs, of_inputs = (
-        [e._local_tensors if isinstance(e, cls) else [e] for e in each]
-        for each in (outputs, inputs)
-    )
-    of_grads = [
-        with_layout_of(output, grad)
-        if isinstance(output, cls) and grad is not None
-        else [grad] * len(local_tensors)
-        for output, grad, local_tensors in zip(outputs, grads, of_outputs, strict=True)
-    ]
-    gradients = iter(
-        func(
-            *(list(chain.from_iterable(each)) for each in (of_outputs, of_inputs, of_grads)),
-            **options,
-        )
-    )
-    groups = [[next(gradients) for _ in local_tensors] for local_tensors in of_inputs]
-    return tuple(
-        each._with(group) if isinstance(each, cls) and group[0] is not None else group[0]
-        for each, group in zip(inputs, groups, strict=True)
-    )
+    """Run ``torch.autograd.grad`` on the shards of its arguments."""
+    positional = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False))
+    options = {**positional, **kwargs}
+    outputs = _as_list(options.pop("outputs"))
+    inputs = _as_list(options.pop("inputs"))
+    grads = _as_list(options.pop("grad_outputs", None)) or [None] * len(outputs)
+
+    local_outputs = list[Any]()
+    local_grads = list[Any]()
+    for output, grad in zip(outputs, grads, strict=True):
+        shards = _local_parts(cls, output)
+        local_outputs += shards
+        if isinstance(output, cls) and grad is not None:
+            local_grads += with_layout_of(output, grad)
+        else:
+            local_grads += [grad] * len(shards)
+    local_inputs = [local for tensor in inputs for local in _local_parts(cls, tensor)]
+
+    gradients = iter(func(local_outputs, local_inputs, local_grads, **options))
+    results = []
+    for tensor in inputs:
+        group = [next(gradients) for _ in _local_parts(cls, tensor)]
+        is_sharded = isinstance(tensor, cls) and group[0] is not None
+        results.append(tensor._with(group) if is_sharded else group[0])
+    return tuple(results)
 
 
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
+def _local_parts(cls: Any, tensor: Any) -> list[Any]:
+    """Return the local tensors of a ShardedTensor; a plain tensor itself."""
+    return tensor._local_tensors if isinstance(tensor, cls) else [tensor]
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return the entries of a sequence, one value as a list, None as an empty list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 T = torch.Tensor
@@ -235,11 +257,11 @@ REFUSED: dict[Any, str] = {
 }
 
 
-# --- overrides, and which of them all a call is ---------------------------------------------------
+# --- overrides, and the dispatch of a call --------------------------------------------------------
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
-    """A decorator that registers a function in place of ``func`` for arguments that include a ShardedTensor.
+    """Register the decorated function in place of ``func`` for arguments that include a ShardedTensor.
 
     The decorated function is called with ``(types, args, kwargs, process_group)``.
 
@@ -262,14 +284,14 @@ _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Callable[..., Any]
 ) -> Callable[[CustomOp], CustomOp]:
-    """A decorator that registers a function in place of ``func`` for ShardedTensors whose spec is of this class.
+    """Register the decorated function in place of ``func`` for ShardedTensors with a spec of a class.
 
     Args:
         sharding_spec_class: The class itself; subclasses have overrides of their own.
         func: A function of torch, or a method of torch.Tensor.
 
     Raises:
-        ArgumentTypeError: The class is no class, or ``func`` is not callable.
+        ArgumentTypeError: ``sharding_spec_class`` is not a class, or ``func`` is not callable.
 
     Example:
         >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.digamma)
@@ -282,7 +304,7 @@ def custom_sharding_spec_op(
 def _overriding(
     call: str, sharding_spec_class: type | None, func: Callable[..., Any]
 ) -> Callable[[CustomOp], CustomOp]:
-    """The decorator of both; without a class for ShardedTensors of any spec."""
+    """Return the decorator that registers an override; a class of None means any spec."""
     expect(call, "func", func, Callable)
 
     def register(implementation: CustomOp) -> CustomOp:
@@ -294,7 +316,7 @@ def _overriding(
 
 
 def _has_custom_op(sharding_spec: ShardingSpec, op: Callable[..., Any]) -> bool:
-    """Whether an override of ``op`` is registered for the class of this spec."""
+    """Tell whether an override of ``op`` is registered for the class of this spec."""
     return (type(sharding_spec), op) in _OVERRIDES
 
 
@@ -306,7 +328,7 @@ def _dispatch_custom_op(
     kwargs: dict[str, Any],
     process_group: ProcessGroup,
 ) -> Any:
-    """Result of the override of ``op`` for the class of this spec; an UnsupportedOpError if there is none."""
+    """Run the override of ``op`` for the class of this spec; an UnsupportedOpError if there is none."""
     if not _has_custom_op(sharding_spec, op):
         raise UnsupportedOpError(f"{op} is not overridden for {type(sharding_spec).__name__}")
     return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)
@@ -319,16 +341,11 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Result of ``func``, some of whose arguments are ShardedTensors; all ranks call it."""
-    tensors = list(
-        {
-            id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)
-        }.values()
-    )
+    """Run a function with ShardedTensors among its arguments; all ranks call it."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, cls)}.values())
     if tensors:
-        override = _OVERRIDES.get((None, func)) or _OVERRIDES.get(
-            (type(tensors[0].sharding_spec()), func)
-        )
+        override = _override_of(func, tensors[0])
         if override is not None:
             return override(types, args, kwargs, tensors[0].process_group)
     if func in DESCRIBE:
@@ -345,9 +362,17 @@ def run(
         raise UnsupportedOpError(
             f"{name} has no ShardedTensor with a process group among its arguments"
         )
-    if any(each.process_group is not tensors[0].process_group for each in tensors):
+    if any(tensor.process_group is not tensors[0].process_group for tensor in tensors):
         raise UnsupportedOpError(
             f"{name} has ShardedTensors of different process groups among its arguments"
         )
     call = DTensorCall(cls, func, tensors)
-    return look_up(call, args, kwargs) if func in LOOKUPS else call.run(args, kwargs)
+    if func in LOOKUPS:
+        return look_up(call, args, kwargs)
+    return call.run(args, kwargs)
+
+
+def _override_of(func: Function, tensor: Any) -> CustomOp | None:
+    """Return the user's override of a function, for any spec or for the class of a tensor's spec."""
+    for_any = _OVERRIDES.get((None, func))
+    return for_any or _OVERRIDES.get((type(tensor.sharding_spec()), func))

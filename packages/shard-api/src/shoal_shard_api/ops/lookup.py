@@ -1,7 +1,7 @@
-"""``F.embedding`` and ``F.embedding_bag`` of a sharded weight and plain indices, each rank's own or replicated.
+"""``F.embedding`` and ``F.embedding_bag`` of a sharded weight and plain indices, own or replicated.
 
-Own indices are gathered over the ranks and looked up as one batch; each rank keeps the rows of its
-own:
+Own indices are gathered over the ranks and looked up as one batch. Each rank keeps the rows of its
+own indices:
 
     indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], one shard of rows per rank: sizes (2, 0, 1)
 """
@@ -35,10 +35,10 @@ LOOKUPS = {function: inspect.signature(function) for function in _FUNCTIONS}
 
 @contextmanager
 def replicated_indices(equal: bool = True) -> Iterator[None]:
-    """Inside the ``with``, plain indices of embedding and embedding_bag are taken to be equal on all ranks.
+    """Declare, inside the ``with``, that indices of embedding and embedding_bag are equal on all ranks.
 
-    They are then looked up without being gathered, and the full result is on every rank. Outside,
-    each rank's indices are its own, as in torch.
+    They are then looked up without a gather, and every rank has the full result. Outside of the
+    block each rank has indices of its own, as in torch.
 
     Args:
         equal: False gathers again, which is the default outside.
@@ -55,17 +55,14 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: what a look-up returns, plain for plain indices; all ranks call it, and all raise its errors."""
+    """Indices -> rows: run a look-up, plain for plain indices; all ranks call it and raise its errors."""
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    weight = bound.arguments["weight"]
-    own = [
-        arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments
-    ]
-    if not isinstance(weight, call.cls) or any(
-        isinstance(each, call.cls | DTensor) for each in own
-    ):
+    weight = arguments["weight"]
+    indices = [arguments.get(name) for name in ("input", "offsets", "per_sample_weights")]
+    has_plain_indices = not any(isinstance(tensor, call.cls | DTensor) for tensor in indices)
+    if not isinstance(weight, call.cls) or not has_plain_indices:
         return call.run(args, kwargs)
     call.check_layouts()
     if _REPLICATED.own():
@@ -75,20 +72,22 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # result.
     reports = agree_on(weight.process_group, lambda: _facts(call, arguments))
     lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
-    # in the order of the group
-    ranks = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)
-    gathered = _gathered(arguments, ranks, lengths, sizes)
-    own_rows = [Shard(0, sizes=sizes)]
-    rows = call.run(
-        (), gathered, plain=lambda all_rows: all_rows.redistribute(ranks, own_rows).to_local()
-    )
-    return rows if "offsets" in arguments else rows.view(*arguments["input"].shape, rows.shape[-1])
+    mesh = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)
+    gathered = _gather_arguments(arguments, mesh, lengths, sizes)
+
+    def keep_own_rows(all_rows: DTensor) -> torch.Tensor:
+        return all_rows.redistribute(mesh, [Shard(0, sizes=sizes)]).to_local()
+
+    rows = call.run((), gathered, plain=keep_own_rows)
+    if "offsets" in arguments:
+        return rows
+    return rows.view(*arguments["input"].shape, rows.shape[-1])
 
 
 def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What is equal on all ranks that look up their own indices, and this rank's sizes, after its checks."""
-    # embedding has no such argument
+    """Check this rank's indices; return the facts that are equal on all ranks, and this rank's sizes."""
     name = call.name
+    # Only embedding_bag has offsets.
     bags = "offsets" in arguments
     indices = arguments["input"]
     offsets = arguments.get("offsets")
@@ -100,17 +99,13 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     if bags and indices.dim() not in (1, 2):
         raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
-    is_offsets = (
-        isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
-    )
-    if bags and not (is_offsets if indices.dim() == 1 else offsets is None):
+    if bags and not _fits_offsets(indices, offsets):
         raise ArgumentTypeError(
             f"{name}: offsets are a plain 1-D tensor of the dtype of the indices: 1-D indices need "
             "them, 2-D have none"
         )
-    if weights is not None and not (
-        isinstance(weights, torch.Tensor) and weights.shape == indices.shape
-    ):
+    has_weights = isinstance(weights, torch.Tensor) and weights.shape == indices.shape
+    if weights is not None and not has_weights:
         raise ArgumentTypeError(
             f"{name}: per_sample_weights must be a plain tensor of the shape of the indices"
         )
@@ -121,39 +116,66 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     facts = {"dtype": indices.dtype, "weighted": weights is not None}
     if not bags:
         return {**facts, "~sizes": (indices.numel(), indices.numel())}
-    count = (
-        len(indices) if offsets is None else len(offsets) - bool(arguments["include_last_offset"])
-    )
-    return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~sizes": (len(indices), count)}
+    bag_count = len(indices)
+    if offsets is not None:
+        bag_count = len(offsets) - bool(arguments["include_last_offset"])
+    return {
+        **facts,
+        "shape of a bag": tuple(indices.shape[1:]),
+        "~sizes": (len(indices), bag_count),
+    }
 
 
-def _gathered(
-    arguments: dict[str, Any], ranks: DeviceMesh, lengths: Sequence[int], rows: Sequence[int]
+def _fits_offsets(indices: torch.Tensor, offsets: Any) -> bool:
+    """Tell whether 1-D indices have offsets of their dtype, and 2-D indices have none."""
+    if indices.dim() == 2:
+        return offsets is None
+    if not isinstance(offsets, torch.Tensor):
+        return False
+    return offsets.dim() == 1 and offsets.dtype == indices.dtype
+
+
+def _gather_arguments(
+    arguments: dict[str, Any], mesh: DeviceMesh, lengths: Sequence[int], rows: Sequence[int]
 ) -> dict[str, Any]:
-    """The arguments with the indices, offsets and weights of all ranks, rank after rank."""
+    """Replace the indices, offsets and weights by those of all ranks, rank after rank.
+
+    Args:
+        arguments: The arguments of the look-up, by name.
+        mesh: The ranks, in group order.
+        lengths: Per rank, the length of its indices along dim 0.
+        rows: Per rank, the number of rows of its result.
+    """
 
     def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """S(0) -> R: each rank's gradient of the result is taken to be that of all ranks."""
+        """S(0) -> R; the gradient of the result must be equal on all ranks."""
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
-        placed = [Shard(0, sizes=tuple(sizes))]
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, ranks, placed, run_check=False, shape=shape, stride=stride
-        ).full_tensor()
+        sharded = DTensor.from_local(
+            tensor,
+            mesh,
+            [Shard(0, sizes=tuple(sizes))],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return sharded.full_tensor()
 
     gathered = dict(arguments)
     offsets = arguments.get("offsets")
     for name in ("input", "per_sample_weights"):
-        if arguments.get(name) is not None:
-            tensor = arguments[name] if "offsets" in arguments else arguments[name].reshape(-1)
-            gathered[name] = collect(tensor, lengths)
-    # [0 2] and [0] of ranks with 3 and 1 indices: 0 2 3
+        tensor = arguments.get(name)
+        if tensor is None:
+            continue
+        if "offsets" not in arguments:
+            tensor = tensor.reshape(-1)
+        gathered[name] = collect(tensor, lengths)
     if offsets is not None:
-        last = bool(arguments["include_last_offset"])
-        starts = list(accumulate(lengths, initial=0))
-        own = offsets + starts[ranks.get_local_rank()]
-        joined = collect(own[: len(own) - last], rows)
-        gathered["offsets"] = (
-            torch.cat([joined, joined.new_tensor(starts[-1:])]) if last else joined
-        )
+        # Offsets [0 2] of 3 indices on rank 0 and [0] of 1 index on rank 1 become [0 2 3].
+        includes_end = bool(arguments["include_last_offset"])
+        *starts, end = accumulate(lengths, initial=0)
+        shifted = offsets + starts[mesh.get_local_rank()]
+        joined = collect(shifted[: len(shifted) - includes_end], rows)
+        if includes_end:
+            joined = torch.cat([joined, joined.new_tensor([end])])
+        gathered["offsets"] = joined
     return gathered

@@ -1,22 +1,22 @@
-"""ShardedTensor <-> DTensor of the same shards, and functions of ShardedTensors by way of DTensors.
+"""Conversion of ShardedTensor to DTensor and back, and functions of ShardedTensors by way of DTensors.
 
-Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim that it shards and the
-shard sizes.
+Both describe a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim that it shards and
+the shard sizes.
 
     one sharded dim           1-D mesh, ranks in the order of their shards; ranks without a shard have size 0
     n-D grid of shards        n-D mesh of the same shape
     bricks, several per rank  no placements: NotExpressibleError
 
-A function's arguments are converted to one mesh: that of the first tensor whose layout has
-placements. Pointwise ones, detected by a run on meta tensors, need no placements: they are computed
-on each shard alone, in any layout. The class ShardedTensor is an argument here.
+The arguments of a function are converted to the mesh of the first tensor whose layout has
+placements. Pointwise functions, detected by a run on meta tensors, need no placements: they are
+computed on each shard alone, in any layout. The class ShardedTensor is an argument here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -52,22 +52,29 @@ _ALSO_POINTWISE = {
 
 
 class Grid(NamedTuple):
-    """Shards that are the cells of a grid, on a mesh of the same shape."""
+    """Shards that are the cells of a grid, on a mesh of the same shape.
 
-    mesh_shape: tuple[int, ...]  # number of shards along every mesh axis
-    # global rank at every mesh coordinate, row-major
+    Attributes:
+        mesh_shape: The number of shards along every mesh axis.
+        ranks: The global rank at every mesh coordinate, row-major.
+        placements: For every mesh axis, the tensor dim that it shards and the shard sizes.
+    """
+
+    mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    # for every mesh axis, the tensor dim that it shards and the shard sizes
     placements: tuple[Shard, ...]
 
 
 @lru_cache(maxsize=4096)
 def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Grid:
-    """The grid with this layout that has every member of the process group in its mesh, else a NotExpressibleError.
+    """Return the grid of a layout, whose mesh has every member of the process group.
 
     Ranks without elements hold empty shards at the end of one axis, if they fill whole rows of the
-    mesh: 2 x 2 shards on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have
-    none.
+    mesh: 2 x 2 shards on 6 ranks have a (3, 2) mesh whose last row is empty; on 5 ranks they have
+    no mesh.
+
+    Raises:
+        NotExpressibleError: The shards are not a grid, or a rank has several of them.
 
     Example:
         >>> from shoal_shard_api.ops.via_dtensor import grid_of
@@ -76,66 +83,93 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     """
     if not shape:
         raise NotExpressibleError("a 0-dim tensor has no dim that a Shard placement could shard")
+    holders = _holders(layout)
+    cells = grid(list(holders), shape)  # 0:2 and 2:3 of (3,): ((2, 1),)
+    if cells is None:
+        held = ", ".join(f"{format_box(box)} on rank {rank}" for box, rank in holders.items())
+        raise NotExpressibleError(
+            f"the shards are not all cells of a grid over size {shape}: {held}"
+        )
+    dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1]
+    if not dims:
+        dims = [_dim_of_empty_shards(layout, shape)]
+    # Shard sizes along every mesh axis.
+    axes = [list(cells[dim]) if holders else [] for dim in dims]
+    candidates = dict.fromkeys([*(rank for rank, _ in layout), *members])
+    idle = [rank for rank in candidates if rank not in holders.values()]
+    if idle:
+        _add_empty_shards(axes, idle, len(holders), len(members))
+
+    spans_by_dim = [spans(sizes) for sizes in cells]
+    idle_ranks = iter(idle)
+    ranks = []
+    for coordinate in product(*(range(len(sizes)) for sizes in axes)):
+        index_by_dim = dict(zip(dims, coordinate, strict=True))
+        # In a mesh of (3, 2) over 2 x 2 cells, the coordinates (2, 0) and (2, 1) have no cell.
+        has_cell = bool(holders) and all(index_by_dim[dim] < len(cells[dim]) for dim in dims)
+        if has_cell:
+            box = tuple(s[index_by_dim.get(dim, 0)] for dim, s in enumerate(spans_by_dim))
+            ranks.append(holders[box])
+        else:
+            ranks.append(next(idle_ranks))
+    pairs = zip(dims, axes, strict=True)
+    placements = tuple(Shard(dim, sizes=tuple(sizes)) for dim, sizes in pairs)
+    return Grid(tuple(len(sizes) for sizes in axes), tuple(ranks), placements)
+
+
+def _holders(layout: Layout) -> dict[Box, int]:
+    """Return the rank that holds each box with elements; a NotExpressibleError for several on a rank."""
     filled = [(rank, box) for rank, box in layout if volume(box) > 0]
-    holders = {box: rank for rank, box in filled}
     ranks = [rank for rank, _ in filled]
     several = list(dict.fromkeys(rank for rank in ranks if ranks.count(rank) > 1))
     if several:
         raise NotExpressibleError(
             f"ranks {several} hold several shards each; a DTensor has one shard on each rank"
         )
-    cells = grid(list(holders), shape)  # 0:2 and 2:3 of (3,): ((2, 1),)
-    if cells is None:
-        held = ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
-        raise NotExpressibleError(
-            f"the shards are not all cells of a grid over size {shape}: {held}"
-        )
-    dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1]
-    # one rank holds every element, or there is none: a dim along which the other shards are empty
-    if not dims:
-        empty = (dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop)
-        dims = [shape.index(0) if 0 in shape else next(empty, 0)]
-    axes = [list(cells[dim]) if filled else [] for dim in dims]  # shard sizes along every mesh axis
-    idle = [
-        rank
-        for rank in dict.fromkeys([*(rank for rank, _ in layout), *members])
-        if rank not in ranks
-    ]
-    if idle:
-        # ranks that share one index on the axis
-        rows = [max(len(filled), 1) // max(len(sizes), 1) for sizes in axes]
-        # 1 idle rank, rows of 2: none
-        fits = [axis for axis, row in enumerate(rows) if len(idle) % row == 0]
-        if not fits:
-            raise NotExpressibleError(
-                f"a grid of {' x '.join(str(len(sizes)) for sizes in axes)} shards on "
-                f"{len(members)} ranks leaves the "
-                f"ranks {idle} idle, and they do not fill a row of a mesh of all ranks"
-            )
-        # 2 idle, rows of 2: one more index, of size 0
-        axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])
-    # A cell has a holder; what is beyond the cells is given to the idle ranks.
-    spare = iter(idle)
-    along = [spans(sizes) for sizes in cells]
-    # of axes (2, 2, 0) and (2, 2), the coordinates (2, 0) and (2, 1) go to idle ranks
-    order = []
-    for coordinate in product(*(range(len(sizes)) for sizes in axes)):
-        at = dict(zip(dims, coordinate, strict=True))
-        # (2, 0) of 2 x 2 cells is not
-        inside = bool(filled) and all(at[dim] < len(cells[dim]) for dim in dims)
-        order.append(
-            holders[tuple(each[at.get(d, 0)] for d, each in enumerate(along))]
-            if inside
-            else next(spare)
-        )
-    placements = tuple(
-        Shard(dim, sizes=tuple(sizes)) for dim, sizes in zip(dims, axes, strict=True)
+    return {box: rank for rank, box in sorted(filled)}
+
+
+def _dim_of_empty_shards(layout: Layout, shape: tuple[int, ...]) -> int:
+    """Return the dim to shard if one rank holds every element, or if there is no element.
+
+    It is a dim along which the other shards are empty.
+    """
+    if 0 in shape:
+        return shape.index(0)
+    for _, box in layout:
+        for dim, (start, stop) in enumerate(box):
+            if start == stop:
+                return dim
+    return 0
+
+
+def _add_empty_shards(axes: list[list[int]], idle: list[int], filled: int, members: int) -> None:
+    """Add shards of size 0 to the first axis whose rows the idle ranks fill.
+
+    Args:
+        axes: Shard sizes along every mesh axis; one of them is extended in place.
+        idle: The ranks without elements.
+        filled: The number of ranks with elements.
+        members: The number of all ranks.
+
+    Raises:
+        NotExpressibleError: The idle ranks fill the rows of no axis.
+    """
+    for sizes in axes:
+        # The ranks that share one index on the axis: in a 2 x 2 grid, 2 idle ranks are one row.
+        row = max(filled, 1) // max(len(sizes), 1)
+        if len(idle) % row == 0:
+            sizes += [0] * (len(idle) // row)
+            return
+    counts = " x ".join(str(len(sizes)) for sizes in axes)
+    raise NotExpressibleError(
+        f"a grid of {counts} shards on {members} ranks leaves the ranks {idle} idle, and they do "
+        "not fill a row of a mesh of all ranks"
     )
-    return Grid(tuple(len(sizes) for sizes in axes), tuple(order), placements)
 
 
 def spec_for(tensor: Any) -> Spec:
-    """The spec of the DTensor of the same shards; NotExpressibleError if there is none."""
+    """Return the spec of the DTensor of the same shards; a NotExpressibleError if there is none."""
     group = tensor.process_group
     device_type = tensor._local_tensors[0].device.type
     grid = grid_of(tensor._layout, tuple(tensor.size()), members(group))
@@ -144,15 +178,15 @@ def spec_for(tensor: Any) -> Spec:
 
 
 def to_dtensor(tensor: Any) -> DTensor:
-    """The DTensor of the same shards."""
-    local = next(
-        (each for each in tensor._local_tensors if each.numel() > 0), tensor._local_tensors[0]
-    )
+    """Wrap the shards of a ShardedTensor in a DTensor."""
+    local_tensors = tensor._local_tensors
+    filled = [local for local in local_tensors if local.numel() > 0]
+    local = filled[0] if filled else local_tensors[0]
     return _from_local(local, spec_for(tensor))
 
 
 def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
-    # the empty tensor of a rank without shards is 1-D
+    # The empty tensor of a rank without shards is 1-D.
     if local.shape != spec.local_shape:
         local = local.reshape(spec.local_shape)
     shape = torch.Size(spec.shape)
@@ -163,54 +197,65 @@ def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def layout_of(spec: Spec) -> Layout:
-    """Global rank and box of every shard of a DTensor, in the order of its mesh."""
-    coordinates = product(*(range(n) for n in spec.mesh.shape))
-    return tuple(
-        (spec.mesh.rank_at(coordinate), spec.box(coordinate)) for coordinate in coordinates
-    )
+    """Return the global rank and box of every shard of a DTensor, in the order of its mesh."""
+    mesh = spec.mesh
+    coordinates = product(*(range(n) for n in mesh.shape))
+    return tuple((mesh.rank_at(coord), spec.box(coord)) for coord in coordinates)
 
 
 def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
-    """The ShardedTensor of a DTensor's shards, with the process group and devices of ``like``, on the same ranks."""
+    """Wrap the shards of a DTensor in a ShardedTensor.
+
+    Args:
+        cls: The class of the result.
+        dtensor: A DTensor that every mesh axis of more than one rank shards.
+        like: A ShardedTensor on the same ranks, whose process group and devices the result has.
+
+    Raises:
+        NotExpressibleError: The DTensor is replicated or partial along an axis, or has no dims.
+    """
     spec = dtensor.spec
-    unsharded = [
-        f"{placement!r} on axis {name!r}"
-        for placement, name, size in zip(
-            spec.placements, spec.mesh.axis_names, spec.mesh.shape, strict=True
-        )
-        if size > 1 and not placement.is_shard()
-    ]
-    if unsharded or spec.ndim == 0:
-        raise NotExpressibleError(
-            f"a DTensor of shape {tuple(spec.shape)} with {', '.join(unsharded) or 'no dims'} has "
-            "no sharding spec: "
-            f"redistribute it to Shard on every mesh axis {spec.mesh.axis_names}, or take "
-            "full_tensor()"
-        )
+    _check_sharded(spec)
     layout = layout_of(spec)
     local = dtensor.to_local()
-    kind = spec.mesh.device_type
-    # of the host's devices the rank has that of its index
-    count = max(torch.get_device_module(kind).device_count(), 1)
-    devices = {
-        rank: RemoteDevice(
-            f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % count}"
-        )
-        for rank, _ in layout
-    }
+    placements = _placements_of_ranks(spec.mesh.device_type, [rank for rank, _ in layout])
     if like is None:
         group = spec.mesh.comm(tuple(range(spec.mesh.ndim))).group
     else:
-        # a rank without a shard has a device of the same type
         group = like.process_group
-        declared = {each.rank: each.placement for each in like._metadata.shards_metadata}
-        devices |= {
-            rank: placement for rank, placement in declared.items() if placement is not None
-        }
-    sharding = spec_of(layout, devices)
+        # Ranks without a shard in `like` keep the placement above.
+        for shard in like._metadata.shards_metadata:
+            if shard.placement is not None:
+                placements[shard.rank] = shard.placement
+    sharding_spec = spec_of(layout, placements)
     properties = TensorProperties(dtype=spec.dtype, requires_grad=local.requires_grad)
-    metadata = sharding.build_metadata(torch.Size(spec.shape), properties)
-    return cls._wrap(sharding, metadata, [local], group, stride=spec.stride)
+    metadata = sharding_spec.build_metadata(torch.Size(spec.shape), properties)
+    return cls._wrap(sharding_spec, metadata, [local], group, stride=spec.stride)
+
+
+def _check_sharded(spec: Spec) -> None:
+    """Raise NotExpressibleError unless every mesh axis of more than one rank shards a dim."""
+    mesh = spec.mesh
+    unsharded = []
+    for placement, name, size in zip(spec.placements, mesh.axis_names, mesh.shape, strict=True):
+        if size > 1 and not placement.is_shard():
+            unsharded.append(f"{placement!r} on axis {name!r}")
+    if unsharded or spec.ndim == 0:
+        raise NotExpressibleError(
+            f"a DTensor of shape {tuple(spec.shape)} with {', '.join(unsharded) or 'no dims'} has "
+            f"no sharding spec: redistribute it to Shard on every mesh axis {mesh.axis_names}, or "
+            "take full_tensor()"
+        )
+
+
+def _placements_of_ranks(device_type: str, ranks: Sequence[int]) -> dict[int, RemoteDevice]:
+    """Return the placement of every rank: the device with the rank's index among those of its host."""
+    count = max(torch.get_device_module(device_type).device_count(), 1)
+    placements = {}
+    for rank in ranks:
+        device = device_type if device_type == "cpu" else f"{device_type}:{rank % count}"
+        placements[rank] = RemoteDevice(f"rank:{rank}/{device}")
+    return placements
 
 
 # --- functions by way of DTensors -----------------------------------------------------------------
@@ -218,14 +263,15 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
 
 @contextmanager
 def implicit_reshard(allow: bool = True) -> Iterator[None]:
-    """Inside the ``with``, a tensor whose layout has no placements is moved to Shard(0) for an op that needs them.
+    """Move, inside the ``with``, tensors without placements to Shard(0) for ops that need placements.
 
     Args:
         allow: False refuses such ops again, which is the default outside.
 
     Example:
-        >>> both_on_one = EnumerableShardingSpec(
-        ...     [ShardMetadata([0], [2], "rank:0/cpu"), ShardMetadata([2], [2], "rank:0/cpu")])
+        >>> first = ShardMetadata([0], [2], "rank:0/cpu")
+        >>> second = ShardMetadata([2], [2], "rank:0/cpu")
+        >>> both_on_one = EnumerableShardingSpec([first, second])
         >>> with implicit_reshard():
         ...     ones(both_on_one, 4).cumsum(0).full_tensor()
         tensor([1., 2., 3., 4.])
@@ -236,7 +282,15 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
 
 
 class DTensorCall:
-    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
+    """A function call by way of DTensors.
+
+    Attributes:
+        tensors: The ShardedTensors among the arguments.
+        initializer: The function is one of torch.nn.init.
+        in_place: The function writes to its first argument.
+        specs: By the id of a tensor: the spec of its DTensor; None if its layout has no placements.
+        problem: The reason why a tensor has no placements; "" if all have.
+    """
 
     def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
         self.cls = cls
@@ -244,26 +298,24 @@ class DTensorCall:
         self.tensors = tensors
         self.name: str = str(getattr(func, "__name__", func))
         self.initializer: bool = getattr(func, "__module__", "") == "torch.nn.init"
-        self.in_place: bool = self.name == "__setitem__" or (
-            self.name.endswith("_") and not self.name.endswith("__")
-        )
-        # by id; None where a layout has no placements
+        has_trailing_underscore = self.name.endswith("_") and not self.name.endswith("__")
+        self.in_place: bool = has_trailing_underscore or self.name == "__setitem__"
         self.specs: dict[int, Any] = dict.fromkeys(map(id, tensors))
-        self.problem = ""  # why one of them has none
-        for each in tensors:
+        self.problem = ""
+        for tensor in tensors:
             try:
-                self.specs[id(each)] = spec_for(each)
+                self.specs[id(tensor)] = spec_for(tensor)
             except NotExpressibleError as error:
                 self.problem = self.problem or str(error)
 
     @cached_property
     def home(self) -> DeviceMesh:
         """The mesh of the first tensor that has placements, else the 1-D mesh of all ranks."""
+        for spec in self.specs.values():
+            if spec is not None:
+                return spec.mesh  # type: ignore[no-any-return]  # specs of Any
         first = self.tensors[0]
-        meshes = (spec.mesh for spec in self.specs.values() if spec is not None)
-        return next(meshes, None) or one_dim_mesh(
-            first.process_group, first._local_tensors[0].device.type
-        )
+        return one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
 
     def run(
         self,
@@ -272,7 +324,13 @@ class DTensorCall:
         *,
         plain: Callable[[DTensor], Any] | None = None,
     ) -> Any:
-        """The result: refused, computed shard by shard, or by way of DTensors; ``plain`` makes one with dims plain."""
+        """Compute the call shard by shard or by way of DTensors, or refuse it.
+
+        Args:
+            args, kwargs: The arguments of the function.
+            plain: Turns a result with dims into a plain tensor; by default it becomes a
+                ShardedTensor.
+        """
         self._refuse_leaf(args, kwargs)
         if self.problem:
             if is_pointwise(self.func, args, kwargs, self.tensors):
@@ -284,55 +342,55 @@ class DTensorCall:
     def _run_at_home(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[DTensor], Any] | None
     ) -> Any:
-        dtensors = {id(each): self._on_mesh(each) for each in self.tensors}
-        before = {key: dtensor.grad_fn for key, dtensor in dtensors.items()}
-        originals = {id(dtensors[id(each)]): each for each in self.tensors}
+        dtensors = {id(tensor): self._to_home(tensor) for tensor in self.tensors}
+        nodes_before = {key: dtensor.grad_fn for key, dtensor in dtensors.items()}
+        tensor_of_dtensor = {id(dtensors[id(tensor)]): tensor for tensor in self.tensors}
+        replicated = [Replicate()] * self.home.ndim
 
         def convert(leaf: Any) -> Any:
             if isinstance(leaf, self.cls):
                 return dtensors[id(leaf)]
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dim() > 0:
-                return DTensor.from_local(
-                    leaf, self.home, [Replicate()] * self.home.ndim, run_check=False
-                )
+                return DTensor.from_local(leaf, self.home, replicated, run_check=False)
             return leaf
 
-        def back(leaf: Any) -> Any:
-            """A result as the caller gets it: plain or a ShardedTensor."""
+        def convert_back(leaf: Any) -> Any:
+            """Turn a result into a plain tensor or a ShardedTensor."""
             if not isinstance(leaf, DTensor):
                 return leaf
-            if id(leaf) in originals:
-                return originals[id(leaf)]
+            if id(leaf) in tensor_of_dtensor:
+                return tensor_of_dtensor[id(leaf)]
             if leaf.dim() == 0:
                 return leaf.full_tensor()
             if plain is not None:
                 return plain(leaf)
             if not all(placement.is_shard() for placement in leaf.placements):
-                leaf = leaf.redistribute(
-                    placements=self._placements_at_home(leaf.shape) or _shard_further(leaf)
-                )
+                placements = self._placements_at_home(leaf.shape) or _shard_further(leaf)
+                leaf = leaf.redistribute(placements=placements)
             return from_dtensor(self.cls, leaf, like=self.tensors[0])
 
-        # plain tensors that the function creates
+        home_args = pytree.tree_map(convert, args)
+        home_kwargs = pytree.tree_map(convert, kwargs)
+        # Plain tensors that the function itself creates are replicated.
         with implicit_replication():
-            result = self.func(*pytree.tree_map(convert, args), **pytree.tree_map(convert, kwargs))
-        for each in self.tensors:
-            self._write_back(each, dtensors[id(each)], before[id(each)])
-        return pytree.tree_map(back, result)
+            result = self.func(*home_args, **home_kwargs)
+        for tensor in self.tensors:
+            key = id(tensor)
+            self._write_back(tensor, dtensors[key], nodes_before[key])
+        return pytree.tree_map(convert_back, result)
 
     def _refuse_leaf(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a write to a leaf that requires grad.  The op writes to a view of the shard, which torch allows."""
+        """Refuse a write to a leaf that requires grad; torch would allow it on a view of the shard."""
         if self.initializer or not torch.is_grad_enabled():
             return
         written = [args[0]] if self.in_place and args else []
         written += pytree.tree_leaves(kwargs.get("out"))
-        if any(
-            isinstance(each, self.cls) and each.requires_grad and each.is_leaf for each in written
-        ):
-            raise UnsupportedOpError(
-                f"{self.name}: a leaf ShardedTensor that requires grad cannot be written in place; "
-                "use torch.no_grad()"
-            )
+        for tensor in written:
+            if isinstance(tensor, self.cls) and tensor.requires_grad and tensor.is_leaf:
+                raise UnsupportedOpError(
+                    f"{self.name}: a leaf ShardedTensor that requires grad cannot be written in "
+                    "place; use torch.no_grad()"
+                )
 
     def check_layouts(self) -> None:
         """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
@@ -342,30 +400,42 @@ class DTensorCall:
                 "implicit_reshard()"
             )
 
-    def _at_home(self, tensor: Any) -> bool:
+    def _is_at_home(self, tensor: Any) -> bool:
         spec = self.specs[id(tensor)]
         return spec is not None and spec.mesh == self.home
 
-    def _on_mesh(self, tensor: Any) -> DTensor:
-        """The DTensor on the home mesh; a tensor of another layout takes the placements of one of its shape there."""
-        if self._at_home(tensor):
+    def _to_home(self, tensor: Any) -> DTensor:
+        """Return a tensor as a DTensor on the home mesh.
+
+        A tensor of another layout gets the placements of an argument of its shape, or else shards
+        of the dim that its first axis shards.
+        """
+        if self._is_at_home(tensor):
             return to_dtensor(tensor)
-        spec = self.specs[id(tensor)]
-        along = (Shard(0 if spec is None else spec.placements[0].dim),) * self.home.ndim
-        placements = self._placements_at_home(tensor.shape) or along
-        there = Spec(self.home, placements, tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        (local,) = move(tensor._local_tensors, tensor._layout, layout_of(there), tensor._comm)
-        return _from_local(local, there)
+        placements = self._placements_at_home(tensor.shape)
+        if placements is None:
+            spec = self.specs[id(tensor)]
+            dim = 0 if spec is None else spec.placements[0].dim
+            placements = (Shard(dim),) * self.home.ndim
+        target = Spec(self.home, placements, tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        (local,) = move(tensor._local_tensors, tensor._layout, layout_of(target), tensor._comm)
+        return _from_local(local, target)
 
     def _placements_at_home(self, shape: torch.Size) -> tuple[Shard, ...] | None:
-        """The placements of an argument of this shape on the home mesh, None if there is none."""
-        fits = (each for each in self.tensors if each.shape == shape and self._at_home(each))
-        return next((self.specs[id(each)].placements for each in fits), None)
+        """Return the placements of an argument of this shape on the home mesh; None if there is none."""
+        for tensor in self.tensors:
+            if tensor.shape == shape and self._is_at_home(tensor):
+                return self.specs[id(tensor)].placements  # type: ignore[no-any-return]  # specs of Any
+        return None
 
-    def _write_back(self, tensor: Any, dtensor: DTensor, before: Any) -> None:
-        """Give the tensor what the op wrote to its DTensor: the values if it was moved, else the autograd history."""
-        if self._at_home(tensor):
-            if dtensor.grad_fn is not before:
+    def _write_back(self, tensor: Any, dtensor: DTensor, node_before: Any) -> None:
+        """Write the effect of an op on a DTensor back to its tensor.
+
+        A tensor at home shares the memory of the DTensor and needs its autograd history. A tensor
+        that was moved needs the values.
+        """
+        if self._is_at_home(tensor):
+            if dtensor.grad_fn is not node_before:
                 tensor._set_local_tensors([dtensor.to_local()])
         elif self.in_place and tensor is self.tensors[0]:
             moved = from_dtensor(self.cls, dtensor, like=tensor).resharded(tensor.sharding_spec())
@@ -374,12 +444,11 @@ class DTensorCall:
 
 
 def _shard_further(dtensor: DTensor) -> tuple[Any, ...]:
-    """Placements with Shard(0) on every axis that shards no dim; on all axes if one of them shards dim 0 already."""
-    again = any(placement.is_shard(0) for placement in dtensor.placements)
-    return tuple(
-        Shard(0) if again or not placement.is_shard() else placement
-        for placement in dtensor.placements
-    )
+    """Return placements with Shard(0) on the axes without a shard, or on all if dim 0 is sharded already."""
+    placements = dtensor.placements
+    if any(placement.is_shard(0) for placement in placements):
+        return (Shard(0),) * len(placements)
+    return tuple(p if p.is_shard() else Shard(0) for p in placements)
 
 
 # --- pointwise functions, shard by shard ----------------------------------------------------------
@@ -404,9 +473,12 @@ class _OnlyPointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 def is_pointwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
 ) -> bool:
-    """Whether the call can be computed shard by shard; from sizes, dtypes and layouts, so all ranks decide the same."""
+    """Tell whether a call can be computed shard by shard.
+
+    The answer depends on sizes, dtypes and layouts only, so it is the same on all ranks.
+    """
     first = tensors[0]
-    if any(each._layout != first._layout for each in tensors):
+    if any(tensor._layout != first._layout for tensor in tensors):
         return False
 
     def to_meta(leaf: Any) -> Any:
@@ -422,50 +494,52 @@ def is_pointwise(
     except _NotPointwise:
         return False
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return bool(outputs) and all(each.shape == first.shape for each in outputs)
+    return bool(outputs) and all(output.shape == first.shape for output in outputs)
 
 
 def run_shardwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
 ) -> Any:
-    """Result of a pointwise call, computed on each local shard; no communication."""
+    """Compute a pointwise call on each local shard; no communication."""
     first = tensors[0]
-    boxes: list[Box | None] = [shard.metadata.box for shard in first.local_shards()] or [None]
-    results = []
-    sharded = {id(each) for each in tensors}
-    for index, box in enumerate(boxes):
+    shape = tuple(first.shape)
+    sharded = {id(tensor) for tensor in tensors}
 
-        def local(leaf: Any, index: int = index, box: Box | None = box) -> Any:
-            if id(leaf) in sharded:
-                return leaf._local_tensors[index]
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-                return (
-                    leaf.new_empty(0) if box is None else block_for(leaf, box, tuple(first.shape))
-                )
-            return leaf
+    def localize(index: int, box: Box | None, leaf: Any) -> Any:
+        """Return the part of an argument for one shard; None is the box of a rank without shards."""
+        if id(leaf) in sharded:
+            return leaf._local_tensors[index]
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.new_empty(0) if box is None else block_for(leaf, box, shape)
+        return leaf
 
-        results.append(func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs)))
-
-    def joined(*local_tensors: Any) -> Any:
-        """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
+    def join(*local_tensors: Any) -> Any:
+        """Wrap the results of all shards; return an argument if its local tensors are the results."""
         if not isinstance(local_tensors[0], torch.Tensor):
             return local_tensors[0]
         for tensor in tensors:
-            if all(
-                new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)
-            ):
+            pairs = zip(local_tensors, tensor._local_tensors, strict=True)
+            if all(result is local for result, local in pairs):
                 return tensor
         return first._with(local_tensors)
 
-    return pytree.tree_map(joined, *results)
+    boxes: list[Box | None] = [shard.metadata.box for shard in first.local_shards()]
+    results = []
+    for index, box in enumerate(boxes or [None]):
+        part = partial(localize, index, box)
+        local_args = pytree.tree_map(part, args)
+        local_kwargs = pytree.tree_map(part, kwargs)
+        results.append(func(*local_args, **local_kwargs))
+    return pytree.tree_map(join, *results)
 
 
 def block_for(plain: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """The slice of a plain tensor that broadcasts against the shard with this box; dims of size 1 are not sliced."""
-    own = box[len(shape) - plain.dim() :]
-    return plain[
-        tuple(
-            slice(None) if n == 1 else slice(*span)
-            for n, span in zip(plain.shape, own, strict=True)
-        )
-    ]
+    """Slice a plain tensor so that it broadcasts against the shard with this box.
+
+    Dims of size 1 are not sliced: they broadcast as they are.
+    """
+    spans_of_plain = box[len(shape) - plain.dim() :]
+    slices = []
+    for size, span in zip(plain.shape, spans_of_plain, strict=True):
+        slices.append(slice(None) if size == 1 else slice(*span))
+    return plain[tuple(slices)]

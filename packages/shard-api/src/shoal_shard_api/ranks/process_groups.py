@@ -1,4 +1,4 @@
-"""Process groups: the default one, their members, what these agree on, and the meshes over them."""
+"""Process groups: the default group, members, agreement between members, and meshes over them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ _LOADING = ScopedValue[dist.ProcessGroup | None]("shoal_load_with_process_group"
 
 
 def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group for None; a typed error for one that this rank is not in."""
+    """Return the group itself, or the default group for None.
+
+    Raises:
+        ArgumentTypeError: It is not a process group.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError(
             "no default process group: call torch.distributed.init_process_group first"
         )
     group = dist.group.WORLD if process_group is None else process_group
-    # c10d represents a group without this rank by an integer
+    # c10d represents a group without this rank by an integer.
     if not isinstance(group, dist.ProcessGroup | int):
         raise ArgumentTypeError(
             f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}"
@@ -42,7 +47,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> None:
-    """Raise ArgumentTypeError for what is no integer, ProcessGroupError for a rank that the group does not have."""
+    """Raise ArgumentTypeError unless ``rank`` is an integer, ProcessGroupError unless it is in the group."""
     expect(call, name, rank, int)
     size = dist.get_world_size(group)
     if rank not in range(size):
@@ -52,18 +57,27 @@ def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> 
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of the group, in the order of their ranks in it."""
+    """Return the global ranks of the group, in group order."""
     return tuple(dist.get_process_group_ranks(group))
 
 
 def agree_on(
     group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The arguments of every rank, in group order; all ranks return, or all raise the same error.
+    """Exchange and compare the arguments of all ranks; all return, or all raise the same error.
 
-    ``check`` raises what is wrong with this rank's arguments, else returns values by name, equal on
-    all ranks. A value whose name begins with "~" is exchanged, not compared, one with "?" compared
-    between the ranks that have it.
+    Args:
+        group: The ranks that make the call.
+        check: Raises an error if this rank's arguments are wrong; else it returns values by name,
+            which must be equal on all ranks. A value whose name begins with "~" is exchanged but
+            not compared. One whose name begins with "?" is compared between the ranks that have it.
+
+    Returns:
+        The values of every rank, in group order.
+
+    Raises:
+        RankMismatchError: A value differs between two ranks.
+        ArgumentTypeError: A value cannot be sent.
     """
 
     def sendable() -> dict[str, Any]:
@@ -78,23 +92,29 @@ def agree_on(
         return facts
 
     reports = agree(sendable, group)
-    for name in dict.fromkeys(
-        name for facts in reports for name in facts if not name.startswith("~")
-    ):
-        own = [
-            (rank, facts.get(name))
-            for rank, facts in enumerate(reports)
-            if name in facts or name[0] != "?"
-        ]
-        (first, known) = own[0]
-        said = name.removeprefix("?")
-        for rank, value in own:
-            if value != known:
-                raise RankMismatchError(
-                    f"{said}={known} on rank: {first} does not match with {said}={value} on rank: "
-                    f"{rank}"
-                )
+    names = dict.fromkeys(name for facts in reports for name in facts)
+    for name in names:
+        if not name.startswith("~"):
+            _compare(name, reports)
     return reports
+
+
+def _compare(name: str, reports: list[dict[str, Any]]) -> None:
+    """Raise RankMismatchError unless the value of a name is the same on all ranks that give it."""
+    is_optional = name.startswith("?")
+    values = [
+        (rank, facts.get(name))
+        for rank, facts in enumerate(reports)
+        if name in facts or not is_optional
+    ]
+    first_rank, first_value = values[0]
+    shown = name.removeprefix("?")
+    for rank, value in values:
+        if value != first_value:
+            raise RankMismatchError(
+                f"{shown}={first_value} on rank: {first_rank} does not match with {shown}={value} "
+                f"on rank: {rank}; pass the same value on all ranks"
+            )
 
 
 @contextmanager
@@ -105,7 +125,7 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
         process_group: The group; its ranks must be those that saved the tensors, in the same order.
 
     Raises:
-        ArgumentTypeError: It is no process group.
+        ArgumentTypeError: It is not a process group.
         ProcessGroupError: Inside another ``load_with_process_group``, or this rank is not in the
             group.
 
@@ -126,14 +146,14 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _get_current_process_group() -> dist.ProcessGroup:
-    """The group of the enclosing ``load_with_process_group``, else the default group."""
+    """Return the group of the enclosing ``load_with_process_group``, else the default group."""
     loading = _LOADING.own()
     return resolve(None) if loading is None else loading
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupState:
-    """This rank's place in a process group and in the world, saved in pickles so that another place is refused."""
+    """This rank's place in a process group and in the world; a pickle holds it and checks it on load."""
 
     local_rank: int
     global_rank: int
@@ -142,24 +162,26 @@ class ProcessGroupState:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> ProcessGroupState:
-        """This rank's place in the group and in the world."""
+        """Return this rank's place in the group and in the world."""
         return ProcessGroupState(
             dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
         )
 
     def check(self, group: dist.ProcessGroup) -> None:
-        """Raise ProcessGroupError, which says what differs, unless this rank has the same place in ``group``."""
-        now = ProcessGroupState.of(group)
-        for name, what in (
+        """Raise ProcessGroupError, naming the difference, unless this rank has the same place in ``group``."""
+        current = ProcessGroupState.of(group)
+        for name, meaning in (
             ("local_rank", "rank in the process group"),
             ("local_world_size", "size of the process group"),
             ("global_rank", "global rank"),
             ("global_world_size", "world size"),
         ):
-            if getattr(now, name) != getattr(self, name):
+            saved_value = getattr(self, name)
+            value = getattr(current, name)
+            if value != saved_value:
                 raise ProcessGroupError(
-                    f"a ShardedTensor of {what} {getattr(self, name)} cannot be loaded with {what} "
-                    f"{getattr(now, name)}; torch.distributed.checkpoint loads onto other ranks"
+                    f"a ShardedTensor of {meaning} {saved_value} cannot be loaded with {meaning} "
+                    f"{value}; torch.distributed.checkpoint loads onto other ranks"
                 )
 
 
@@ -167,18 +189,18 @@ class ProcessGroupState:
 def mesh_of(
     group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]
 ) -> DeviceMesh:
-    """The mesh of this shape over all ranks of the group, given row-major; subgroups are created at first use."""
+    """Return the mesh of this shape over the ranks of a group, which are given row-major."""
     if len(shape) == 1:
         return DeviceMesh.from_group([group], device_type, ranks)
     return mesh_of(group, device_type, (len(ranks),), ranks).unflatten(0, shape)
 
 
 def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The 1-D mesh over the group's ranks, in group order."""
+    """Return the 1-D mesh over the group's ranks, in group order."""
     ranks = members(group)
     return mesh_of(group, device_type, (len(ranks),), ranks)
 
 
 def comm_of(group: dist.ProcessGroup, device_type: str) -> Comm:
-    """The communicator over all ranks of the group, in group order."""
+    """Return the communicator over all ranks of the group, in group order."""
     return one_dim_mesh(group, device_type).comm(0)

@@ -1,8 +1,8 @@
-"""Moving a tensor from any layout to any other: intersections of boxes, and one all-to-all of exact blocks.
+"""Movement of a tensor between layouts: intersect boxes, and send exact blocks in one all-to-all.
 
 ``move`` and ``collect`` are differentiable. All ranks of the process group make each call, with
-their local shards in the order of the layout; one without shards passes one empty tensor, so that
-it takes part in collectives of backward.
+their local shards in the order of the layout. A rank without shards passes one empty tensor, so
+that it takes part in the collectives of backward.
 
 Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps one.
 
@@ -42,10 +42,11 @@ def _boxes(layout: Layout, rank: int) -> list[Box]:
 
 
 @lru_cache(maxsize=4096)
-def _plan(source: Layout, target: Layout, ranks: tuple[int, ...], me: int) -> Blocks:
-    return exchange_blocks(
-        me, *([_boxes(layout, rank) for rank in ranks] for layout in (source, target))
-    )
+def _plan(source: Layout, target: Layout, ranks: tuple[int, ...], index: int) -> Blocks:
+    """Return the blocks that the rank at an index of the group sends and receives."""
+    before = [_boxes(source, rank) for rank in ranks]
+    after = [_boxes(target, rank) for rank in ranks]
+    return exchange_blocks(index, before, after)
 
 
 def _run(
@@ -55,7 +56,7 @@ def _run(
     tensors: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor],
 ) -> None:
-    """Write the shards of the target into ``out``.  A rank without shards has none of the boxes for its tensor."""
+    """Write the shards of the target into ``out``; the one tensor of a rank without shards has no box."""
     rank = comm.ranks[comm.rank]
     before = list(zip(_boxes(source, rank), tensors, strict=False))
     after = list(zip(_boxes(target, rank), out, strict=False))
@@ -65,7 +66,10 @@ def _run(
 def move(
     tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm
 ) -> list[torch.Tensor]:
-    """Layout -> layout: this rank's shards under ``target``, or one empty tensor; ``tensors`` for an equal layout."""
+    """Layout -> layout: return this rank's shards under ``target``, or one empty tensor.
+
+    Equal layouts do not communicate: the result is ``tensors``.
+    """
     if source == target:
         return list(tensors)
     moved: tuple[torch.Tensor, ...] = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
@@ -73,16 +77,18 @@ def move(
 
 
 class _Move(torch.autograd.Function):
-    """layout -> layout; the gradient moves back."""
+    """Layout -> layout; the gradient moves back."""
 
     @staticmethod
     def forward(
         ctx: Any, source: Layout, target: Layout, comm: Comm, *tensors: torch.Tensor
     ) -> Any:
         ctx.back = (target, source, comm)
-        shapes = [shape_of(box) for box in _boxes(target, comm.ranks[comm.rank])] or [[0]]
-        out = [tensors[0].new_empty(shape) for shape in shapes]
-        _run(source, target, comm, tensors, out)
+        rank = comm.ranks[comm.rank]
+        shapes = [shape_of(box) for box in _boxes(target, rank)]
+        # A rank without shards has one empty tensor.
+        out = [tensors[0].new_empty(shape) for shape in shapes or [[0]]]
+        _run(source, target, comm, tensors, out=out)
         return tuple(out)
 
     @staticmethod
@@ -93,30 +99,33 @@ class _Move(torch.autograd.Function):
 def collect(
     tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm
 ) -> torch.Tensor:
-    """Layout -> R: the global tensor on every rank; each rank's gradient of it is taken to be that of all ranks."""
+    """Layout -> R: return the global tensor on every rank; its gradient must be equal on all ranks."""
     full: torch.Tensor = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return full
 
 
 class _Collect(torch.autograd.Function):
-    """layout -> R; the gradient of each rank's own shards is a slice."""
+    """Layout -> R; the gradient of each rank's own shards is a slice."""
 
     @staticmethod
     def forward(
         ctx: Any, layout: Layout, shape: torch.Size, comm: Comm, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        boxes = [_boxes(layout, rank) for rank in comm.ranks]
-        ctx.own = boxes[comm.rank]
-        sizes = [sum(volume(box) for box in own) for own in boxes]
-        arrived = all_gather_v(pack_blocks([tensor.detach() for tensor in tensors]), comm, sizes, 0)
+        boxes_by_rank = [_boxes(layout, rank) for rank in comm.ranks]
+        ctx.own_boxes = boxes_by_rank[comm.rank]
+        sizes = [sum(map(volume, boxes)) for boxes in boxes_by_rank]
+        packed = pack_blocks([tensor.detach() for tensor in tensors])
+        gathered = all_gather_v(packed, comm, sizes, 0)
         full = tensors[0].new_empty(shape)
-        unpack_blocks(arrived, [full[slices_of(box)] for own in boxes for box in own])
+        unpack_blocks(gathered, [full[slices_of(box)] for boxes in boxes_by_rank for box in boxes])
         return full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        own = [grad[slices_of(box)].contiguous() for box in ctx.own]
-        return None, None, None, *(own or [grad.new_empty(0)])
+        grads = [grad[slices_of(box)].contiguous() for box in ctx.own_boxes]
+        if not grads:
+            grads = [grad.new_empty(0)]
+        return None, None, None, *grads
 
 
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
@@ -137,15 +146,15 @@ def gather(
     comm: Comm,
     out: torch.Tensor | None,
 ) -> None:
-    """Layout -> plain on ``dst``, an index in the group: the global tensor is written into ``out``, None elsewhere."""
+    """Layout -> plain on the rank ``dst`` of the group: write the global tensor into ``out`` there."""
     target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
     if out is None:
-        _run(layout, target, comm, tensors, [])
+        _run(layout, target, comm, tensors, out=[])
         return
-    fits = (out.dtype, out.device) == (like.dtype, like.device)
-    # if it fits, no second global tensor on dst
+    fits = out.dtype == like.dtype and out.device == like.device
+    # Where `out` fits, dst needs no memory for a second global tensor.
     full = out if fits else like.new_empty(shape)
-    _run(layout, target, comm, tensors, [full])
+    _run(layout, target, comm, tensors, out=[full])
     if not fits:
         out.copy_(full)

@@ -1,4 +1,4 @@
-"""Metadata of a sharded tensor: its shards, the properties that they share, its size; and the checks of its shards.
+"""Metadata of a sharded tensor: its shards, their common properties, its size; and checks of the shards.
 
 Field names and list types are those of ``torch.distributed._shard``, because they are compared and
 pickled by users.
@@ -60,11 +60,10 @@ class ShardMetadata:
                 f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, "
                 f"{len(sizes)} sizes {sizes}"
             )
+        parsed = None if placement is None else parse_placement(placement)
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
-        object.__setattr__(
-            self, "placement", parse_placement(placement) if placement is not None else None
-        )
+        object.__setattr__(self, "placement", parsed)
 
     def __hash__(self) -> int:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
@@ -84,14 +83,14 @@ class ShardMetadata:
         rank = self.placement.rank() if self.placement is not None else None
         if rank is None:
             raise ShardingSpecError(
-                f"{self.shard_offsets}: {self.placement} is not as 'rank:0/cpu' is; RPC worker "
-                "names are not supported"
+                f"the shard at {self.shard_offsets} has the placement {self.placement}; it must "
+                "name a rank, such as 'rank:0/cpu' (RPC worker names are not supported)"
             )
         return int(rank)
 
 
 def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
-    """The parsed form of "rank:1/cuda:1"; a parsed placement is returned unchanged, all else a ShardingSpecError."""
+    """Parse "rank:1/cuda:1"; return a parsed placement unchanged; raise ShardingSpecError for all else."""
     if isinstance(placement, RemoteDevice):
         return placement
     try:
@@ -115,7 +114,7 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-# by value of their encoding
+# At the index of each format: the value of its encoding.
 _MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
 
 
@@ -126,8 +125,8 @@ class TensorProperties:
     Attributes:
         dtype: Element type; the default dtype unless given.
         layout, memory_format: Always torch.strided and torch.contiguous_format for a ShardedTensor.
-        requires_grad: Whether the shards require gradients.
-        pin_memory: Whether the shards are in pinned host memory.
+        requires_grad: True if the shards require gradients.
+        pin_memory: True if the shards are in pinned host memory.
 
     Example:
         >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.float64)).dtype
@@ -142,10 +141,10 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: Any) -> TensorProperties:
-        """The properties of a plain tensor, or of one local shard.
+        """Read the properties of a plain tensor, or of one local shard.
 
         Raises:
-            ArgumentTypeError: It is no tensor.
+            ArgumentTypeError: It is not a tensor.
         """
         expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
         return TensorProperties(
@@ -166,7 +165,7 @@ class TensorProperties:
 
 @dataclass(frozen=True)
 class ShardedTensorMetadata:
-    """Every shard of a tensor, on all ranks, its global size, and the properties of its shards.
+    """The shards of a tensor on all ranks, its global size, and the properties of its shards.
 
     Attributes:
         shards_metadata: One entry per shard.
@@ -196,8 +195,8 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         shards: Metadata of the shards.
 
     Raises:
-        ArgumentTypeError: They are no sequence of ShardMetadata.
-        ShardingSpecError: Two do, or two differ in the number of dims; names both.
+        ArgumentTypeError: ``shards`` is not a sequence of ShardMetadata.
+        ShardingSpecError: Two shards overlap, or differ in the number of dims; it names both.
 
     Example:
         >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2], [2])])
@@ -206,13 +205,16 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     for i, shard in enumerate(shards):
         if len(shard.shard_sizes) != len(shards[0].shard_sizes):
             raise ShardingSpecError(
-                f"shards differ in dims: 0 {_name(shards[0])}, shard {i} {_name(shard)} has "
+                f"all shards must have the same number of dims: shard 0 {_describe(shards[0])} has "
+                f"{len(shards[0].shard_sizes)}, shard {i} {_describe(shard)} has "
                 f"{len(shard.shard_sizes)}"
             )
     pair = overlap([shard.box for shard in shards])
     if pair is not None:
         i, j = pair
-        raise ShardingSpecError(f"shards {i} {_name(shards[i])} and {j} {_name(shards[j])} overlap")
+        one = _describe(shards[i])
+        other = _describe(shards[j])
+        raise ShardingSpecError(f"shards {i} {one} and {j} {other} overlap")
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
@@ -223,10 +225,10 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
         tensor_dims: Global size.
 
     Raises:
-        ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of
-            integers.
-        ShardingSpecError: No shards, a wrong number of dims, a shard beyond the size, or elements
-            in no shard.
+        ArgumentTypeError: The shards are not a sequence of ShardMetadata, or the size is not a
+            sequence of integers.
+        ShardingSpecError: There are no shards, a shard has another number of dims, a shard reaches
+            beyond the size, or elements are in no shard.
 
     Example:
         >>> check_tensor([ShardMetadata([0], [2]), ShardMetadata([2], [2])], (4,))
@@ -239,12 +241,12 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     for i, shard in enumerate(shards_metadata):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(
-                f"shard {i} {_name(shard)} has {len(shard.shard_sizes)} dims, the tensor of size "
+                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, the tensor of size "
                 f"{size} has {len(size)}"
             )
         if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
             raise ShardingSpecError(
-                f"shard {i} {_name(shard)} reaches beyond the tensor of size {size}"
+                f"shard {i} {_describe(shard)} reaches beyond the tensor of size {size}"
             )
     missing = gap([shard.box for shard in shards_metadata], size)
     if missing is not None:
@@ -253,5 +255,5 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
         )
 
 
-def _name(shard: ShardMetadata) -> str:
+def _describe(shard: ShardMetadata) -> str:
     return f"{format_box(shard.box)} on {shard.placement}"

@@ -1,4 +1,4 @@
-"""Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec of given shards.
+"""Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec for shards.
 
 A spec maps a global size to shards; it holds no data. ``ShardingSpec.shard`` needs the class
 ShardedTensor, which is defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to
@@ -61,7 +61,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """Which shards a tensor of a given size has, and which rank holds each.  A subclass defines ``build_metadata``.
+    """The mapping of a global size to shards and to the ranks that hold them; define ``build_metadata``.
 
     Example:
         >>> class OnRankZero(ShardingSpec):
@@ -78,7 +78,7 @@ class ShardingSpec(ABC):
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """All shards of a tensor of this size; the same on every rank.
+        """Return all shards of a tensor of this size; the same on every rank.
 
         Args:
             tensor_sizes: Global size.
@@ -91,7 +91,7 @@ class ShardingSpec(ABC):
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None
     ) -> Any:
-        """Plain on ``src_rank`` -> sharded by this spec; all ranks of the group call it.
+        """Plain on ``src_rank`` -> sharded: shard a tensor by this spec; all ranks of the group call it.
 
         Args:
             tensor: Global tensor, of the same size and dtype on every rank; the data of
@@ -114,7 +114,7 @@ def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_propert
 
 @dataclass(frozen=True, eq=True)
 class ChunkShardingSpec(ShardingSpec):
-    """One tensor dim sharded into one chunk per placement, of the sizes of ``torch.chunk``.
+    """A spec that shards one tensor dim into chunks of the sizes of ``torch.chunk``, one per placement.
 
     The last chunks may be smaller or empty. Placements may be in any order, and a rank may hold
     several chunks.
@@ -131,7 +131,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
-        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata]
+        >>> metadata = spec.build_metadata(torch.Size([5, 2]), TensorProperties())
+        >>> [shard.shard_sizes for shard in metadata.shards_metadata]
         [[3, 2], [2, 2]]
     """
 
@@ -158,13 +159,13 @@ class ChunkShardingSpec(ShardingSpec):
         return hash((self.dim, tuple(self.placements)))
 
     def on_names(self, names: Sequence[str | None]) -> ChunkShardingSpec:
-        """The spec with the index of the dim in ``names`` in place of its name.
+        """Replace the name of the dim by its index in ``names``.
 
         Args:
             names: Names of all dims of a tensor, None for a dim without one.
 
         Raises:
-            ArgumentTypeError: The names are no sequence of strings or None.
+            ArgumentTypeError: The names are not a sequence of strings or None.
             ShardingSpecError: No dim has that name; lists the names.
 
         Example:
@@ -183,7 +184,7 @@ class ChunkShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """One shard per placement; an empty shard begins at the end of the dim.
+        """Return one shard per placement; an empty shard begins at the end of the dim.
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
@@ -215,14 +216,14 @@ class ChunkShardingSpec(ShardingSpec):
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """Size of the first chunks of ``torch.chunk``: the size of the dim over the number of chunks, rounded up.
+    """Return the size of the first chunks of ``torch.chunk``: ``dim_size / chunks``, rounded up.
 
     Args:
         dim_size: number of elements, 0 or more.
         chunks: number of chunks, at least 1.
 
     Raises:
-        ArgumentTypeError: A number is no integer.
+        ArgumentTypeError: A number is not an integer.
         ShardingSpecError: There are no chunks.
 
     Example:
@@ -236,7 +237,7 @@ def get_split_size(dim_size: int, chunks: int) -> int:
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """Size of chunk ``idx`` of a dim: ``split_size``, or the remainder, or 0.
+    """Return the size of chunk ``idx`` of a dim: ``split_size``, the remainder, or 0.
 
     Args:
         dim_size: Size of the dim.
@@ -260,7 +261,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """First index and size, along the sharded dim, of the chunk on a global rank.
+    """Return the first index and the size, along the sharded dim, of the chunk on a global rank.
 
     Args:
         sharding_dim_size: Global size of the sharded dim.
@@ -269,7 +270,7 @@ def get_chunk_sharding_params(
         rank: Global rank.
 
     Raises:
-        ArgumentTypeError: The spec is no ChunkShardingSpec, or a number no integer.
+        ArgumentTypeError: The spec is not a ChunkShardingSpec, or a number is not an integer.
         ShardingSpecError: The rank holds no chunk.
 
     Example:
@@ -281,26 +282,26 @@ def get_chunk_sharding_params(
     split = get_split_size(sharding_dim_size, world_size)
     for index, placement in enumerate(spec.placements):
         if placement.rank() == rank:
-            return min(split * index, sharding_dim_size), get_chunked_dim_size(
-                sharding_dim_size, split, index
-            )
+            offset = min(split * index, sharding_dim_size)
+            return offset, get_chunked_dim_size(sharding_dim_size, split, index)
     raise ShardingSpecError(f"rank {rank} holds no chunk; the placements are {spec.placements}")
 
 
 @dataclass(frozen=True, eq=True)
 class EnumerableShardingSpec(ShardingSpec):
-    """Any shards that do not overlap; a rank may hold several of them, or none.
+    """A spec of any shards that do not overlap; a rank may hold several of them, or none.
 
     Args:
         shards: Metadata of all shards of a tensor.
 
     Raises:
-        ShardingSpecError: No shards, an entry that is no ShardMetadata, shards that overlap (both
-            are named), or shards that differ in the number of dims.
+        ShardingSpecError: There are no shards, an entry is not a ShardMetadata, shards overlap
+            (both are named), or shards differ in the number of dims.
 
     Example:
-        >>> spec = EnumerableShardingSpec([
-        ...     ShardMetadata([0, 0], [1, 4], "rank:0/cpu"), ShardMetadata([1, 0], [3, 4], "rank:1/cpu")])
+        >>> first = ShardMetadata([0, 0], [1, 4], "rank:0/cpu")
+        >>> second = ShardMetadata([1, 0], [3, 4], "rank:1/cpu")
+        >>> spec = EnumerableShardingSpec([first, second])
         >>> len(spec.build_metadata(torch.Size([4, 4]), TensorProperties()).shards_metadata)
         2
     """
@@ -322,12 +323,12 @@ class EnumerableShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards as given, if they cover a tensor of this size exactly.
+        """Return the shards as given, if they cover a tensor of this size exactly.
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
-            ShardingSpecError: They do not; names the shard that reaches beyond, or the elements in
-                no shard.
+            ShardingSpecError: They do not; it names the shard that reaches beyond the size, or the
+                elements that are in no shard.
         """
         _check_build_arguments(self, tensor_sizes, tensor_properties)
         check_tensor(self.shards, tensor_sizes)
@@ -337,7 +338,7 @@ class EnumerableShardingSpec(ShardingSpec):
 def _infer_sharding_spec_from_shards_metadata(
     shards_metadata: Sequence[ShardMetadata],
 ) -> ShardingSpec:
-    """The ChunkShardingSpec with these shards, in any order, if there is one; else an EnumerableShardingSpec."""
+    """Return a ChunkShardingSpec with these shards, in any order, if there is one; else enumerate them."""
     expect_all(
         "_infer_sharding_spec_from_shards_metadata",
         "shards_metadata",
@@ -345,47 +346,70 @@ def _infer_sharding_spec_from_shards_metadata(
         ShardMetadata,
     )
     shards = list(shards_metadata)
-    dims = range(len(shards[0].shard_sizes)) if shards else range(0)
-    if not dims or any(
-        shard.placement is None or len(shard.shard_sizes) != len(dims) for shard in shards
-    ):
-        return EnumerableShardingSpec(shards)
-    # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
-    size = [
-        max((stop for start, stop in (shard.box[d] for shard in shards) if start < stop), default=0)
-        for d in dims
-    ]
-    sharded = [d for d in dims if any(shard.shard_sizes[d] != size[d] for shard in shards)]
-    if len(sharded) > 1:
-        return EnumerableShardingSpec(shards)
-    # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0
-    dim = sharded[0] if sharded else 0
-    # It is ordered last: torch.chunk has its empty chunks there too.
-    ordered = sorted(
-        shards, key=lambda shard: (shard.shard_sizes[dim] == 0, shard.shard_offsets[dim])
-    )
-    chunked = ChunkShardingSpec(
-        dim, [shard.placement for shard in ordered if shard.placement is not None]
-    )
-    expected = chunked.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
-    pairs = zip(expected, ordered, strict=True)
-    same = all(
-        a.shard_sizes == b.shard_sizes and (a.box == b.box or not a.shard_sizes[dim])
-        for a, b in pairs
-    )
-    return chunked if same else EnumerableShardingSpec(shards)
+    return _as_chunks(shards) or EnumerableShardingSpec(shards)
+
+
+def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
+    """Return the ChunkShardingSpec with these shards; None if there is none."""
+    placements = [shard.placement for shard in shards]
+    ndim = len(shards[0].shard_sizes) if shards else 0
+    has_one_ndim = all(len(shard.shard_sizes) == ndim for shard in shards)
+    if not ndim or None in placements or not has_one_ndim:
+        return None
+    size = _size_of_filled(shards, ndim)
+
+    def is_sharded(dim: int) -> bool:
+        return any(shard.shard_sizes[dim] != size[dim] for shard in shards)
+
+    sharded_dims = [dim for dim in range(ndim) if is_sharded(dim)]
+    if len(sharded_dims) > 1:
+        return None
+    # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0.
+    dim = sharded_dims[0] if sharded_dims else 0
+
+    def order(shard: ShardMetadata) -> tuple[bool, int]:
+        # Empty shards come last, as the empty chunks of torch.chunk do.
+        return shard.shard_sizes[dim] == 0, shard.shard_offsets[dim]
+
+    ordered = sorted(shards, key=order)
+    spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered if shard.placement])
+    chunks = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
+    for chunk, shard in zip(chunks, ordered, strict=True):
+        is_empty = shard.shard_sizes[dim] == 0
+        if chunk.shard_sizes != shard.shard_sizes:
+            return None
+        if chunk.box != shard.box and not is_empty:
+            return None
+    return spec
+
+
+def _size_of_filled(shards: Sequence[ShardMetadata], ndim: int) -> list[int]:
+    """Return the size that the shards with elements reach along every dim.
+
+    An empty shard is ignored: torch writes offsets behind the end of the dim for it.
+    """
+    size = [0] * ndim
+    for shard in shards:
+        for dim, (start, stop) in enumerate(shard.box):
+            if start < stop:
+                size[dim] = max(size[dim], stop)
+    return size
 
 
 def spec_of(layout: Sequence[tuple[int, Box]], devices: dict[int, RemoteDevice]) -> ShardingSpec:
-    """The simplest spec with this layout, of at most one shard per rank; with the placement of every global rank."""
-    shards = [
-        ShardMetadata([start for start, _ in box], shape_of(box), devices[rank])
-        for rank, box in layout
-    ]
-    inferred = _infer_sharding_spec_from_shards_metadata(shards)
-    if isinstance(inferred, ChunkShardingSpec):
-        return inferred
-    # An empty shard is kept only in a ChunkShardingSpec, whose placements it belongs to.
-    return EnumerableShardingSpec(
-        [shard for shard in shards if volume(shard.box) > 0] or shards[:1]
-    )
+    """Return the simplest spec with a layout.
+
+    Args:
+        layout: Global rank and box of every shard, at most one shard per rank.
+        devices: The placement of every global rank.
+    """
+    shards = []
+    for rank, box in layout:
+        offsets = [start for start, _ in box]
+        shards.append(ShardMetadata(offsets, shape_of(box), devices[rank]))
+    chunks = _as_chunks(shards)
+    if chunks is not None:
+        return chunks
+    # An EnumerableShardingSpec has no empty shards, unless the tensor has no elements at all.
+    filled = [shard for shard in shards if volume(shard.box) > 0]
+    return EnumerableShardingSpec(filled or shards[:1])

@@ -1,4 +1,4 @@
-"""The factories of ``torch`` with a sharding spec as first argument.
+"""Factories of ShardedTensors: those of ``torch``, with a sharding spec as first argument.
 
 Random factories draw the values that the same call without a spec draws from the same generator
 state.
@@ -23,7 +23,7 @@ from .sharded_tensor_base import ShardedTensorBase
 
 
 def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """An uninitialised ShardedTensor; all ranks of the group call it, no communication.
+    """Return an uninitialized ShardedTensor; all ranks of the group call it, no communication.
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
@@ -32,7 +32,7 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
             init_rrefs.
 
     Raises:
-        ArgumentTypeError: The spec is no ShardingSpec, or the size is no sequence of integers.
+        ArgumentTypeError: The spec is not a ShardingSpec, or the size not a sequence of integers.
         ProcessGroupError: There is no default group, or this rank is not in the group.
         ShardingSpecError: The spec does not fit the size or the group.
 
@@ -45,35 +45,35 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """A ShardedTensor of zeros; arguments and errors as for ``empty``.
+    """Return a ShardedTensor of zeros; arguments and errors as for ``empty``.
 
     Example:
         >>> zeros(ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 3).full_tensor()
         tensor([0., 0., 0.])
     """
-    return _filled(empty(sharding_spec, *size, **properties), 0)
+    return _fill(empty(sharding_spec, *size, **properties), 0)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """A ShardedTensor of ones; arguments and errors as for ``empty``.
+    """Return a ShardedTensor of ones; arguments and errors as for ``empty``.
 
     Example:
         >>> ones(ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 3).full_tensor()
         tensor([1., 1., 1.])
     """
-    return _filled(empty(sharding_spec, *size, **properties), 1)
+    return _fill(empty(sharding_spec, *size, **properties), 1)
 
 
 def full(
     sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any
 ) -> ShardedTensor:
-    """A ShardedTensor of one value; other arguments and errors as for ``empty``.
+    """Return a ShardedTensor filled with one value; other arguments and errors as for ``empty``.
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
         size: Global size.
-        fill_value: A number or bool; ``dtype`` is torch's default dtype where it is left out,
-            whatever the value.
+        fill_value: A number or bool. Its type does not change the dtype, which is torch's default
+            dtype unless ``dtype`` is given.
         properties: As for ``empty``.
 
     Example:
@@ -81,33 +81,33 @@ def full(
         tensor([7., 7., 7.])
     """
     expect("full", "fill_value", fill_value, bool, int, float, complex, torch.Tensor)
-    return _filled(empty(sharding_spec, size, **properties), fill_value)
+    return _fill(empty(sharding_spec, size, **properties), fill_value)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """A ShardedTensor of uniform numbers in [0, 1); arguments and errors as for ``empty``.
+    """Return a ShardedTensor of uniform numbers in [0, 1); arguments and errors as for ``empty``.
 
     Raises:
         NotExpressibleError: The tensor has no dims.
-        UnsupportedOpError: The dtype is no floating point type.
+        UnsupportedOpError: The dtype is not a floating point type.
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> rand(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
         tensor([0.4963, 0.7682, 0.0885])
     """
-    return _drawn(empty(sharding_spec, *size, **properties), torch.Tensor.uniform_)
+    return _draw(empty(sharding_spec, *size, **properties), torch.Tensor.uniform_)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
-    """A ShardedTensor of standard normal numbers; arguments and errors as for ``rand``.
+    """Return a ShardedTensor of standard normal numbers; arguments and errors as for ``rand``.
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> randn(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
         tensor([ 1.5410, -0.2934, -2.1788])
     """
-    return _drawn(empty(sharding_spec, *size, **properties), torch.Tensor.normal_)
+    return _draw(empty(sharding_spec, *size, **properties), torch.Tensor.normal_)
 
 
 def init_from_local_shards(
@@ -116,7 +116,7 @@ def init_from_local_shards(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Local shards -> sharded: the ShardedTensor of the shards of all ranks, without a copy; all ranks call it.
+    """Local shards -> sharded: wrap the shards of all ranks, without a copy; all ranks call it.
 
     Args:
         local_shards: This rank's shards, placed on this rank; may be empty.
@@ -126,7 +126,7 @@ def init_from_local_shards(
         init_rrefs: Must be False.
 
     Raises:
-        ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of
+        ArgumentTypeError: The shards are not a sequence of Shards, or the size not a sequence of
             integers.
         LocalShardError: Local shards differ in dtype, are not contiguous, or are placed on another
             rank.
@@ -146,15 +146,15 @@ def init_from_local_shards(
     return ShardedTensor._init_from_local_shards(local_shards, *global_size, **options)
 
 
-def _filled(tensor: ShardedTensor, value: Any) -> ShardedTensor:
+def _fill(tensor: ShardedTensor, value: Any) -> ShardedTensor:
     with torch.no_grad():
         for shard in tensor.local_shards():
             shard.tensor.fill_(value)
     return tensor
 
 
-def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-    """The tensor, filled by the operator with which torch's factory draws; shoal_dtensor draws as one device does."""
+def _draw(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
+    """Fill a tensor by the operator of torch's factory; shoal_dtensor draws as one device does."""
     if tensor.dim() == 0:
         raise NotExpressibleError(
             "a random ShardedTensor needs at least one dim: draw a plain tensor"
@@ -163,22 +163,22 @@ def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) 
         raise UnsupportedOpError(
             f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}"
         )
-    # a layout without placements is drawn as Shard(0) and moved
+    # A layout without placements is drawn as Shard(0) and moved.
     with torch.no_grad(), implicit_reshard():
         DTensorCall(ShardedTensor, draw, [tensor]).run((tensor,), {})
     return tensor
 
 
 def _list_properties(*factories: Any) -> None:
-    """Have the signatures that ``help`` and tools show name the properties of a ShardedTensor."""
-    signatures = [inspect.signature(kind.__new__) for kind in (ShardedTensorBase, ShardedTensor)]
-    properties = [
-        p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
+    """Name the properties of a ShardedTensor in the signatures that ``help`` and tools show."""
+    properties = list[inspect.Parameter]()
+    for kind in (ShardedTensorBase, ShardedTensor):
+        parameters = inspect.signature(kind.__new__).parameters.values()
+        properties += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     for factory in factories:
-        own = inspect.signature(factory)
-        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        factory.__signature__ = own.replace(parameters=[*shown, *properties])
+        signature = inspect.signature(factory)
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        factory.__signature__ = signature.replace(parameters=[*named, *properties])
 
 
 _list_properties(empty, zeros, ones, full, rand, randn)

@@ -1,6 +1,6 @@
-"""The shard of a tensor, and how the shards of all ranks make up the tensor: metadata and their checks.
+"""`Shard`, and the metadata of a tensor from the shards of all ranks.
 
-Each rank checks its own shards first; then all ranks receive the errors, or the metadata, of all.
+Each rank checks its own shards first. Then all ranks receive the errors, or the metadata, of all.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..spec.metadata import (
     validate_non_overlapping_shards_metadata,
 )
 
-# The properties that all shards of a tensor share; their layout is torch.strided, or they were no
-# shards.
+# The properties that all shards of a tensor share. Every Shard is strided, so the layout is not
+# among them.
 _COMPARED = ("dtype", "requires_grad", "pin_memory")
 
 
@@ -39,7 +39,7 @@ class Shard:
         metadata: Offsets and sizes in the global tensor, and the placement.
 
     Raises:
-        ArgumentTypeError: The tensor is no plain tensor, or the metadata no ShardMetadata.
+        ArgumentTypeError: The tensor is not a plain tensor, or the metadata not a ShardMetadata.
         LocalShardError: Size or device type of the tensor differ from the metadata.
 
     Example:
@@ -58,36 +58,41 @@ class Shard:
         expected = self.metadata.shard_sizes
         if size != expected:
             raise LocalShardError(
-                f"the tensor of {self.metadata} has size {size}, its metadata {expected}"
+                f"a shard must have the size of its metadata: the tensor has size {size}, its "
+                f"metadata {expected} ({self.metadata})"
             )
-        if placement is not None and placement.device().type != self.tensor.device.type:
+        device = self.tensor.device
+        if placement is not None and placement.device().type != device.type:
             raise LocalShardError(
-                f"the tensor of {self.metadata} is on {self.tensor.device}, its placement is "
-                f"{placement}"
+                f"a shard must be on the device of its placement: the tensor of {self.metadata} is "
+                f"on {device}, its placement is {placement}"
             )
 
     @classmethod
     def from_tensor_and_offsets(
         cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
     ) -> Shard:
-        """The shard on a global rank of a local tensor that begins at ``shard_offsets``, placed on the tensor's device.
+        """Make the shard of a local tensor that begins at ``shard_offsets`` and is on its own device.
+
+        Args:
+            tensor: The local tensor.
+            shard_offsets: First index in the global tensor along every dim.
+            rank: The global rank that holds the tensor.
 
         Raises:
-            ArgumentTypeError: ``tensor`` is no tensor, or ``rank`` no integer.
-            ShardingSpecError: The offsets are no integers, negative, or not one for each dim.
+            ArgumentTypeError: ``tensor`` is not a tensor, or ``rank`` not an integer.
+            ShardingSpecError: The offsets are not one integer >= 0 for each dim.
         """
         expect_plain("Shard.from_tensor_and_offsets", "tensor", tensor)
         expect("Shard.from_tensor_and_offsets", "rank", rank, int)
-        return cls(
-            tensor,
-            ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"),
-        )
+        placement = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
 
 
 def narrow_tensor_by_index(
     tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """A view of ``sizes`` elements along each dim, beginning at ``offsets``.
+    """Return a view of ``sizes`` elements along each dim, beginning at ``offsets``.
 
     Args:
         tensor: A plain tensor.
@@ -95,7 +100,7 @@ def narrow_tensor_by_index(
         sizes: Number of elements along every dim.
 
     Raises:
-        ArgumentTypeError: ``tensor`` is no tensor.
+        ArgumentTypeError: ``tensor`` is not a tensor.
         ShardingSpecError: Offsets or sizes are not one integer for each dim, or reach beyond the
             tensor.
 
@@ -107,14 +112,14 @@ def narrow_tensor_by_index(
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """The view of a plain global tensor that is the shard with this metadata.
+    """Return the view of a plain global tensor that is the shard with this metadata.
 
     Args:
         tensor: A plain tensor of the global size.
         metadata: Offsets and sizes of the shard; its placement is ignored.
 
     Raises:
-        ArgumentTypeError: ``tensor`` is no tensor, or ``metadata`` no ShardMetadata.
+        ArgumentTypeError: ``tensor`` is not a tensor, or ``metadata`` not a ShardMetadata.
         ShardingSpecError: The shard has another number of dims, or reaches beyond the tensor.
 
     Example:
@@ -124,9 +129,8 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     expect("narrow_tensor", "tensor", tensor, torch.Tensor)
     expect("narrow_tensor", "metadata", metadata, ShardMetadata)
     box = metadata.box
-    if len(box) != tensor.dim() or any(
-        stop > size for (_, stop), size in zip(box, tensor.shape, strict=True)
-    ):
+    same_ndim = len(box) == tensor.dim()
+    if not same_ndim or any(stop > n for (_, stop), n in zip(box, tensor.shape, strict=True)):
         raise ShardingSpecError(
             f"shard {format_box(box)} is not inside a tensor of size {tuple(tensor.shape)}"
         )
@@ -134,32 +138,38 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
 
 
 def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
-    """The local tensors in the order of the metadata; a LocalShardError unless it places these shards on this rank."""
+    """Return the local tensors in the order of the metadata.
+
+    Raises:
+        LocalShardError: The metadata does not place exactly these shards on this rank.
+    """
     by_box = {shard.metadata.box: shard for shard in shards}
-    expected = [each.box for each in own_shards(metadata)]
-    if len(by_box) != len(shards) or set(by_box) != set(expected):
-        wanted = [format_box(box) for box in expected]
+    expected = [shard.box for shard in own_shards(metadata)]
+    has_repeated_box = len(by_box) != len(shards)
+    if has_repeated_box or set(by_box) != set(expected):
+        allowed = [format_box(box) for box in expected]
         got = [format_box(shard.metadata.box) for shard in shards]
-        raise LocalShardError(f"rank {dist.get_rank()} must pass the shards {wanted}, got {got}")
+        raise LocalShardError(f"rank {dist.get_rank()} must pass the shards {allowed}, got {got}")
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
     return [by_box[box].tensor for box in expected]
 
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
-    """Check dtype, requires_grad, pinning and contiguity of a shard against the tensor's properties."""
+    """Raise LocalShardError unless a shard is contiguous and has the properties of the tensor."""
     tensor = shard.tensor
-    where = f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
+    name_of_shard = f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
     if not tensor.is_contiguous():
         raise LocalShardError(
-            f"{where}: its tensor of size {list(tensor.size())} is not contiguous"
+            f"{name_of_shard}: its tensor of size {list(tensor.size())} is not contiguous"
         )
     actual = TensorProperties.create_from_tensor(tensor)
     for name in _COMPARED:
-        if getattr(actual, name) != getattr(properties, name):
+        value = getattr(actual, name)
+        expected = getattr(properties, name)
+        if value != expected:
             raise LocalShardError(
-                f"{where}: its {name} is {getattr(actual, name)}, the sharded tensor's is "
-                f"{getattr(properties, name)}"
+                f"{name_of_shard}: its {name} is {value}, the sharded tensor's is {expected}"
             )
 
 
@@ -167,9 +177,21 @@ def check_properties(shard: Shard, properties: TensorProperties) -> None:
 
 
 def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, ...]:
-    """The sizes passed as ``f(2, 3)`` or as ``f([2, 3])``; where ``inferred``, None is a dim whose size is."""
-    dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    for dim in (each for each in dims if each is not None):
+    """Return the size that was passed as ``f(2, 3)`` or as ``f([2, 3])``.
+
+    Args:
+        size: The positional arguments.
+        inferred: Allow None, for a dim whose size the shards determine.
+
+    Raises:
+        ArgumentTypeError: A size is not an integer.
+        ShardingSpecError: A size is negative.
+    """
+    is_one_sequence = len(size) == 1 and isinstance(size[0], Sequence)
+    dims = tuple(size[0]) if is_one_sequence else tuple(size)
+    for dim in dims:
+        if dim is None:
+            continue
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"the size must be integers, got {dims}")
         if dim < 0:
@@ -182,25 +204,33 @@ def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, .
 def describe(
     shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Metadata of the global tensor, the same on every rank, which call it with their shards."""
+    """Return the metadata of the global tensor; every rank calls it with its own shards.
+
+    All ranks return the same metadata, or raise the same error.
+    """
 
     def facts() -> dict[str, Any]:
         size = flatten_size(global_size, inferred=True)
         _check_local(shards, size)
-        own = TensorProperties.create_from_tensor(shards[0].tensor) if shards else None
-        shared = {f"?{name}": getattr(own, name) for name in _COMPARED if own is not None}
-        return {"global size": size, **shared, "~shards": [shard.metadata for shard in shards]}
+        found: dict[str, Any] = {
+            "global size": size,
+            "~shards": [shard.metadata for shard in shards],
+        }
+        if shards:
+            properties = TensorProperties.create_from_tensor(shards[0].tensor)
+            found |= {f"?{name}": getattr(properties, name) for name in _COMPARED}
+        return found
 
     reports = agree_on(group, facts)
     size = flatten_size(global_size, inferred=True)
-    shared = next((report for report in reports if report["~shards"]), None)
-    if shared is None:
+    with_shards = [report for report in reports if report["~shards"]]
+    if not with_shards:
         raise ShardingSpecError("no rank has a local shard")
-    properties = TensorProperties(**{name: shared[f"?{name}"] for name in _COMPARED})
-    per_rank = [list(report["~shards"]) for report in reports]
+    properties = TensorProperties(**{name: with_shards[0][f"?{name}"] for name in _COMPARED})
+    shards_by_rank = [list(report["~shards"]) for report in reports]
     if None in size:
-        size, per_rank = _concatenated(per_rank, size, members(group))
-    metadata = [shard for own in per_rank for shard in own]
+        size, shards_by_rank = _concatenate(shards_by_rank, size, members(group))
+    metadata = [shard for shards_of_rank in shards_by_rank for shard in shards_of_rank]
     return checked_metadata(ShardedTensorMetadata(metadata, torch.Size(size), properties), group)
 
 
@@ -211,7 +241,7 @@ def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
     expect_all("init_from_local_shards", "local_shards", shards, Shard)
     if None in size and len(shards) != 1:
         raise LocalShardError(
-            f"a size with a dim to infer, {size}, needs one shard on every rank; got {len(shards)}"
+            f"a size with None, {size}, needs one shard on every rank; got {len(shards)}"
         )
     for shard in shards:
         if shard.metadata.rank != rank:
@@ -221,28 +251,35 @@ def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
         check_properties(shard, TensorProperties.create_from_tensor(shards[0].tensor))
 
 
-def _concatenated(
-    per_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
+def _concatenate(
+    shards_by_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
 ) -> tuple[tuple[int, ...], list[list[ShardMetadata]]]:
-    """The size that results, and metadata of one shard per rank, concatenated along the dim to infer."""
-    at = 0
+    """Concatenate one shard per rank along the dim of size None; return the size and the metadata."""
+    dim = size.index(None)
+    end = 0
     metadata = []
-    for rank, (shard,) in zip(ranks, per_rank, strict=True):
+    for rank, (shard,) in zip(ranks, shards_by_rank, strict=True):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(
                 f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}"
             )
-        offsets = [at if n is None else 0 for n in size]
-        at += shard.shard_sizes[size.index(None)]
+        offsets = [0] * len(size)
+        offsets[dim] = end
+        end += shard.shard_sizes[dim]
         metadata.append([ShardMetadata(offsets, shard.shard_sizes, shard.placement)])
-    return tuple(at if n is None else n for n in size), metadata
+    return tuple(end if n is None else n for n in size), metadata
 
 
 def checked_metadata(
     metadata: ShardedTensorMetadata, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The metadata of dense shards that are on ranks of the group and cover its size; else a ShardingSpecError."""
-    # a spec of a user's own returns anything
+    """Return metadata that is valid for a tensor on the ranks of a group.
+
+    Raises:
+        ArgumentTypeError: It is not metadata; a spec of the user's may return anything.
+        ShardingSpecError: A shard is on no rank of the group, the shards overlap or do not cover
+            the size, or they are not dense.
+    """
     expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)
     ranks = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
@@ -263,42 +300,49 @@ def checked_metadata(
 
 
 def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
-    """Uninitialised local tensors of this rank's shards; one empty tensor if it has none, for its node in autograd."""
+    """Allocate the local tensors of this rank's shards, uninitialized.
+
+    A rank without shards has one empty tensor, so that it has a node in the autograd graph.
+    """
     properties = metadata.tensor_properties
-    sizes: list[tuple[list[int], Any]] = [
-        (each.shard_sizes, device_of(each)) for each in own_shards(metadata)
-    ]
-    # this rank's current device of that type
-    current = device_of(metadata.shards_metadata[0]).type
-    options: dict[str, Any] = {"dtype": properties.dtype, "pin_memory": properties.pin_memory}
-    new = (
-        torch.empty(size, device=device, **options) for size, device in sizes or [([0], current)]
-    )
-    return [local.requires_grad_(properties.requires_grad) for local in new]
+    options: dict[str, Any] = {
+        "dtype": properties.dtype,
+        "pin_memory": properties.pin_memory,
+        "requires_grad": properties.requires_grad,
+    }
+    shards = own_shards(metadata)
+    if not shards:
+        # This rank's current device of the type that the shards are on.
+        device_type = device_of(metadata.shards_metadata[0]).type
+        return [torch.empty([0], device=device_type, **options)]
+    return [torch.empty(s.shard_sizes, device=device_of(s), **options) for s in shards]
 
 
 def on_placements(
     local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata
 ) -> list[torch.Tensor]:
-    """This rank's local tensors on the devices of the metadata's placements; copied only to another device."""
-    devices = [device_of(each) for each in own_shards(metadata)] or [local_tensors[0].device]
-    return [local.to(device) for local, device in zip(local_tensors, devices, strict=True)]
+    """Move this rank's local tensors to the devices of the metadata's placements."""
+    shards = own_shards(metadata)
+    if not shards:
+        return list(local_tensors)
+    pairs = zip(local_tensors, shards, strict=True)
+    return [local.to(device_of(shard)) for local, shard in pairs]
 
 
 def own_shards(metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
-    """The shards that are placed on this rank."""
+    """Return the shards that are placed on this rank."""
     rank = dist.get_rank()
-    return [each for each in metadata.shards_metadata if each.rank == rank]
+    return [shard for shard in metadata.shards_metadata if shard.rank == rank]
 
 
 def device_of(shard: ShardMetadata) -> torch.device:
-    """Device of a shard that has a placement."""
+    """Return the device of a shard that has a placement."""
     assert shard.placement is not None, "checked by ShardMetadata.rank"
     return shard.placement.device()
 
 
 def group_of(process_group: dist.ProcessGroup | None, init_rrefs: bool) -> dist.ProcessGroup:
-    """The group of a new tensor; UnsupportedOpError for ``init_rrefs=True``, remote references (docs/adr/0010)."""
+    """Return the group of a new tensor; raise UnsupportedOpError for ``init_rrefs=True`` (docs/adr/0010)."""
     if init_rrefs:
         raise UnsupportedOpError(
             "init_rrefs: remote references over RPC are not supported; use gather or reshard"

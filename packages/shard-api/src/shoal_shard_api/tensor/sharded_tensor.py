@@ -1,7 +1,7 @@
-"""ShardedTensor: one global tensor whose shards are on the ranks of a process group, as its spec says.
+"""ShardedTensor: a global tensor whose spec places its shards on the ranks of a process group.
 
 The shards carry the autograd history and the gradients. The tensor around them has the global size
-and no storage. Operations are in ops/, data movement in ranks/reshard.py, constructors in
+and no storage. Operations are in ops/, data movement is in ranks/reshard.py, and constructors are in
 sharded_tensor_base.py.
 """
 
@@ -32,7 +32,7 @@ from ..ranks.process_groups import (
     resolve,
 )
 from ..ranks.reshard import collect, gather, move
-from ..spec.metadata import ShardMetadata
+from ..spec.metadata import ShardedTensorMetadata, ShardMetadata
 from ..spec.specs import ShardingSpec
 from .shard import Shard, checked_metadata, on_placements
 from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
@@ -41,10 +41,10 @@ from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 class ShardedTensor(ShardedTensorConstructors):
     """A global tensor whose shards are on the ranks of a process group.
 
-    The constructor, called by all ranks of the group, allocates uninitialised shards, as
-    ``torch.empty`` does; it does not communicate. Operations work as on a plain tensor; a plain
-    tensor among their arguments is taken to be replicated: equal on all ranks, except for the
-    indices of embedding and embedding_bag (``replicated_indices``).
+    All ranks of the group call the constructor. It allocates uninitialized shards, as
+    ``torch.empty`` does, and does not communicate. Operations work as on a plain tensor. A plain
+    tensor among their arguments must be equal on all ranks, except for the indices of embedding
+    and embedding_bag (see ``replicated_indices``).
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
@@ -54,8 +54,8 @@ class ShardedTensor(ShardedTensorConstructors):
         properties: dtype, layout, requires_grad, pin_memory, memory_format.
 
     Raises:
-        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, the
-            group no process group.
+        ArgumentTypeError: The spec is not a ShardingSpec, the size not a sequence of integers, or
+            the group not a process group.
         ProcessGroupError: There is no default group, or this rank is not in the group.
         ShardingSpecError: The spec does not fit the size, or places shards on ranks outside the
             group.
@@ -72,17 +72,21 @@ class ShardedTensor(ShardedTensorConstructors):
     def _with(
         self, local_tensors: Sequence[torch.Tensor], *, stride: Sequence[int] | None = None
     ) -> ShardedTensor:
-        """The tensor with this layout and other local tensors, which may have another dtype."""
+        """Return a tensor of this layout with other local tensors, which may have another dtype."""
         metadata = self._metadata
-        like = local_tensors[0]
         properties = replace(
-            metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad
+            metadata.tensor_properties,
+            dtype=local_tensors[0].dtype,
+            requires_grad=local_tensors[0].requires_grad,
         )
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
-        stride = stride or self.stride()
         return self._wrap(
-            self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride
+            self._sharding_spec,
+            metadata,
+            local_tensors,
+            self._process_group,
+            stride=stride or self.stride(),
         )
 
     @property
@@ -95,7 +99,7 @@ class ShardedTensor(ShardedTensorConstructors):
         return comm_of(self._process_group, self._local_tensors[0].device.type)
 
     def local_tensor(self) -> torch.Tensor:
-        """The tensor of this rank's only shard.
+        """Return the tensor of this rank's only shard.
 
         Raises:
             UnsupportedOpError: This rank has several shards, or none.
@@ -103,36 +107,38 @@ class ShardedTensor(ShardedTensorConstructors):
         if len(self._local_shards) != 1:
             raise UnsupportedOpError(
                 f"local_tensor() needs exactly one local shard, rank {dist.get_rank()} has "
-                f"{len(self._local_shards)}; "
-                "use local_shards()"
+                f"{len(self._local_shards)}; use local_shards()"
             )
         return self._local_shards[0].tensor
 
     @property  # type: ignore[override]  # an attribute of torch.Tensor; the shards have it
     def grad(self) -> ShardedTensor | None:
         """The gradients of the shards, sharded by the same spec; None before the first backward."""
-        grads = [local.grad for local in self._local_tensors if local.is_leaf]
-        present = [each for each in grads if each is not None]
-        return self._with(present) if present and len(present) == len(self._local_tensors) else None
+        grads = []
+        for local in self._local_tensors:
+            if not local.is_leaf or local.grad is None:
+                return None
+            grads.append(local.grad)
+        return self._with(grads) if grads else None
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
-        new: list[Any] = [None] * len(self._local_tensors)
+        grads: list[Any] = [None] * len(self._local_tensors)
         if value is not None:
-            new = dispatch.with_layout_of(self, value)
-        for local, each in zip(self._local_tensors, new, strict=True):
-            local.grad = each
+            grads = dispatch.with_layout_of(self, value)
+        for local, grad in zip(self._local_tensors, grads, strict=True):
+            local.grad = grad
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     def _get_preferred_device(self) -> torch.device:
-        """The device of this rank's shards, and of the collectives on them."""
+        """Return the device of this rank's shards, and of the collectives on them."""
         return self._local_tensors[0].device
 
     def remote_shards(self) -> dict[int, Any]:
-        """Remote references are not supported (docs/shard_api_parity.md).
+        """Refuse remote references, which are not supported (docs/shard_api_parity.md).
 
         Raises:
             UnsupportedOpError: Always.
@@ -142,45 +148,44 @@ class ShardedTensor(ShardedTensorConstructors):
         )
 
     def resharded(self, spec: ShardingSpec) -> ShardedTensor:
-        """Sharded -> sharded by ``spec``: a new tensor of the same values; differentiable, all ranks call it.
+        """Sharded -> sharded: return the same values sharded by ``spec``; all ranks call it.
 
-        One all-to-all sends every element once, from its old to its new rank. Equal layouts do not
-        communicate: the result then shares the shards.
+        One all-to-all sends every element once, from its old to its new rank; it is differentiable.
+        Equal layouts do not communicate: the result then shares the shards.
 
         Raises:
-            SpecTypeError: It is no ShardingSpec.
-            ShardingSpecError: It does not fit the size or the group.
+            SpecTypeError: ``spec`` is not a ShardingSpec.
+            ShardingSpecError: ``spec`` does not fit the size or the group.
         """
         expect("ShardedTensor.resharded", "spec", spec, ShardingSpec, error=SpecTypeError)
         properties = self.metadata().tensor_properties
-        metadata = checked_metadata(
-            spec.build_metadata(self.size(), properties), self._process_group
-        )
-        local_tensors = move(self._local_tensors, self._layout, metadata.layout, self._comm)
-        return self._wrap(
-            spec, metadata, on_placements(local_tensors, metadata), self._process_group
-        )
+        group = self._process_group
+        metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
+        moved = move(self._local_tensors, self._layout, metadata.layout, self._comm)
+        return self._wrap(spec, metadata, on_placements(moved, metadata), group)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Sharded -> sharded by another spec, in place; returns this tensor; all ranks call it.
+        """Sharded -> sharded: shard this tensor by another spec, in place; all ranks call it.
 
         A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd
         graph. Any other tensor keeps its history. ``resharded`` returns a new tensor instead.
 
+        Returns:
+            This tensor.
+
         Raises:
-            ArgumentTypeError: It is no ShardingSpec.
+            ArgumentTypeError: ``resharding_spec`` is not a ShardingSpec.
             ShardingSpecError: It does not fit the size or the group; the tensor is unchanged.
         """
-        leaf = self.is_leaf
+        is_leaf = self.is_leaf
         requires_grad = self.requires_grad
         gradient = self.grad
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
             moved = self.resharded(resharding_spec)
         vars(self).update(vars(moved))
-        if leaf and requires_grad:
-            self._set_local_tensors(
-                [local.detach().requires_grad_() for local in self._local_tensors]
-            )
+        if is_leaf and requires_grad:
+            leaves = [local.detach().requires_grad_() for local in self._local_tensors]
+            self._set_local_tensors(leaves)
         if gradient is not None:
             self.grad = gradient.resharded(resharding_spec)
         return self
@@ -192,12 +197,12 @@ class ShardedTensor(ShardedTensorConstructors):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Sharded -> plain on ``dst``: the global tensor is written into ``out``; all ranks call it.
+        """Sharded -> plain on ``dst``: write the global tensor into ``out``; all ranks call it.
 
         Args:
             dst: Rank in the process group that receives the tensor.
             out: A plain tensor of the global size on ``dst``; None on the other ranks.
-            enforce_dtype: As ``dtype=out.dtype`` (deprecated).
+            enforce_dtype: The same as ``dtype=out.dtype`` (deprecated).
             dtype: Element type in which the shards are sent; ``out`` keeps its own.
 
         Raises:
@@ -218,10 +223,10 @@ class ShardedTensor(ShardedTensorConstructors):
 
         agree_on(self._process_group, facts)
         with torch.no_grad():
-            local_tensors = [
-                local if dtype is None else local.to(dtype) for local in self._local_tensors
-            ]
-            gather(local_tensors, self._layout, self.size(), dst, self._comm, out)
+            local_tensors = self._local_tensors
+            if dtype is not None:
+                local_tensors = [local.to(dtype) for local in local_tensors]
+            gather(local_tensors, self._layout, self.size(), dst, comm=self._comm, out=out)
 
     def _check_gather(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> None:
         check_rank("gather", "dst", dst, self._process_group)
@@ -232,84 +237,82 @@ class ShardedTensor(ShardedTensorConstructors):
             if out is not None:
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
-        plain = (
-            type(out) in (torch.Tensor, torch.nn.Parameter)
-            and out.size() == self.size()
-            and not out.is_meta
-        )
-        if not plain or any(
-            n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)
-        ):
+        if not self._can_hold(out):
             kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
                 f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on "
                 f"dst={dst}, got {kind}"
             )
 
-    def full_tensor(self) -> torch.Tensor:
-        """Sharded -> replicated: the global tensor as a plain one on every rank; differentiable, all ranks call it.
+    def _can_hold(self, out: Any) -> bool:
+        """Tell whether ``out`` is a plain tensor of this size in which every element has memory."""
+        if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.is_meta:
+            return False
+        if out.size() != self.size():
+            return False
+        # A dim of stride 0 is expanded: its elements share memory.
+        return not any(
+            n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)
+        )
 
-        Every rank's gradient of the result is taken to be the same; each keeps that of its own
-        shards.
+    def full_tensor(self) -> torch.Tensor:
+        """Sharded -> replicated: return the plain global tensor on every rank; all ranks call it.
+
+        It is differentiable. The gradient of the result must be equal on all ranks; each rank keeps
+        the part of its own shards.
         """
         return collect(self._local_tensors, self._layout, self.size(), self._comm)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """The tensor with every shard converted by ``Tensor.to``; all ranks call it with the same arguments.
+        """Convert every shard by ``Tensor.to``; all ranks call it with the same arguments.
 
         Args:
-            args: As for ``Tensor.to``; a ShardedTensor stands for its dtype and device.
-            kwargs: As for ``Tensor.to``; ``process_group`` is the group of the result, with the
-                same ranks.
+            args: See ``Tensor.to``; a ShardedTensor stands for its dtype and device.
+            kwargs: See ``Tensor.to``; ``process_group`` is the group of the result, with the same
+                ranks.
 
         Returns:
             This tensor if nothing changes, else a new one; placements name each rank's own device.
 
         Raises:
-            ArgumentTypeError: ``process_group`` is no process group.
+            ArgumentTypeError: ``process_group`` is not a process group.
             RankMismatchError: The ranks move to different types of devices.
         """
         group = kwargs.pop("process_group", None)
-        args = tuple(
-            arg._local_tensors[0] if isinstance(arg, ShardedTensor) else arg for arg in args
-        )
-        local_tensors = [local.to(*args, **kwargs) for local in self._local_tensors]
-        if group is None and all(
-            new is old for new, old in zip(local_tensors, self._local_tensors, strict=True)
-        ):
+        local_args: list[Any] = [
+            a._local_tensors[0] if isinstance(a, ShardedTensor) else a for a in args
+        ]
+        local_tensors = [local.to(*local_args, **kwargs) for local in self._local_tensors]
+        pairs = zip(local_tensors, self._local_tensors, strict=True)
+        if group is None and all(new is old for new, old in pairs):
             return self
         spec: ShardingSpec | None = self._sharding_spec
         metadata = self._metadata
         device = local_tensors[0].device
         if device != self._local_tensors[0].device:
-            reports = agree_on(
-                self._process_group, lambda: {"device type": device.type, "~device": device}
-            )
-            devices = dict(
-                zip(
-                    members(self._process_group),
-                    (report["~device"] for report in reports),
-                    strict=True,
-                )
-            )
-            shards = [
-                ShardMetadata(
-                    each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}"
-                )
-                for each in metadata.shards_metadata
-            ]
             spec = None
-            metadata = replace(metadata, shards_metadata=shards)
+            metadata = self._metadata_on(device)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
         metadata = replace(metadata, tensor_properties=properties)
-        return self._wrap(
-            spec, metadata, local_tensors, resolve(group) if group else self._process_group
-        )
+        group = resolve(group) if group else self._process_group
+        return self._wrap(spec, metadata, local_tensors, group)
+
+    def _metadata_on(self, device: torch.device) -> ShardedTensorMetadata:
+        """Return the metadata after a move of this rank's shards to a device; all ranks call it."""
+        group = self._process_group
+        reports = agree_on(group, lambda: {"device type": device.type, "~device": device})
+        devices = [report["~device"] for report in reports]
+        device_of_rank = dict(zip(members(group), devices, strict=True))
+        shards = []
+        for shard in self._metadata.shards_metadata:
+            placement = f"rank:{shard.rank}/{device_of_rank[shard.rank]}"
+            shards.append(ShardMetadata(shard.shard_offsets, shard.shard_sizes, placement))
+        return replace(self._metadata, shards_metadata=shards)
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
     ) -> ShardedTensor:
-        """The tensor with its shards in CPU memory; see ``to``."""
+        """Move the shards to CPU memory; see ``to``."""
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
@@ -319,12 +322,11 @@ class ShardedTensor(ShardedTensorConstructors):
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: Any = None,
     ) -> ShardedTensor:
-        """The tensor with its shards on this rank's CUDA device, by default the current one; see ``to``."""
-        target = (
-            torch.device("cuda", torch.cuda.current_device())
-            if device is None
-            else torch.device(device)
-        )
+        """Move the shards to a CUDA device of this rank, by default the current one; see ``to``."""
+        if device is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        else:
+            target = torch.device(device)
         return self.to(
             target,
             non_blocking=non_blocking,
@@ -333,7 +335,7 @@ class ShardedTensor(ShardedTensorConstructors):
         )
 
     def to_dtensor(self) -> Any:
-        """The DTensor of the same shards, which it shares; differentiable, no communication.
+        """Wrap the same shards in a DTensor; differentiable, no communication.
 
         Raises:
             NotExpressibleError: The layout has no placements: several shards on one rank, or no
@@ -348,13 +350,13 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @classmethod
     def from_dtensor(cls, dtensor: Any) -> ShardedTensor:
-        """The ShardedTensor of the shards of a DTensor, which it shares; differentiable, no communication.
+        """Wrap the shards of a DTensor in a ShardedTensor; differentiable, no communication.
 
         Args:
             dtensor: A shoal_dtensor.DTensor, sharded along every mesh axis of more than one rank.
 
         Raises:
-            ArgumentTypeError: It is no DTensor of shoal_dtensor.
+            ArgumentTypeError: It is not a DTensor of shoal_dtensor.
             NotExpressibleError: It is replicated or partial along some mesh axis, or has no dims.
 
         Example:
@@ -374,7 +376,7 @@ class ShardedTensor(ShardedTensorConstructors):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs or {})
+        return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs=kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -389,19 +391,18 @@ class ShardedTensor(ShardedTensorConstructors):
         if gradient is not None:
             copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])
         if getattr(self, "_is_param", False):
-            # set by torch.nn.Parameter on tensors of other classes
+            # torch.nn.Parameter marks tensors of other classes so.
             copied.__dict__["_is_param"] = True
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards]
         state = {
-            "shards": [
-                Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards
-            ],
+            "shards": shards,
             "metadata": self.metadata(),
             "spec": self._sharding_spec,
             "group": ProcessGroupState.of(self._process_group),
-            # set by torch.nn.Parameter
+            # torch.nn.Parameter marks tensors of other classes so.
             "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},
         }
         return load_pickled, (type(self), state)
@@ -409,32 +410,34 @@ class ShardedTensor(ShardedTensorConstructors):
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         return write_items(fqn, self.__create_chunk_list__(), self.size(), self._local_tensors[0])
 
-    # Shards with elements alone: an empty one has the offsets of the next, which a checkpoint's
-    # index has once.
+    def _filled_shards(self) -> list[Shard]:
+        """Return the local shards with elements.
+
+        Checkpoints leave out empty shards: they have the offsets of the next shard, and the index
+        of a checkpoint has one entry for each offset.
+        """
+        return [shard for shard in self._local_shards if shard.tensor.numel()]
+
     def __create_chunk_list__(self) -> list[Any]:
-        return chunks_of(shard.metadata.box for shard in self._local_shards if shard.tensor.numel())
+        return chunks_of(shard.metadata.box for shard in self._filled_shards())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        filled = (shard for shard in self._local_shards if shard.tensor.numel())
-        local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in filled}
-        if index.offset is None or tuple(index.offset) not in local:
+        by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in self._filled_shards()}
+        if index.offset is None or tuple(index.offset) not in by_offset:
             raise CheckpointError(
-                f"{index.fqn}: no local shard begins at {index.offset}; they begin at {[*local]}"
+                f"{index.fqn}: no local shard begins at {index.offset}; they begin at "
+                f"{[*by_offset]}"
             )
-        return local[tuple(index.offset)].detach()  # it is read, or written in place
+        # The checkpoint reads this tensor, or writes it in place.
+        return by_offset[tuple(index.offset)].detach()
 
-    # torch's
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100
-        kind = (
-            "Parameter containing ShardedTensor"
-            if getattr(self, "_is_param", False)
-            else "ShardedTensor"
-        )
+        is_parameter = getattr(self, "_is_param", False)
+        kind = "Parameter containing ShardedTensor" if is_parameter else "ShardedTensor"
+        local = [(shard.metadata.shard_offsets, shard.tensor) for shard in self._local_shards]
         return (
             f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, "
-            f"requires_grad={self.requires_grad}, "
-            f"spec={self._sharding_spec}, "
-            f"local={[(s.metadata.shard_offsets, s.tensor) for s in self._local_shards]})"
+            f"requires_grad={self.requires_grad}, spec={self._sharding_spec}, local={local})"
         )
 
 

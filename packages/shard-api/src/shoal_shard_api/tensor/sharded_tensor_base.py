@@ -1,4 +1,4 @@
-"""ShardedTensorBase: size, spec and local shards of a sharded tensor; and the constructors that ShardedTensor has."""
+"""ShardedTensorBase has size, spec and local shards; a subclass adds the constructors of ShardedTensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .shard import (
 
 
 class ShardedTensorBase(torch.Tensor):
-    """Size, spec and local shards of a sharded tensor, without a process group.
+    """A sharded tensor without a process group: size, spec and local shards.
 
     The constructor returns a tensor without local shards.
 
@@ -40,12 +40,12 @@ class ShardedTensorBase(torch.Tensor):
         size: Global size, as integers or one sequence.
         dtype: Element type; None is the default dtype.
         layout: torch.strided.
-        requires_grad: Whether the shards require gradients.
-        pin_memory: Whether the shards are in pinned host memory.
+        requires_grad: True if the shards require gradients.
+        pin_memory: True if the shards are in pinned host memory.
         memory_format: torch.contiguous_format.
 
     Raises:
-        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, or a
+        ArgumentTypeError: The spec is not a ShardingSpec, the size not a sequence of integers, or a
             property has a wrong type.
         ShardingSpecError: The spec does not fit the size.
 
@@ -82,11 +82,8 @@ class ShardedTensorBase(torch.Tensor):
         properties = TensorProperties(
             dtype, layout, requires_grad, memory_format, pin_memory=pin_memory
         )
-        return cls._wrap(
-            sharding_spec,
-            sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties),
-            [],
-        )
+        metadata = sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties)
+        return cls._wrap(sharding_spec, metadata, [])
 
     @classmethod
     def _wrap(
@@ -98,65 +95,74 @@ class ShardedTensorBase(torch.Tensor):
         *,
         stride: Sequence[int] | None = None,
     ) -> Self:
-        """The tensor of local tensors that fit the metadata, in its order; with a group, new ones for no tensors."""
+        """Wrap local tensors that fit the metadata, in its order.
+
+        Args:
+            spec: The spec of the result; None infers it from the metadata.
+            metadata: All shards, the global size and the properties.
+            local_tensors: The tensors of this rank's shards; with a group, an empty sequence
+                allocates them.
+            group: The ranks that hold the tensor; None for a tensor without a group.
+            stride: The global stride; None is contiguous.
+        """
         # A rank without shards has one empty tensor, so that it has a node in the autograd graph
         # and takes part in the collectives of backward.
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
-        own = own_shards(metadata) if group is not None else []
-        device = local_tensors[0].device if local_tensors else torch.device("cpu")
-        props = metadata.tensor_properties
-        memory: dict[str, Any] = {
-            "layout": props.layout,
-            "device": device,
-            "pin_memory": props.pin_memory,
-        }
-        self: Self = make_wrapper(cls, metadata.size, stride, dtype=props.dtype, **memory)
-        self._sharding_spec = spec or _infer_sharding_spec_from_shards_metadata(
-            metadata.shards_metadata
+        shards = own_shards(metadata) if group is not None else []
+        properties = metadata.tensor_properties
+        self: Self = make_wrapper(
+            cls,
+            metadata.size,
+            stride,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            device=local_tensors[0].device if local_tensors else torch.device("cpu"),
+            pin_memory=properties.pin_memory,
         )
+        if spec is None:
+            spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        self._sharding_spec = spec
         self._metadata = metadata
         self._process_group = group
         self._layout = metadata.layout if group is not None else ()
-        self._local_shards = [
-            Shard(local, each) for local, each in zip(local_tensors, own, strict=False)
-        ]
-        self._anchor = (
-            None if own or group is None or not local_tensors else _anchor(local_tensors[0])
-        )
+        pairs = zip(local_tensors, shards, strict=False)
+        self._local_shards = [Shard(local, shard) for local, shard in pairs]
+        self._anchor = None
+        if group is not None and local_tensors and not shards:
+            self._anchor = _flatten_anchor(local_tensors[0])
         return self
 
     def metadata(self) -> ShardedTensorMetadata:
-        """All shards, the global size and the properties of the tensor."""
+        """Return all shards, the global size and the properties of the tensor."""
         properties = self._metadata.tensor_properties
         if properties.requires_grad == self.requires_grad:
             return self._metadata
-        return replace(
-            self._metadata, tensor_properties=replace(properties, requires_grad=self.requires_grad)
-        )
+        current = replace(properties, requires_grad=self.requires_grad)
+        return replace(self._metadata, tensor_properties=current)
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards, in the order of the metadata; an empty list on a rank without shards."""
+        """Return this rank's shards in the order of the metadata; a rank may have none."""
         return self._local_shards
 
     def sharding_spec(self) -> ShardingSpec:
-        """The spec by which the tensor is sharded."""
+        """Return the spec by which the tensor is sharded."""
         return self._sharding_spec
 
     @property
     def _local_tensors(self) -> list[torch.Tensor]:
-        """Tensors of the local shards, or one empty tensor on a rank without shards."""
-        return [shard.tensor for shard in self._local_shards] or (
-            [] if self._anchor is None else [self._anchor]
-        )
+        """Tensors of the local shards; the empty anchor on a rank without shards."""
+        if self._local_shards:
+            return [shard.tensor for shard in self._local_shards]
+        return [] if self._anchor is None else [self._anchor]
 
     def _set_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the local tensors by others of the same sizes: after an in-place op, by those with its grad_fn."""
+        """Replace the local tensors by others of the same sizes, such as those with an op's grad_fn."""
         if not self._local_shards:
-            self._anchor = _anchor(local_tensors[0])
+            self._anchor = _flatten_anchor(local_tensors[0])
             return
-        shards = zip(local_tensors, self._local_shards, strict=True)
-        self._local_shards = [Shard(local, shard.metadata) for local, shard in shards]
+        pairs = zip(local_tensors, self._local_shards, strict=True)
+        self._local_shards = [Shard(local, shard.metadata) for local, shard in pairs]
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -165,7 +171,7 @@ class ShardedTensorBase(torch.Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """The tensor of these shards and metadata, which are not compared between ranks; no communication."""
+        """Wrap shards and metadata without comparing them between ranks; no communication."""
         expect(
             cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata
         )
@@ -175,18 +181,18 @@ class ShardedTensorBase(torch.Tensor):
         for shard in local_shards:
             if shard.metadata not in shards:
                 raise LocalShardError(f"the shard {shard.metadata} is not in the metadata {shards}")
-        self = cls._wrap(
-            sharding_spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards]
-        )
+        local_tensors = [shard.tensor for shard in local_shards]
+        self = cls._wrap(sharding_spec, sharded_tensor_metadata, local_tensors)
         self._local_shards = list(local_shards)
         return self
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the local shards require gradients."""
+        """True if a local shard requires gradients."""
         tensors = self._local_tensors
-        declared = self._metadata.tensor_properties.requires_grad
-        return any(local.requires_grad for local in tensors) if tensors else declared
+        if not tensors:
+            return self._metadata.tensor_properties.requires_grad
+        return any(local.requires_grad for local in tensors)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -195,7 +201,7 @@ class ShardedTensorBase(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # as requires_grad
-        """Whether the local shards are leaves of the autograd graph."""
+        """True if the local shards are leaves of the autograd graph."""
         return all(local.is_leaf for local in self._local_tensors)
 
     @property
@@ -204,7 +210,7 @@ class ShardedTensorBase(torch.Tensor):
         return self._local_tensors[0].grad_fn if self._local_tensors else None
 
     def is_pinned(self, device: Any = None) -> bool:
-        """Whether the shards are in pinned host memory."""
+        """Tell whether the shards are in pinned host memory."""
         return self.metadata().tensor_properties.pin_memory
 
     @classmethod
@@ -218,7 +224,7 @@ class ShardedTensorBase(torch.Tensor):
 
 
 class ShardedTensorConstructors(ShardedTensorBase):
-    """ShardedTensorBase with a process group, and the constructors that ShardedTensor has."""
+    """A sharded tensor with a process group, and the constructors of ShardedTensor."""
 
     _process_group: dist.ProcessGroup
 
@@ -232,9 +238,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """See ShardedTensor."""
         group = group_of(process_group, init_rrefs)
-        metadata = checked_metadata(
-            ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group
-        )
+        without_group = ShardedTensorBase(sharding_spec, *size, **properties)
+        metadata = checked_metadata(without_group._metadata, group)
         return cls._wrap(sharding_spec, metadata, [], group)
 
     @classmethod
@@ -245,7 +250,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local shards -> sharded: as ``init_from_local_shards``, which describes the arguments and errors."""
+        """Local shards -> sharded: see ``init_from_local_shards`` for arguments and errors."""
         group = group_of(process_group, init_rrefs)
         metadata = describe(local_shards, global_size, group)
         return cls._wrap(None, metadata, [shard.tensor for shard in local_shards], group)
@@ -259,19 +264,20 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local tensor -> sharded: that of this rank's only shard, ignored where it has none; no communication."""
+        """Local tensor -> sharded: wrap the tensor of this rank's only shard, if it has one; no communication."""
         group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
         expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
         properties = TensorProperties.create_from_tensor(local_tensor)
         size = torch.Size(flatten_size(global_size))
         metadata = checked_metadata(sharding_spec.build_metadata(size, properties), group)
-        own = own_shards(metadata)
-        if len(own) > 1:
+        placed = own_shards(metadata)
+        if len(placed) > 1:
             raise LocalShardError(
-                f"rank {dist.get_rank()} has {len(own)} shards, one local tensor was given"
+                f"rank {dist.get_rank()} has {len(placed)} shards, but one local tensor was given: "
+                "use init_from_local_shards()"
             )
-        shards = [Shard(local_tensor, each) for each in own]
+        shards = [Shard(local_tensor, shard) for shard in placed]
         return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
 
     @classmethod
@@ -283,7 +289,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """Local shards -> sharded: the tensor of these shards and metadata; no communication, no copy."""
+        """Local shards -> sharded: wrap shards and metadata; no communication, no copy."""
         group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
         expect_all(call, "local_shards", local_shards, Shard)
@@ -305,26 +311,24 @@ class ShardedTensorConstructors(ShardedTensorBase):
         check_rank("ShardingSpec.shard", "src_rank", src_rank, group)
         properties = TensorProperties.create_from_tensor(tensor)
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
-        local_tensors = scatter(
-            tensor.detach(), metadata.layout, src_rank, comm_of(group, tensor.device.type)
-        )
+        comm = comm_of(group, tensor.device.type)
+        local_tensors = scatter(tensor.detach(), metadata.layout, src_rank, comm)
         result = cls._wrap(spec, metadata, on_placements(local_tensors, metadata), group)
         result.requires_grad = tensor.requires_grad
         return result
 
 
-def _anchor(local: torch.Tensor) -> torch.Tensor:
-    """The empty 1-D tensor in the autograd graph of a rank without shards."""
+def _flatten_anchor(local: torch.Tensor) -> torch.Tensor:
+    """Return the empty 1-D tensor that stands in the autograd graph of a rank without shards."""
     return local if local.dim() == 1 else local.reshape(0)
 
 
 def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
-    """The unpickled ShardedTensor, on the group of ``load_with_process_group`` or the default group."""
+    """Unpickle a ShardedTensor, on the group of ``load_with_process_group`` or the default group."""
     group = resolve(_get_current_process_group())
     state["group"].check(group)
-    result = cls._wrap(
-        state["spec"], state["metadata"], [shard.tensor for shard in state["shards"]], group
-    )
+    local_tensors = [shard.tensor for shard in state["shards"]]
+    result = cls._wrap(state["spec"], state["metadata"], local_tensors, group)
     result.requires_grad = state["metadata"].tensor_properties.requires_grad
     result.__dict__.update(state["marks"])
     return result
