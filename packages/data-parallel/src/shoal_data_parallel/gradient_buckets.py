@@ -10,7 +10,7 @@ A rank may update a shard of its replica only, and have the optimizer's state of
 6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
 that other ranks have updated.
 
-May import: _torch, reduction, sharded_parameters.
+May import: _torch, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from shoal_dtensor.internal import (
 from shoal_mesh import all_gather
 
 from ._torch import run_when_ready
-from .reduction import Group, GroupReduction, Reducer, deliver
+from .reducer import Reducer
+from .reduction import Group, GroupReduction, deliver
 from .sharded_parameters import DataAxes, ShardedParameter
 
 
@@ -263,6 +264,7 @@ class GradientBuckets:
             parameter.check_hooks()
         for bucket in self.buckets:
             bucket.check_kept()
+            bucket.divisor = self.owner.divisor
         self._number = backward_number()
         # gradients of this rank's rows, and what gets the means
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
@@ -349,7 +351,6 @@ class GradientBuckets:
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]
-        bucket.divisor = self.owner.divisor
         self._reductions.append(GroupReduction(bucket, {i: bucket.take(i) for i in bucket.trained}))
 
     def finish(self) -> None:

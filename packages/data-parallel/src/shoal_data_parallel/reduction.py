@@ -1,6 +1,6 @@
 """The reduction of gradients over data axes: those of a group of parameters in one collective, beside what follows.
 
-May import: sharded_parameters.
+May import: global_losses, reducer, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -23,33 +23,15 @@ from shoal_dtensor.internal import (
     redistribute_shards,
     takes,
 )
-from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh import purpose
 
+from .global_losses import divisor_of, ranks_of_loss
+from .reducer import Reducer
 from .sharded_parameters import DataAxes, ShardedParameter
 
 Grads = dict[int, Tensor | None]  # by parameter
 # likewise, with the layouts that they have
 Kept = dict[int, tuple[Tensor, Spec]]
-
-
-class Reducer:
-    """What of a module reduces gradients."""
-
-    axes: DataAxes
-    # whether backward does; otherwise this rank keeps them for the next backward that does
-    syncs: bool = True
-    # what summed gradients are divided by: by default the number of ranks
-    divisor: float
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        return self.axes.mesh
-
-    def drop_kept(self) -> None:
-        """Drop kept gradients."""
-
-    def around(self, running: bool) -> None:
-        """Called when a backward pass of replicas begins (True) and when it is over, also by an error (False)."""
 
 
 class Group(Reducer):
@@ -68,7 +50,8 @@ class Group(Reducer):
         self.kept: Kept = {}
         # whether a pass that added to the kept gradients was not finished
         self.spoiled = False
-        self.divisor = float(axes.mesh.size())
+        # how many ranks share the loss of the kept gradients
+        self.kept_ranks_of_loss = 1
 
     def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
         """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
@@ -77,6 +60,7 @@ class Group(Reducer):
         it fails. The first one is copied itself: autograd may hand one tensor to several
         parameters.
         """
+        self._check_same_loss(ranks_of_loss(self))
         self.spoiled = True
         local, spec = self.parameters[i].gradient(grad)
         if i in self.kept:
@@ -84,6 +68,24 @@ class Group(Reducer):
             kept.add_(*_converted([local], [spec], [layout]))
         else:
             self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
+
+    def divide_by(self, *, adds: bool) -> float:
+        """Return the divisor of summed gradients: of this pass if it adds some to the kept ones."""
+        if adds or not self.kept:
+            self._check_same_loss(ranks_of_loss(self))
+        return divisor_of(self, self.kept_ranks_of_loss)
+
+    def _check_same_loss(self, ranks: int) -> None:
+        if not self.kept:
+            self.kept_ranks_of_loss = ranks
+        if self.divisor is None and ranks != self.kept_ranks_of_loss:
+            raise StyleError(
+                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward "
+                f"are of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks "
+                "together, so no one number divides their sum. Call "
+                "set_gradient_divide_factor(), which then holds for all of them, or reduce "
+                "after each backward"
+            )
 
     def check_kept(self) -> None:
         """Raise StyleError if a backward that raised may have added to kept gradients."""
@@ -135,7 +137,8 @@ class ReducingModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what summed gradients are divided by: the number of ranks on the data axes by default.
 
-        With batches of different sizes, let every rank divide its summed loss by the size of the
+        Without a factor, a DTensor loss over all of them counts once and is not divided. With
+        batches of different sizes, let every rank divide its summed loss by the size of the
         global batch, and set 1 here. `fully_shard` takes it for this unit alone.
         """
         for reducer in self._reducers(self._divides_inside):
@@ -155,7 +158,16 @@ class GroupReduction:
     `returned` go to autograd, and not to the leaves.
     """
 
-    __slots__ = ("_flags", "_gradients", "_in_flight", "_kept", "_own", "group", "returned")
+    __slots__ = (
+        "_divisor",
+        "_flags",
+        "_gradients",
+        "_in_flight",
+        "_kept",
+        "_own",
+        "group",
+        "returned",
+    )
 
     def __init__(
         self, group: Group, grads: Grads, returned: Collection[int] = (), *, with_kept: bool = True
@@ -166,6 +178,8 @@ class GroupReduction:
         self._gradients: Callable[[], list[Tensor]] | None = None
         # of the ranks together, where this one cannot know them
         self._flags: Tensor | None = None
+        adds = any(grad is not None for grad in grads.values())
+        self._divisor = group.divide_by(adds=adds or not with_kept)
         kept: Kept = {}
         if with_kept:  # otherwise the group goes on keeping it
             kept = group.kept
@@ -216,8 +230,8 @@ class GroupReduction:
         if self._gradients is not None:
             return
         *reduced, flags = self._in_flight.wait()
-        if self.group.divisor != 1:
-            torch._foreach_div_(reduced, self.group.divisor)
+        if self._divisor != 1:
+            torch._foreach_div_(reduced, self._divisor)
         # which holds the gradients on the device
         del self._in_flight
         group = self.group

@@ -3,7 +3,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
 backward pass leaves in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, policies, reduction, sharded_parameters.
+May import: global_losses, gradient_buckets, policies, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
+from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Reducer, ReducingModule
+from .reducer import Reducer
+from .reduction import ReducingModule
 from .sharded_parameters import (
     DataAxes,
     Site,
@@ -146,6 +148,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     state.take()
     complete_forms(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
+    watch(axes.mesh)
     state.attach()
     vars(module)[_STATE] = state
     module.__class__ = extended(ReplicateModule, module.__class__)
@@ -169,7 +172,6 @@ class Replicas(Reducer):
     ) -> None:
         self.module = module
         self.axes = axes
-        self.divisor = float(axes.mesh.size())
         self._bucket_bytes = bucket_bytes
         # in which gradients are reduced; None for their own
         self.dtype = dtype
@@ -196,6 +198,11 @@ class Replicas(Reducer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradients=GradientBuckets([], self))
         register_owner(self)
+        watch(self.axes.mesh)
+
+    def leaves(self) -> list[Tensor]:
+        """The parameters whose gradients are reduced, and their replicas."""
+        return [one for p in self.gradients.parameters for one in (p.leaf, p.held)]
 
     @property
     def keeps_gradients(self) -> bool:

@@ -3,7 +3,7 @@
 What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors,
 and they are filled again before the unit's backward.
 
-May import: _torch, policies, reduction, sharded_parameters.
+May import: _torch, global_losses, policies, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, register_owner
 
 from ._torch import preserving_versions
+from .global_losses import watch
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import Group
 from .sharded_parameters import (
@@ -160,6 +161,7 @@ class Unit(Group):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         register_owner(self)
+        watch(self.axes.mesh)
 
     # --- where the parameters are from ------------------------------------------------------------
 
@@ -169,6 +171,8 @@ class Unit(Group):
 
     def held(self) -> Iterable[Tensor]:
         return [parameter.leaf for parameter in self.parameters]
+
+    leaves = held
 
     def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
         """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it."""
@@ -202,6 +206,7 @@ class Unit(Group):
         for param, _ in owned:
             setattr(param, STATE, True)
         register_owner(self)
+        watch(self.axes.mesh)
 
     def give_back(self) -> None:
         """Have the modules hold the parameters as they were before data axes sharded them."""

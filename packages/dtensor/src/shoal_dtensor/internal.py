@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, api, argument_types, host_memory, layout, modules, random_layouts, redistribute,
+May import: _torch, api, argument_types, crossings, host_memory, layout, modules, random_layouts, redistribute,
 scopes, tensor.
 """
 
@@ -29,6 +29,7 @@ from ._torch.tensors import (
 )
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, submodule_of, takes
+from .crossings import Crossings, install_crossings
 from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (
     Box,
@@ -62,6 +63,7 @@ from .modules.owners import (
     has_hooks,
     holds_tensors,
     in_turns,
+    live_owners,
     note_replaced,
     owners_of,
     refuse_save_pretrained,
@@ -75,6 +77,7 @@ from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import format_bytes
 from .scopes import ScopedValue
+from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
 from .tensor.gradients import (
     GradRoute,
@@ -83,6 +86,7 @@ from .tensor.gradients import (
     grad_route,
     in_groups,
     leaf_route,
+    running_notes,
     running_pass,
 )
 from .tensor.serialization import chunks_of, write_items

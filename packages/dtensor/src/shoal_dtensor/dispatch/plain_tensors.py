@@ -24,6 +24,7 @@ from torch.utils.hooks import unserializable_hook
 
 from shoal_mesh import DeviceMesh, purpose
 
+from .. import crossings
 from .._torch.compiling import is_unrecorded
 from .._torch.operators import OpOverload
 from .._torch.tensors import (
@@ -36,6 +37,7 @@ from .._torch.tensors import (
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
+from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 from ..rows_of_ranks import extremes_of_ranks
@@ -219,9 +221,11 @@ def keep_gradient_plain(tensor: torch.Tensor) -> None:
 def _as_plain(grad: Any) -> Any:
     if not hasattr(grad, "_spec"):
         return grad
-    _check_takes_whole(current_node(), grad._spec)
+    node, spec = current_node(), grad._spec
+    _check_takes_whole(node, spec)
     with purpose("the gradient of a plain tensor that counts as replicated"):
-        return grad.full_tensor()
+        whole = grad.full_tensor()
+    return crossings.leave(node, whole, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
 
 def _check_takes_whole(node: Any, spec: Spec) -> None:

@@ -97,6 +97,11 @@ def register_owner(owner: Owner) -> None:
     _OWNERS.add(owner)
 
 
+def live_owners() -> list[Owner]:
+    """Return all owners that live, in no order."""
+    return list(_OWNERS)
+
+
 def owners_of(module: nn.Module) -> list[Owner]:
     """The owners of a module's parameters, in the order of the parameters: the same on all ranks."""
     owner_of = {id(param): owner for owner in _OWNERS for param in (*owner.held(), *owner.ignored)}

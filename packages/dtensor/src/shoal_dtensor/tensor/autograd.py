@@ -18,6 +18,8 @@ from torch.autograd import Function
 from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
+from .. import crossings
+from .._torch.compiling import is_tracing
 from .._torch.tensors import apply, around, is_transformed, make_wrapper
 from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
@@ -147,6 +149,8 @@ class FromLocal(Function):
         obey("the gradient of from_local of", ctx.spec, find_plan(grad._spec, target))
         moved = moved_gradient(ctx.cls, grad, target)
         local = apply(ToLocal, moved, None) if torch.is_grad_enabled() else moved._local_tensor
+        if not is_tracing():
+            local = crossings.leave(ctx, local, ctx.spec)
         ranks = prod(ctx.spec.mesh.shape[axis] for axis, op in ctx.spec.partials if op == "avg")
         return local if ranks == 1 else local / ranks, None, None, None
 
@@ -164,6 +168,8 @@ class ToLocal(Function):
             else spec.with_(placements=grad_placements)
         )
         ctx.checked = current().replicas_checked
+        # read by crossings
+        ctx.by_default = grad_placements is None
         ctx.scaled = (
             [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
         )
@@ -183,6 +189,8 @@ class ToLocal(Function):
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
+        if not is_tracing():
+            grad, spec = crossings.enter(ctx, grad, spec)
         # such marks are not looked at below a tensor subclass
         plain = grad.resolve_conj().resolve_neg()
         # dims lie in memory as the spec says, by whose stride views are decided

@@ -67,6 +67,15 @@ class BackwardPass:
     """
 
     parts: list[PassPart] = field(default_factory=list)
+    # values that live as long as the pass, by class
+    notes: dict[type, Any] = field(default_factory=dict)
+
+    def note(self, kind: type[Item]) -> Item:
+        """Return the note of a class of which a pass has one, made when it is first asked for."""
+        found: Item | None = self.notes.get(kind)
+        if found is None:
+            found = self.notes[kind] = kind()
+        return found
 
     def join(self, part: Part) -> Part:
         """Take a part into the pass."""
@@ -107,6 +116,11 @@ def running_pass() -> BackwardPass:
         at_end_of_backward(running.finish)
         _RUNNING[number] = running
     return running
+
+
+def running_notes(kind: type[Item]) -> list[Item]:
+    """Return the notes of a class of all passes that are running: a pass inside of another one has its own."""
+    return [running.notes[kind] for running in _RUNNING.values() if kind in running.notes]
 
 
 # --- what becomes of a gradient -------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""Losses of all data-parallel ranks together: gradients that count once, whatever gradients are divided by.
+
+A backward begins at a plain loss, one for each rank, or at a DTensor, one for all ranks of its
+mesh. Data parallelism delivers the sum of the ranks' gradients, divided by the number of ranks: the
+gradient of the mean of their losses. Two kinds of gradients need another division:
+
+    a shard of a gradient       from_local(x, mesh, [Shard(0)]): the sum over ranks is the whole,
+                                so it is divided by 1. The pass notes the ranks that hold shards.
+    a whole one on each rank    a plain parameter among DTensors, from_local(p, mesh, [Replicate()]):
+                                divided here, by the number of ranks that count it.
+
+`full_tensor()` of a parameter that `fully_shard` holds, outside of a forward, is the opposite
+crossing: each rank computes with the values, so its gradient is summed and divided like others.
+
+May import: reducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from torch import Tensor
+
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Spec
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import (
+    FakeTensor,
+    FromLocal,
+    install_crossings,
+    live_owners,
+    running_notes,
+    running_pass,
+)
+from shoal_mesh import DeviceMesh
+
+from .reducer import Reducer
+
+Ranks = frozenset[int]
+NO_RANKS: Ranks = frozenset()
+
+
+@dataclass(slots=True)
+class LossOfPass:
+    """The losses at which a backward pass began, as far as gradients between plain tensors and DTensors show.
+
+    The first crossing shows the origin: gradients that leave DTensors come from a DTensor loss
+    ("global"). Those that enter DTensors as shards or summands of ranks come from a loss of each
+    rank ("local"); those that enter as equal ones, through `full_tensor()`, from a plain loss of
+    which a part or all is one loss of all ranks ("unclear").
+    """
+
+    origin: Literal["global", "local", "unclear"] | None = None
+    # ranks that hold shards of the gradient of one loss
+    sharing: Ranks = NO_RANKS
+    # the same, where another part of the loss may be each rank's own
+    unclear: Ranks = NO_RANKS
+    _reducers: dict[int, Reducer] = field(default_factory=dict)
+
+    def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
+        """Note the origin, unless an earlier crossing has shown it."""
+        if self.origin is None:
+            self.origin = origin
+
+    def add_sharing(self, ranks: Ranks) -> None:
+        """Note ranks of which each has a shard of a gradient."""
+        if self.origin == "global":
+            self.sharing |= ranks
+        elif self.origin == "unclear":
+            self.unclear |= ranks
+
+    def reducer_of(self, parameter: Tensor) -> Reducer | None:
+        """Return the reducer that delivers the gradient of a parameter, None if none does."""
+        if not self._reducers:
+            for owner in live_owners():
+                assert isinstance(owner, Reducer), "they are made here"
+                self._reducers.update((id(leaf), owner) for leaf in owner.leaves())
+        return self._reducers.get(id(parameter))
+
+
+def divisor_of(reducer: Reducer, ranks_of_loss: int) -> float:
+    """Return the divisor of summed gradients: the one that was set, or so that one loss counts once."""
+    if reducer.divisor is not None:
+        return reducer.divisor
+    return reducer.axes.mesh.size() / ranks_of_loss
+
+
+def ranks_of_loss(reducer: Reducer) -> int:
+    """Return how many of the data-parallel ranks share one loss in the passes that run: 1 if each has its own.
+
+    Raises:
+        StyleError: if that is not known and nobody has set what gradients are divided by.
+    """
+    data = ranks_of(reducer.axes.mesh)
+    losses = running_notes(LossOfPass)
+    if reducer.divisor is None and any(len(loss.unclear & data) > 1 for loss in losses):
+        raise StyleError(
+            "a backward began at a plain loss and went through full_tensor() or to_local() of a "
+            "DTensor, and through from_local() of this rank's shard: whether the loss is one of "
+            "all data-parallel ranks together, whose gradients are summed, or each rank's own, "
+            "whose gradients are averaged, is not known. Call backward() on the DTensor loss, or "
+            "set_gradient_divide_factor(1) where the whole loss is global, or pass "
+            "grad_placements=[Partial()] to full_tensor() where each rank adds the result to a "
+            "loss of its own"
+        )
+    sharing = NO_RANKS.union(*(loss.sharing for loss in losses)) & data
+    return max(len(sharing), 1)
+
+
+class _DataCrossings:
+    """The crossings of gradients over data axes."""
+
+    def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
+        """Return the gradient of what `to_local()` returned: of a parameter, a summand of the ranks' sum."""
+        replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
+        if isinstance(grad, FakeTensor) or not (replicated or sharded):
+            return grad, spec
+        loss = running_pass().note(LossOfPass)
+        reducer = _reducer_of_values(node, loss)
+        if reducer is None:
+            loss.begin_at("unclear" if replicated else "local")
+            return grad, spec
+        # A number computed from parameters is a loss of all ranks.
+        if not replicated or not grad.ndim or not node.by_default:
+            return grad, spec
+        return _summand(grad, spec, reducer)
+
+    def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
+        """Return the gradient of a plain tensor among DTensors: this rank's share where the sum of ranks counts it."""
+        replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
+        if isinstance(grad, FakeTensor) or not (replicated or sharded):
+            return grad
+        loss = running_pass().note(LossOfPass)
+        loss.begin_at("global")
+        loss.add_sharing(sharded)
+        reducers = {*_reducers_below(node, loss)} if replicated else set()
+        if reducers <= {None}:
+            return grad
+        shares = {_share(loss, reducer, replicated) for reducer in reducers}
+        if len(shares) > 1:
+            raise StyleError(
+                "a plain tensor counts as replicated among DTensors, and follows from parameters "
+                "whose gradients data parallelism sums in different ways, or not at all. Make a "
+                "DTensor of each: DTensor.from_local(parameter, mesh, [Replicate()])"
+            )
+        if loss.origin == "global":
+            loss.add_sharing(replicated)
+        (share,) = shares
+        return grad if share == 1 else grad * share
+
+
+def _share(loss: LossOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
+    """The factor of a whole gradient on each rank, after which the reduction counts it once."""
+    if reducer is None:
+        return 1
+    if loss.origin == "unclear" and reducer.divisor is None:
+        # the mean of equal gradients
+        return 1
+    return 1 / max(len(replicated & ranks_of(reducer.axes.mesh)), 1)
+
+
+def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
+    """The gradient of a parameter's values on every rank, as a summand of the gradient that is delivered.
+
+    Summed over the ranks that hold the values, and divided as the reducer divides. With 2 replicas
+    of 2 shards, `to_local()` shows a shard on 2 of 4 ranks: divided by 4, this would be half of it.
+    """
+    data = ranks_of(reducer.axes.mesh)
+    over = [axis for axis, p in enumerate(spec.placements) if p.is_replicate()]
+    axes = [axis for axis in over if {*_along(spec.mesh, axis)} <= data]
+    placements: list[Placement] = [*spec.placements]
+    holders = 1
+    for axis in axes:
+        placements[axis] = Partial()
+        holders *= spec.mesh.shape[axis]
+    divisor = divisor_of(reducer, ranks_of_loss(reducer)) * holders / len(data)
+    return grad / divisor, spec.with_(placements=placements)
+
+
+def _reducer_of_values(node: Any, loss: LossOfPass) -> Reducer | None:
+    """The reducer of the parameters from which alone a DTensor follows: None if there is anything else."""
+    reducers: set[Reducer | None] = set()
+    for below in _nodes_below(node, _is_from_local):
+        leaf = getattr(below, "variable", None)
+        if leaf is not None:
+            reducers.add(loss.reducer_of(leaf) if isinstance(leaf, DTensor) else None)
+        if None in reducers or _is_from_local(below):
+            return None
+    return next(iter(reducers)) if len(reducers) == 1 else None
+
+
+def _reducers_below(node: Any, loss: LossOfPass) -> Iterator[Reducer | None]:
+    """The reducers of all parameters from which a tensor follows, None for one that nobody reduces."""
+
+    def takes_whole(below: Any) -> bool:
+        return _takes_whole(below) and _reducer_of_values(below, loss) is None
+
+    for below in _nodes_below(node, takes_whole):
+        leaf = getattr(below, "variable", None)
+        if leaf is not None:
+            yield loss.reducer_of(leaf)
+        elif takes_whole(below):
+            yield None
+
+
+def _is_from_local(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is FromLocal
+
+
+def _takes_whole(node: Any) -> bool:
+    """Whether a node takes the gradient of one loss on each rank for the whole, as `full_tensor()` does."""
+    shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
+    return shares is not None and shares(node) is None
+
+
+def _nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """A node of the graph and all that its gradient goes on to, up to nodes at which the search ends."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            waiting += [below for below, _ in node.next_functions]
+
+
+@lru_cache(maxsize=4096)
+def _is_replicated(spec: Spec) -> tuple[bool, ...]:
+    return tuple(isinstance(p, Replicate) for p in spec.placements)
+
+
+def _along(mesh: DeviceMesh, *axes: int) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    return () if coordinate is None else tuple(mesh.ranks_along(axes, tuple(coordinate)))
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The global ranks that this rank averages gradients with."""
+    return frozenset(mesh.comm(tuple(range(mesh.ndim))).ranks)
+
+
+_watched: set[Ranks] = set()
+
+
+def watch(mesh: DeviceMesh) -> None:
+    """Have gradients that cross between DTensors and plain tensors over these data axes be noted."""
+    install_crossings(_CROSSINGS)
+    ranks = ranks_of(mesh)
+    if ranks not in _watched and len(ranks) > 1:
+        _watched.add(ranks)
+        _data_ranks.cache_clear()
+
+
+@lru_cache(maxsize=4096)
+def _data_ranks(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[Ranks, Ranks]:
+    """The ranks that hold copies, and those that hold shards, of a DTensor along axes of data parallelism."""
+    found = []
+    for wanted in (True, False):
+        axes = [axis for axis, replicated in enumerate(is_replicated) if replicated is wanted]
+        ranks = frozenset(_along(mesh, *axes)) if axes else NO_RANKS
+        is_data = any(len(ranks & data) > 1 for data in _watched)
+        found.append(ranks if is_data else NO_RANKS)
+    return found[0], found[1]
+
+
+_CROSSINGS = _DataCrossings()

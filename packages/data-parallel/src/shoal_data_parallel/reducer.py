@@ -1,0 +1,38 @@
+"""The base of all that deliver gradients of parameters, reduced over data axes.
+
+May import: sharded_parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+
+from .sharded_parameters import DataAxes
+
+
+class Reducer:
+    """What of a module reduces gradients."""
+
+    axes: DataAxes
+    # whether backward does; otherwise this rank keeps them for the next backward that does
+    syncs: bool = True
+    # what summed gradients are divided by: None for the number of ranks, of a loss of all ranks 1
+    divisor: float | None = None
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        return self.axes.mesh
+
+    def leaves(self) -> Iterable[Tensor]:
+        """Return the parameters whose gradients it delivers, and the replicas where autograd accumulates them."""
+        return ()
+
+    def drop_kept(self) -> None:
+        """Drop kept gradients."""
+
+    def around(self, running: bool) -> None:
+        """Called when a backward pass of replicas begins (True) and when it is over, also by an error (False)."""

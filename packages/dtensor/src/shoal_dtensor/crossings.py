@@ -1,0 +1,49 @@
+"""Gradients that cross between DTensors and plain tensors, for a layer that divides those of parameters.
+
+A DTensor has one gradient, of which ranks hold shards. A plain tensor has one on each rank, which
+data parallelism sums over its ranks. Only the layer of data parallelism can tell one loss of all
+ranks from a loss for each rank, so it is called where gradients cross.
+
+May import: layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .layout.spec import Spec
+
+
+class Crossings(Protocol):
+    """What data parallelism does with gradients that cross. The node is the one of autograd that runs."""
+
+    def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
+        """Return the gradient of what `to_local()` returned, and its layout as the gradient of a DTensor."""
+
+    def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
+        """Return the gradient of a plain tensor that counts as a DTensor of this layout."""
+
+
+_installed: list[Crossings] = []
+
+
+def install_crossings(crossings: Crossings) -> None:
+    """Have `crossings` called from now on; installing the same object again changes nothing."""
+    if crossings not in _installed:
+        _installed.append(crossings)
+
+
+def enter(node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
+    """Return a local gradient and its layout where it enters DTensors, as data parallelism has it."""
+    for crossings in _installed:
+        grad, spec = crossings.enter(node, grad, spec)
+    return grad, spec
+
+
+def leave(node: Any, grad: Tensor, spec: Spec) -> Tensor:
+    """Return a local gradient where it leaves DTensors, as data parallelism has it."""
+    for crossings in _installed:
+        grad = crossings.leave(node, grad, spec)
+    return grad
