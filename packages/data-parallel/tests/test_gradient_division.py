@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def over_data(how: str) -> tuple[DeviceMesh, Any, Any]:
 def set_factor(model: nn.Module, factor: float | None) -> None:
     for module in model.modules():
         if factor is not None and hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(factor)
+            cast(Any, module).set_gradient_divide_factor(factor)
 
 
 def flat(mesh: DeviceMesh) -> DeviceMesh:
@@ -179,8 +179,8 @@ def test_losses_of_each_rank(how: str, loss: str) -> None:
     set_factor(model, factor)
     for module, pairs in (plain, inputs()), (model, rows_of(mesh)):
         image, _, scale = module(*pairs)
-        loss: Any = loss_of(image * scale, ROWS * 3)
-        loss.backward()
+        one: Any = loss_of(image * scale, ROWS * 3)
+        one.backward()
     same_gradients(plain, model)
 
 
