@@ -594,3 +594,102 @@ def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empt
             {name: 2 * value for name, value in model.state_dict().items()}, assign=True
         )
         torch.testing.assert_close(model(rows), 2 * start(rows))
+
+
+# --- writes in a forward --------------------------------------------------------------------------
+
+
+class Writing(nn.Module):
+    """A layer whose forward writes to its weight before it uses it."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.layer.weight, x)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def rank_writes(weight: Tensor, x: Tensor) -> None:
+    """Only ranks with a positive first entry write."""
+    if x[0, 0] > 0:
+        weight.mul_(0.5)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "values of the rank's rows": lambda weight, x: weight.clamp_(max=float(x.max()) * 0.1),
+    "on some ranks": rank_writes,
+}
+
+
+@SHARDED
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("case", [*WRITES, "an embedding with max_norm", "frozen"])
+@on_ranks(2)
+def test_a_forward_that_writes_its_ranks_values_is_an_error(
+    case: str, kept: bool, shard_optimizer: bool
+) -> None:
+    """Replicas drifted apart for good, in silence."""
+    mesh = mesh_of(2, 1)
+    rank = mesh.get_local_rank("data")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 4))
+    x: Any = torch.arange(5) + 5 * rank
+    if case in WRITES:
+        model = nn.Sequential(nn.Linear(4, 4), Writing(WRITES[case]))
+        x = torch.full((3, 4), 1.0 - 2 * rank)
+        nn.init.eye_(model[0].weight)
+    model[0].requires_grad_(case != "frozen")
+    replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
+    model.set_requires_gradient_sync(not kept)
+    loss = model(x).sum()
+    if kept:
+        loss.backward()
+        model.set_requires_gradient_sync(True)
+        loss = model(x).sum()
+    with pytest.raises(StyleError, match="wrote different values to parameters"):
+        loss.backward()
+
+
+@SHARDED
+@on_ranks(2)
+def test_a_forward_may_write_what_all_ranks_have(shard_optimizer: bool) -> None:
+    def normalize(weight: Tensor, _: Tensor) -> object:
+        return weight.div_(weight.norm(dim=1, keepdim=True))
+
+    plain, model = pair(mesh_of(2, 1), lambda: Writing(normalize), shard_optimizer=shard_optimizer)
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for _ in range(3):
+        plain(x).square().mean().backward()
+        model(*own(mesh_of(2, 1), x)).square().mean().backward()
+        same_gradients(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("broadcast_buffers", [False, True])
+@on_ranks(2)
+def test_buffers_are_each_ranks_own_or_the_first_ranks(broadcast_buffers: bool) -> None:
+    mesh = mesh_of(2, 1)
+    torch.manual_seed(0)
+    model: Any = replicate(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        mesh["data"],
+        broadcast_buffers=broadcast_buffers,
+    )
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_local_rank("data")))
+    norm = copy.deepcopy(model[1])
+    for _ in range(2):
+        model(rows).sum().backward()
+        assert model[1].running_mean.abs().sum() > 0
+    # the second forward began with the statistics of the first rank
+    first = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    for batch_ in (first if broadcast_buffers else rows, rows):
+        norm(model[0](batch_).detach())
+    torch.testing.assert_close(model[1].running_mean, norm.running_mean)
+    assert model[1].num_batches_tracked == 2

@@ -10,7 +10,7 @@ A rank may update a shard of its replica only, and have the optimizer's state of
 6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
 that other ranks have updated.
 
-May import: _torch, reducer, reduction, sharded_parameters.
+May import: _torch, forward_writes, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import all_gather
 
 from ._torch import run_when_ready
+from .forward_writes import COLUMNS, ForwardWrites
 from .reducer import Reducer
 from .reduction import Group, GroupReduction, deliver
 from .sharded_parameters import DataAxes, ShardedParameter
@@ -192,9 +193,19 @@ class Bucket(Group):
 
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
+        # of the bucket whose flags show what forwards have written
+        self.writes: ForwardWrites | None = None
         self.replicas = replicas
         self.parameters = [replica.target for replica in replicas]
         self.trained = list(range(len(replicas)))
+
+    def watch_writes(self, writes: ForwardWrites) -> None:
+        """Send what forwards have written with this bucket's gradients."""
+        self.writes = writes
+        self.extra_flags = COLUMNS
+
+    def extra_columns(self) -> Tensor | None:
+        return None if self.writes is None else self.writes.columns()
 
     def take(self, i: int) -> Tensor | None:
         """The gradient that autograd has accumulated, taken away from a parameter."""
@@ -363,6 +374,7 @@ class GradientBuckets:
                 self._reduce(at)
             for reduction in self._reductions:
                 reduction.wait()
+                self._check_writes(reduction)
             reductions = self._reductions
             self._reductions = []
         else:
@@ -375,6 +387,16 @@ class GradientBuckets:
         deliver(reductions)
         for bucket in self.buckets:
             bucket.spoiled = False
+
+    def _check_writes(self, reduction: GroupReduction) -> None:
+        """Raise StyleError if ranks have written different values; the host of an accelerator looks only if it has."""
+        bucket = reduction.group
+        assert isinstance(bucket, Bucket), "they are made here"
+        writes, sums = bucket.writes, reduction.extra
+        if writes is None or sums is None:
+            return
+        if writes.has_written or sums.is_cpu:
+            writes.check(sums, bucket.axes.comm.size, self.owner.module)
 
     def fail(self) -> None:
         """The pass has raised: no `.grad` has changed, unless it was already delivering."""

@@ -6,6 +6,7 @@ May import: sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ class Reducer:
     """What of a module reduces gradients."""
 
     axes: DataAxes
+    # of a replicated module, the module
+    module: Any
     # whether backward does; otherwise this rank keeps them for the next backward that does
     syncs: bool = True
     # what summed gradients are divided by: None for the number of ranks, of a loss of all ranks 1

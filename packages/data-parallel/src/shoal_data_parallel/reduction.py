@@ -42,6 +42,8 @@ class Group(Reducer):
     parameters: Sequence[ShardedParameter]
     # the indices of those that require gradients
     trained: list[int]
+    # how many flags travel with the gradients beside one for each parameter
+    extra_flags = 0
 
     def __init__(self, name: str, axes: DataAxes) -> None:
         self.name = name  # for messages and profiles
@@ -86,6 +88,10 @@ class Group(Reducer):
                 "set_gradient_divide_factor(), which then holds for all of them, or reduce "
                 "after each backward"
             )
+
+    def extra_columns(self) -> Tensor | None:
+        """Return the values of the extra flags on this rank, None for zeros."""
+        return None
 
     def check_kept(self) -> None:
         """Raise StyleError if a backward that raised may have added to kept gradients."""
@@ -165,6 +171,7 @@ class GroupReduction:
         "_in_flight",
         "_kept",
         "_own",
+        "extra",
         "group",
         "returned",
     )
@@ -178,6 +185,8 @@ class GroupReduction:
         self._gradients: Callable[[], list[Tensor]] | None = None
         # of the ranks together, where this one cannot know them
         self._flags: Tensor | None = None
+        # the extra flags, summed over the ranks
+        self.extra: Tensor | None = None
         adds = any(grad is not None for grad in grads.values())
         self._divisor = group.divide_by(adds=adds or not with_kept)
         kept: Kept = {}
@@ -194,12 +203,16 @@ class GroupReduction:
         ]
         # Which gradients there are travels with them: one row of flags for each rank that holds a
         # shard.
-        moves.append(_move_of_flags(partial[0], group.axes, len(moves), moves[0][1].dtype))
-        shards.append(shards[0].new_ones((group.axes.ranks_of_shards, len(self._own))))
+        columns = len(self._own) + group.extra_flags
+        moves.append(_move_of_flags(partial[0], group.axes, columns, moves[0][1].dtype))
+        shards.append(shards[0].new_ones((group.axes.ranks_of_shards, columns)))
         # written on the device: the host waits for no copy
         for at, there in enumerate(self._own):
             if not there:
                 shards[-1][:, at].zero_()
+        if group.extra_flags:
+            extra = group.extra_columns()
+            shards[-1][:, len(self._own) :] = 0 if extra is None else extra
         with purpose(f"{group.owner} reduces {group.name}"):
             self._in_flight: ShardsInFlight = redistribute_shards(given_away(shards), moves)
 
@@ -239,9 +252,13 @@ class GroupReduction:
             group.parameters[i].leaf.is_cpu for i in group.trained
         )
         self._gradients = download(reduced) if on_host else lambda: reduced
+        if isinstance(flags, FakeTensor):
+            return
+        row = flags.reshape(-1, len(self._own) + group.extra_flags)[0]
+        self.extra = row[len(self._own) :]
         # A gradient that this rank has is there: nobody has to look.
-        if not all(self._own) and not isinstance(flags, FakeTensor):
-            self._flags = flags.reshape(-1, len(self._own))[0]
+        if not all(self._own):
+            self._flags = row[: len(self._own)]
 
     def gradients(self) -> list[Tensor]:
         """The reduced local gradients; zeros for a parameter that had none on any rank."""

@@ -3,7 +3,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
 backward pass leaves in `.grad` is the mean over the data axes.
 
-May import: global_losses, gradient_buckets, policies, reducer, reduction, sharded_parameters.
+May import: forward_writes, global_losses, gradient_buckets, policies, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
+from .forward_writes import ForwardWrites
 from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -52,7 +53,7 @@ from .sharded_parameters import (
 _STATE = "_shoal_replicated"
 
 
-@takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool)
+@takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool, broadcast_buffers=bool)
 def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     module: nn.Module,
     mesh: DeviceMesh | str,
@@ -62,6 +63,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     src_data_rank: int | None = 0,
     ignored_params: Iterable[nn.Parameter] = (),
     shard_optimizer: bool = False,
+    broadcast_buffers: bool = False,
     # of the module's class and a `ReplicateModule`, which no type says
 ) -> Any:
     """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
@@ -73,7 +75,9 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     `torch.autograd.grad` returns means too.
 
     Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count
-    their rank's rows.
+    their rank's rows. With `broadcast_buffers` each forward begins with those of the first rank, as
+    DDP's does by default. A forward that writes different values to a parameter on different ranks
+    is an error of the backward that follows: `nn.Embedding(max_norm=...)` does so.
 
     Args:
         module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.
@@ -90,6 +94,8 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
             (ZeRO-1). Then `module.parameters()` are DTensors that are sharded over them too, and so
             are gradients; make the optimizer afterwards. The forward sees replicas, of which every
             rank keeps all; it gathers those that were updated.
+        broadcast_buffers: begin each forward that is followed by a reduction with the buffers of
+            the first rank along the data axes.
 
     Raises:
         LayoutError: if the module is replicated already, or a parameter is placed on a data axis
@@ -121,11 +127,9 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         mesh = around[mesh]
     axes = DataAxes(mesh, sharded=0)
     axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
-    _install(
-        Replicas(module, axes, bucket_bytes, reduce_dtype, ignored=ignored_params),
-        module,
-        src_data_rank,
-    )
+    state = Replicas(module, axes, bucket_bytes, reduce_dtype, ignored=ignored_params)
+    state.broadcast_buffers = broadcast_buffers
+    _install(state, module, src_data_rank)
     return module
 
 
@@ -182,6 +186,10 @@ class Replicas(Reducer):
         self._shows_replicas = False
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
+        self.writes = ForwardWrites()
+        self._seen_by_modules: list[nn.Parameter] = []
+        # whether each forward begins with the buffers of the first rank
+        self.broadcast_buffers = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module, whose own parameters are attached, and replicas filled, at its first forward."""
@@ -193,6 +201,8 @@ class Replicas(Reducer):
             "_shows_replicas": False,
             "_attached": [],
             "_depth": 0,
+            "writes": ForwardWrites(),
+            "_seen_by_modules": [],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,19 +279,20 @@ class Replicas(Reducer):
 
     def attach(self) -> None:
         """Have the gradients of the module's trained parameters as they are now averaged."""
+        held = self.held()
+        self._seen_by_modules = held
         if self.axes.sharded:
+            self._seen_by_modules = [replica.leaf for replica in self.replicas]
             trained = [replica for replica in self.replicas if replica.adopt()]
             pairs = [(replica.leaf, replica.held) for replica in trained]
-            if {id(param) for param in self.held()} - {
-                id(replica.held) for replica in self.replicas
-            }:
+            if {id(param) for param in held} - {id(replica.held) for replica in self.replicas}:
                 raise StyleError(
                     "replicate: the module has got another parameter since replicate(..., "
                     "shard_optimizer=True), of "
                     "which the optimizer's state cannot be sharded; add parameters before"
                 )
         else:
-            pairs = [(param, param) for param in self.held() if param.requires_grad]
+            pairs = [(param, param) for param in held if param.requires_grad]
         # the buckets hold both
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]
         if attached == self._attached:
@@ -318,7 +329,10 @@ class Replicas(Reducer):
             )
 
         groups = in_groups(reversed(trained), size_of, self._bucket_bytes)
-        return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
+        buckets = [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
+        for bucket in buckets[:1]:
+            bucket.watch_writes(self.writes)
+        return buckets
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Hook: parameters may have been updated, replaced, frozen or added since the last forward."""
@@ -331,12 +345,17 @@ class Replicas(Reducer):
             state.gather()
             state.attach()
         self.around(False)
+        self.writes.begin(self._seen_by_modules)
+        if self.broadcast_buffers and self.syncs:
+            self._send_buffers()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook, also of a forward that raised: a backward through the output begins there."""
         if is_compiling():
             return
         self._depth -= 1
+        if not self._depth and not self.gradients.running:
+            self.writes.end()
         self.around(self.gradients.running)
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -363,6 +382,19 @@ class Replicas(Reducer):
         if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):
             for state in reversed(inside):
                 state.gradients.begin()
+
+    @torch.no_grad()
+    def _send_buffers(self) -> None:
+        """Copy the buffers of the first data-parallel rank to the others: one message for each dtype."""
+        of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            local = local_of(buffer)
+            of_dtype.setdefault(local.dtype, []).append(local)
+        for locals_ in of_dtype.values():
+            packed = torch.cat([local.flatten() for local in locals_])
+            received = broadcast(packed, self.axes.comm).split([t.numel() for t in locals_])
+            for local, values in zip(locals_, received, strict=True):
+                local.copy_(values.view_as(local))
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -1,0 +1,98 @@
+"""Writes to replicated parameters inside of a forward: found by versions, compared between ranks with the gradients.
+
+A forward may normalize its weights in place, equally on all ranks. What it writes from its rank's
+rows (`nn.Embedding(max_norm=...)`) makes replicas drift apart. A digest of the parameters that a
+forward has written to travels with the flags of the next reduction, one bit a column:
+
+    rank 0 wrote    1 | 1 0 1      the first column: this rank has written something
+    rank 1 wrote    1 | 0 0 1
+    sum             2 | 1 0 2      a column that is neither 0 nor the number of ranks: they differ
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import FakeTensor, local_of
+
+# Columns of flags: whether a rank has written, and the bits of the digest.
+COLUMNS = 16
+_BITS = COLUMNS - 1
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ForwardWrites:
+    """The parameters that forwards have written to since the last reduction."""
+
+    def __init__(self) -> None:
+        # The parameters of the forward that runs, and how often each had been written to.
+        self._before: list[tuple[nn.Parameter, int]] = []
+        self._written: dict[int, nn.Parameter] = {}
+        self._digest: Tensor | None = None
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the versions of parameters at the begin of a forward."""
+        self._before = [(p, p._version) for p in parameters if not p.is_inference()]
+
+    def end(self) -> None:
+        """Digest the parameters whose versions have changed since the begin."""
+        written = [p for p, version in self._before if p._version != version]
+        self._before = []
+        if not written:
+            return
+        self._written.update((id(p), p) for p in written)
+        digest = _digest_of(written)
+        self._digest = digest if self._digest is None else self._digest * 31 + digest
+
+    def columns(self) -> Tensor | None:
+        """Return this rank's `(COLUMNS,)` flags of 0 and 1, of the writes since the last call; None without writes."""
+        digest = self._digest
+        self._digest = None
+        return None if digest is None else _as_columns(digest)
+
+    @property
+    def has_written(self) -> bool:
+        return bool(self._written)
+
+    def check(self, sums: Tensor, ranks: int, module: nn.Module) -> None:
+        """Raise StyleError, naming the parameters, if the sums of the ranks' columns show different writes."""
+        written, self._written = self._written, {}
+        if all(count in (0, ranks) for count in sums.tolist()):
+            return
+        names = [name for name, p in module.named_parameters() if id(p) in written]
+        of_rank = f"parameters {names}" if names else "no parameters"
+        raise StyleError(
+            "replicate: forwards wrote different values to parameters on different ranks, so their "
+            f"replicas are no longer equal; on this rank they wrote to {of_rank}. An Embedding "
+            "with max_norm does so for the rows of its own batch: write after the optimizer's "
+            "step instead, from values that all ranks have "
+            "(embedding.weight.data.renorm_(2, 0, max_norm)), or keep the values in a buffer"
+        )
+
+
+def _digest_of(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One integer, on the device: equal where all values have equal bits."""
+    sums = []
+    for parameter in parameters:
+        local = local_of(parameter).detach()
+        if isinstance(local, FakeTensor):
+            continue
+        real = torch.view_as_real(local) if local.is_complex() else local
+        bits = real.contiguous().view(_INTEGERS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def _as_columns(digest: Tensor) -> Tensor:
+    """Flags of a digest of 64 bits, all of which are mixed into the last ones."""
+    for shift in (32, 16):
+        digest = digest ^ (digest >> shift)
+    bits = (digest >> torch.arange(_BITS, device=digest.device)) & 1
+    return torch.cat([bits.new_ones(1), bits])
