@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal_context_parallel import LayoutError, SequenceLayout
+from shoal_context_parallel.sequence_layout import AttentionMask, tiles
 from shoal_dtensor import Shard
 from shoal_dtensor.layout.dim_sharding import shard_sizes
 
@@ -50,3 +51,20 @@ def test_overlaps_gaps_and_other_lengths_are_refused() -> None:
             SequenceLayout(ranges)
     with pytest.raises(LayoutError, match="no sequence of 8 positions"):
         SequenceLayout.contiguous(8, 2).shard(torch.zeros(3, 7), 1, 0)
+
+
+def test_a_tile_of_a_window_has_the_keys_that_its_queries_may_read_and_no_others() -> None:
+    # A tile that took all keys gave the right values, at the cost of attention without a window.
+    layout = SequenceLayout.contiguous(4096, 2)
+    mask = AttentionMask(causal=True, window=(100, None))
+    pairs = 0
+    for rank in range(2):
+        for owner in range(2):
+            for tile in tiles(layout, rank, owner, mask):
+                queries = tile.queries.stop - tile.queries.start
+                keys = tile.keys.stop - tile.keys.start
+                assert keys <= queries + 100
+                pairs += queries * keys
+    # The window itself has 4096 x 101 pairs of a query and a key. Tiles of 512 queries round them up.
+    assert pairs + 100 * 101 // 2 >= 4096 * 101
+    assert pairs <= 4096 * (512 + 100)

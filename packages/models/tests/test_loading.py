@@ -62,6 +62,76 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
     assert isinstance(module.output.weight, DTensor) and module.output.weight.requires_grad
 
 
+class CountingFile:
+    """A safetensors file that counts the bytes of what it returns."""
+
+    def __init__(self, file: Any, counted: list[int]) -> None:
+        self.file = file
+        self.counted = counted
+
+    def __enter__(self) -> CountingFile:
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self.file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.file.get_tensor(name)
+        self.counted.append(tensor.nbytes)
+        return tensor
+
+    def get_slice(self, name: str) -> CountingSlice:
+        return CountingSlice(self.file.get_slice(name), self.counted)
+
+
+class CountingSlice:
+    """A tensor of a file that counts the bytes of the parts that are read."""
+
+    def __init__(self, part: Any, counted: list[int]) -> None:
+        self.part = part
+        self.counted = counted
+
+    def get_shape(self) -> Any:
+        return self.part.get_shape()
+
+    def __getitem__(self, slices: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self.part[slices]
+        self.counted.append(tensor.nbytes)
+        return tensor
+
+
+@needs_safetensors
+@on_ranks(4)
+def test_a_rank_takes_only_its_shards_from_the_files(tmp_path: Path) -> None:
+    # Reading every tensor whole on every rank, and slicing it then, was not seen by `bytes_read`.
+    import safetensors
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    single: Any = Gpt(dropout=0.0, vocab_size=12, tied=False)
+    state = {name: value.contiguous() for name, value in single.state_dict().items()}
+    path = tmp_path / f"{torch.distributed.get_rank()}.safetensors"
+    save_file(state, path)
+    with torch.device("meta"):
+        module = Gpt(dropout=0.0, vocab_size=12, tied=False)
+    parallelize_module(module, all_ranks(), gpt_plan())
+    counted: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain_open = safetensors.safe_open
+
+        def safe_open(*args: Any, **kwargs: Any) -> CountingFile:
+            return CountingFile(plain_open(*args, **kwargs), counted)
+
+        patch.setattr(safetensors, "safe_open", safe_open)
+        loaded = load_sharded(module, path)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    assert sum(counted) == sum(tensor.nbytes for tensor in local) == loaded.bytes_read
+
+
 @on_ranks(4)
 def test_fused_parameters_and_errors() -> None:
     axis = all_ranks()

@@ -46,6 +46,25 @@ def test_mlps(make: Any, lower: bool) -> None:
     )
 
 
+@on_ranks(2)
+def test_second_derivatives_need_a_model_that_is_not_lowered() -> None:
+    # `lower=False` that was ignored gave the same values, so only a message showed it.
+    x = torch.randn(3, 10, dtype=torch.double)
+
+    def second_derivative(model: Any) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        return second
+
+    expected = second_derivative(MLP().double())
+    as_dtensors = parallelize_module(MLP().double(), all_ranks(), MLP.plan, lower=False)
+    torch.testing.assert_close(second_derivative(as_dtensors), expected)
+    lowered = parallelize_module(MLP().double(), all_ranks(), MLP.plan)
+    with pytest.raises(RuntimeError, match="lower=False"):
+        second_derivative(lowered)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
