@@ -47,8 +47,8 @@ def log_to_stderr(*topics: str) -> None:
 
     Example:
         >>> log_to_stderr("sums")
-        Traceback (most recent call last): shoal_mesh.errors.MeshError: there is no topic 'sums' to
-        log: collectives, plans, decisions, or all
+        Traceback (most recent call last):
+        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, decisions, or all
     """
     for topic in topics:
         if topic not in TOPICS:

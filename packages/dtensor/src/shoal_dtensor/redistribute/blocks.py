@@ -46,8 +46,7 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     Example:
         >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
         >>> exchange_blocks(0, rows, columns)
-        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0,
-        1)),))
+        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0, 1)),))
     """
     sends: list[Block] = []
     receives: list[Block] = []
