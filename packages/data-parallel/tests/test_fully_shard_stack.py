@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
 from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
 from shoal_data_parallel import StyleError, fully_shard, replicate
-from shoal_data_parallel.unit import Unit, unit_of
+from shoal_data_parallel.unit import Unit, UnitState, unit_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh
@@ -151,12 +151,12 @@ def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
         first.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
     numbers = {unit_of(block): i for i, block in enumerate(model.blocks)}
     seen: list[str] = []
-    begin = Unit.start
+    begin = Unit.start_gathering
 
     def start(unit: Unit) -> None:
-        before = unit._coming
+        before = unit.state
         begin(unit)
-        if unit._coming is not before and unit in numbers:
+        if unit.state is UnitState.GATHERING and unit.state is not before and unit in numbers:
             seen.append(f"gather {numbers[unit]}")
 
     for i, block in enumerate(model.blocks):
@@ -164,7 +164,7 @@ def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
         block.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
     for step in range(2):
         seen.clear()
-        with patch.object(Unit, "start", start):
+        with patch.object(Unit, "start_gathering", start):
             loss_of(model, *own(mesh, *batch(step))).backward()
         loss_of(plain, *own(mesh, *batch(step))).backward()
         at = {what: i for i, what in reversed(list(enumerate(seen)))}

@@ -33,8 +33,8 @@ from shoal_mesh.internal import accelerator
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reduction import GroupReduction, ReducingModule, deliver
 from .sharded_parameters import DataAxes
-from .unit import STATE, Unit, unit_of, units_of
-from .unit_passes import as_forward, enter, lead
+from .unit import STATE, Unit, UnitSettings, unit_of, units_of
+from .unit_passes import as_forward, enter, make_outermost
 
 
 @takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
@@ -97,11 +97,11 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         [*(ignored_params or ())],
         shard_placement_fn,
         policies=policies,
-        reshards=reshard_after_forward,
+        settings=UnitSettings(reshard_after_forward),
     )
-    _check_own(modules, [param for param, _ in unit.own()])
+    _check_own(modules, [param for param, _ in unit.owned_parameters()])
     unit.take()
-    lead(unit, [inner for module in modules for inner in units_of(module)])
+    make_outermost(unit, [inner for module in modules for inner in units_of(module)])
     for one in modules:
         vars(one)[STATE] = unit
         refuse_save_pretrained(one)
@@ -206,7 +206,7 @@ class FSDPModule(ReducingModule):
         if not async_op:
             enter(unit)
             return None
-        unit.start()
+        unit.start_gathering()
         return UnshardHandle(unit)
 
     def reshard(self) -> None:
@@ -215,7 +215,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if something was written to the gathered parameters.
         """
-        unit_of(self).leave()
+        unit_of(self).reshard()
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that were kept, without another backward.
@@ -233,8 +233,8 @@ class FSDPModule(ReducingModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
         for unit in units_of(self, recurse):
-            unit.reshards = reshard_after_forward
-            unit.frees = reshard_after_forward
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.frees_after_forward = reshard_after_forward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.
@@ -248,7 +248,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        unit_of(self).next_forward = _units(modules)
+        unit_of(self).settings.prefetch_in_forward = _units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The same for backward: by default, the module whose forward came before this one's.
@@ -256,7 +256,7 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        unit_of(self).next_backward = _units(modules)
+        unit_of(self).settings.prefetch_in_backward = _units(modules)
 
 
 def _units(modules: Sequence[nn.Module]) -> list[Unit]:
@@ -336,5 +336,5 @@ def reduce_after_last_microbatch(stage: Any) -> None:
 
     module.set_requires_gradient_sync(False)
     for unit in units_of(module):
-        unit.stands_in = True
+        unit.settings.return_zero_gradients = True
     stage.perform_reduce_grad = perform_reduce_grad

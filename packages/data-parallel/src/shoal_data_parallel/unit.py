@@ -1,7 +1,24 @@
 """A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
 
-What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors,
-and they are filled again before the unit's backward.
+A unit is in one of three states, and only the methods named here change it:
+
+                 start_gathering()                finish_gathering()
+      SHARDED ----------------------> GATHERING ----------------------> GATHERED
+         ^                                                                  |
+         +------------------------------- free() ---------------------------+
+
+      SHARDED      a rank holds its shards; gathered tensors exist only without memory
+      GATHERING    shards are in flight to the other ranks
+      GATHERED     the gathered tensors have memory and values
+
+The modules see the sharded leaves in every state, except in GATHERED between `expose()` and
+`hide()`: then they see views of the gathered tensors. `gather()` is `start_gathering()`, unless that
+has been called already, and `finish_gathering()`; `reshard()` is `hide()` and `free()`. A unit whose
+leaves were written to since it was gathered goes from GATHERED to GATHERING: autograd's graph may
+still hold the old tensors.
+
+A forward gathers and exposes its unit, and reshards it at its end; so does a backward. In between
+autograd's graph keeps the gathered tensors without their memory, and the backward fills them again.
 
 May import: _torch, global_losses, policies, reduction, sharded_parameters.
 """
@@ -11,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 from weakref import ref
 
@@ -41,36 +59,102 @@ STATE = "_shoal_fully_sharded"
 Versions = list[tuple[object, ...]]
 
 
+class UnitState(Enum):
+    """Where the values of a unit's parameters are; the transitions are drawn in the module's docstring."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
 @dataclass(slots=True, eq=False)
 class Gathered:
     """The gathered parameters of a unit, from a forward to its backward."""
 
     # of the leaves when they were gathered (`Unit.versions`)
     versions: Versions
-    # the gathered local tensors, one per parameter; without memory while they are freed
+    # the gathered local tensors, one per parameter
     tensors: list[Tensor] = field(default_factory=list)
-    filled: bool = False  # whether the tensors have memory
+    # whether the tensors have memory; without it they only hold their place in autograd's graph
+    has_storage: bool = False
     # how often each tensor had been written to when it was filled
-    written: Sequence[int] = ()
+    versions_when_filled: Sequence[int] = ()
+
+    def allocate(self, parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+        """Give all gathered tensors memory, making those that do not exist yet."""
+        if not self.tensors:
+            for spec in (parameter.gathered for parameter in parameters):
+                device = spec.mesh.device_type
+                self.tensors.append(torch.empty(spec.local_shape, dtype=spec.dtype, device=device))
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        return self.tensors
+
+    def release(self) -> bool:
+        """Free the memory of all gathered tensors; return whether one was written to since it was filled."""
+        were_written = self.versions_when_filled != [tensor._version for tensor in self.tensors]
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(0)
+        self.has_storage = False
+        return were_written
 
 
 class Views(list[Tensor]):
-    """What modules see of gathered tensors. A unit holds it only so long: its graph holds the unit, unseen by gc."""
+    """Views of the gathered tensors, as modules see them.
+
+    A unit holds them only while they are exposed: their autograd graph holds the unit, in a cycle that
+    the garbage collector does not see.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Forward:
     """One forward of a unit."""
 
-    unit: Unit  # the unit
-    gathered: Gathered  # the values that it used
-    # indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to
+    unit: Unit
+    # the values that the forward used
+    gathered: Gathered
+    # indices of the parameters whose gradients are recorded
     trained: list[int]
     views: ref[Views]
-    units: Sequence[Unit]  # all units of the same outermost module
+    # all units of the same outermost module
+    units: Sequence[Unit]
+    # the autograd nodes that the gradients of the trained parameters go to
     nodes: Sequence[Any] = ()
     # the unit whose forward ended before, so that its backward begins next
     before: Sequence[Unit] = ()
+
+
+@dataclass(slots=True, eq=False)
+class ForwardScope:
+    """The forward of a unit's modules that is running: from the first module's start to the last one's end."""
+
+    forward: Forward | None = None
+    # the modules whose forward is still to come
+    awaited: set[nn.Module] = field(default_factory=set)
+    # a block of hooks on saved tensors for each module that is running, the innermost last
+    guards: list[AbstractContextManager[Any]] = field(default_factory=list)
+    # a module of the unit that is called outside of the unit's forward
+    lone_call: nn.Module | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """No module is running or still to come."""
+        return not self.awaited and not self.guards
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Start again, with all of these modules still to come."""
+        self.forward = None
+        self.awaited = set(modules)
+
+    def enter_guard(self, guard: AbstractContextManager[Any]) -> None:
+        """Have a module run inside a block, until `exit_guard`."""
+        self.guards.append(guard)
+        guard.__enter__()
+
+    def exit_guard(self) -> None:
+        """Leave the block of the innermost module."""
+        self.guards.pop().__exit__(None, None, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +165,56 @@ class Schedule:
     units: list[Unit]
     # in which units began in the forward that runs, or was last
     order: list[Unit] = field(default_factory=list)
-    ended: list[Unit] = field(default_factory=list)  # in which they ended
-    previous: list[Unit] = field(default_factory=list)  # in which they began in the one before
-    # whether the outermost module's forward is
+    # in which they ended
+    ended: list[Unit] = field(default_factory=list)
+    # in which they began in the forward before
+    previous: list[Unit] = field(default_factory=list)
+    # whether the outermost module's forward is running
     running: bool = False
+
+    def begin_forward(self, unit: Unit) -> None:
+        """Note that a unit begins; the outermost one, or one outside of it, begins a new order."""
+        is_outermost = unit is self.units[0]
+        if is_outermost or not self.running:
+            self.previous = self.order
+            self.order = []
+            self.ended = []
+            self.running = is_outermost
+
+    def next_last_time(self, unit: Unit) -> Sequence[Unit]:
+        """Return the unit that followed in the forward before, if that has come the same way so far.
+
+        Called when `unit` is the last of `order`.
+        """
+        position = len(self.order) - 1
+        if self.previous[position : position + 1] != [unit]:
+            return ()
+        return self.previous[position + 1 : position + 2]
+
+    def ended_before(self, unit: Unit, *, recomputing: bool) -> Sequence[Unit]:
+        """Return the unit that ended before this one, which ends now: its backward comes next.
+
+        Where the unit is computed again in a backward, `ended` is that of the first time.
+        """
+        position = len(self.ended)
+        if recomputing:
+            position = self.ended.index(unit) if unit in self.ended else 0
+        return self.ended[max(position - 1, 0) : position]
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """Choices of the user for one unit."""
+
+    # None: free after the forward unless the unit is the outermost one
+    reshard_after_forward: bool | None
+    # the units that start to gather when this one's forward begins; None: the one that came next the
+    # last time
+    prefetch_in_forward: Sequence[Unit] | None = None
+    # the same for its backward; None: the one whose forward ended before
+    prefetch_in_backward: Sequence[Unit] | None = None
+    # while gradients are kept, torch.autograd.grad returns zeros: pipeline stages split a backward so
+    return_zero_gradients: bool = False
 
 
 class Unit(Group):
@@ -100,7 +230,7 @@ class Unit(Group):
         ignored: Sequence[nn.Parameter],
         placement: Callable[[nn.Parameter], Shard | None] | None,
         policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
-        reshards: bool | None,
+        settings: UnitSettings,
     ) -> None:
         super().__init__("+".join(type(module).__name__ for module in modules), axes)
         # gathered from the forward of the first to that of the last
@@ -108,53 +238,47 @@ class Unit(Group):
         self.ignored = ignored
         self.placement = placement
         self.policies = policies
+        self.settings = settings
         self.parameters = []
-        # those that required gradients in the last forward
+        # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
-        # What the user said of freeing after a forward, and what follows from it, as the outermost
-        # unit or inside.
-        self.reshards = reshards
-        self.frees = True
-        # whether torch.autograd.grad gets zeros while gradients are kept, for a pipeline stage
-        self.stands_in = False
-        # Those that start to gather when this one's forward, or backward, begins; None: what came
-        # next the last time.
-        self.next_forward: Sequence[Unit] | None = None
-        self.next_backward: Sequence[Unit] | None = None
-        self.schedule: Schedule = Schedule([self])  # of the outermost module
-        # of the one that leads a schedule: the pass that reached it first, and runs
-        self.backward: Any = None
-        # the gathered parameters; of no version before the first forward
+        # what follows from the settings for a unit that is the outermost one, or inside
+        self.frees_after_forward = True
+        self.schedule: Schedule = Schedule([self])
+        # hooks on modules of an outermost unit, which may be called after its forward
+        self.call_hooks: list[Any] = []
+
+        # The state, which the methods below change: the gathered parameters, those in flight with
+        # the versions of the leaves that were sent, and what modules see in place of the leaves.
         self.current = Gathered([])
-        self.used: Forward | None = None  # the last forward
-        self.open: set[Forward] = set()  # the forwards whose backward is running
-        # what the modules see of gathered parameters, rather than the leaves
-        self.shown: Views | None = None
-        self._coming: tuple[ShardsInFlight, Versions] | None = None
-        self.running: Forward | None = None
-        # the modules whose forward is still to come in the one that is running
-        self.waiting: set[nn.Module] = set()
-        self.guards: list[AbstractContextManager[Any]] = []
-        # one of the unit's, outside of the unit's forward
-        self.called: nn.Module | None = None
-        self.handles: list[Any] = []
+        self._in_flight: tuple[ShardsInFlight, Versions] | None = None
+        self.exposed: Views | None = None
+
+        # The passes, written by `unit_passes`: the forward that is running; the last one; those
+        # whose backward is running; and, of the first unit of a schedule, the backward pass that
+        # reached it first.
+        self.scope = ForwardScope()
+        self.used: Forward | None = None
+        self.open: set[Forward] = set()
+        self.backward: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
+        settings = UnitSettings(self.settings.reshard_after_forward)
         copied = Unit(
             self.modules,
             self.axes,
             self.ignored,
             self.placement,
             policies=self.policies,
-            reshards=self.reshards,
+            settings=settings,
         )
         copied.divisor = self.divisor
-        copied.frees = self.frees
+        copied.frees_after_forward = self.frees_after_forward
         copied.syncs = self.syncs
         copied.parameters = self.parameters
         copied.schedule = self.schedule
-        copied.handles = self.handles
+        copied.call_hooks = self.call_hooks
         copied.trained = copied.find_trained()
         return vars(copied)
 
@@ -174,7 +298,7 @@ class Unit(Group):
 
     leaves = held
 
-    def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
+    def owned_parameters(self) -> list[tuple[nn.Parameter, list[Site]]]:
         """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it."""
         owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
         inner = {unit for module in self.modules for unit in units_of(module)} - {self}
@@ -196,7 +320,7 @@ class Unit(Group):
 
     def take(self) -> None:
         """Shard the parameters that the modules hold now."""
-        owned = self.own()
+        owned = self.owned_parameters()
         self._reset(
             [
                 shard_parameter(p, sites, self.axes, self.placement, self.policies)
@@ -210,7 +334,7 @@ class Unit(Group):
 
     def give_back(self) -> None:
         """Have the modules hold the parameters as they were before data axes sharded them."""
-        self.leave()
+        self.reshard()
         make_whole(self.parameters)
         self._reset([])
 
@@ -218,16 +342,23 @@ class Unit(Group):
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
         self.current = Gathered([])
         self.used = None
-        self._coming = None
+        self._in_flight = None
         self.parameters = parameters
         self.trained = self.find_trained()
-        self.show()
+        self.hide()
 
     def find_trained(self) -> list[int]:
         """The parameters that require gradients now, or have kept ones."""
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 
-    # --- gathering --------------------------------------------------------------------------------
+    # --- the state and its transitions ------------------------------------------------------------
+
+    @property
+    def state(self) -> UnitState:
+        """Where the values of the parameters are."""
+        if self._in_flight is not None:
+            return UnitState.GATHERING
+        return UnitState.GATHERED if self.current.has_storage else UnitState.SHARDED
 
     @property
     def versions(self) -> Versions:
@@ -235,64 +366,53 @@ class Unit(Group):
         world = dist.group.WORLD
         return [(world and ref(world),), *(p.version() for p in self.parameters)]
 
-    def start(self) -> None:
-        """Start to gather, unless the values are here or on their way."""
+    def start_gathering(self) -> None:
+        """Send the shards, unless the values of the leaves are here or in flight."""
         versions = self.versions
-        here = self.current.filled and self.current.versions == versions
-        if (
-            not self.parameters
-            or here
-            or (self._coming is not None and self._coming[1] == versions)
-        ):
+        is_here = self.current.has_storage and self.current.versions == versions
+        is_coming = self._in_flight is not None and self._in_flight[1] == versions
+        if not self.parameters or is_here or is_coming:
             return
-        self._coming = (
-            start_to_gather(self.parameters, f"fully_shard gathers {self.name}"),
-            versions,
-        )
+        sent = start_to_gather(self.parameters, f"fully_shard gathers {self.name}")
+        self._in_flight = (sent, versions)
 
-    def gather(self) -> Gathered:
-        self.start()
-        coming = self._coming
-        self._coming = None
-        versions = self.versions if coming is None else coming[1]
-        # with nothing on its way: there are no parameters
+    def finish_gathering(self) -> None:
+        """Wait for the values in flight, if there are some, and write them to the gathered tensors."""
+        in_flight = self._in_flight
+        self._in_flight = None
+        versions = self.versions if in_flight is None else in_flight[1]
+        # with nothing in flight: there are no parameters
         if self.current.versions != versions:
             self.current = Gathered(versions)
+        if in_flight is None:
+            return
         current = self.current
-        if coming is None:
-            return current
-
-        def memory() -> list[Tensor]:
-            specs = [p.gathered for p in self.parameters] if not current.tensors else []
-            current.tensors += [
-                torch.empty(s.local_shape, dtype=s.dtype, device=s.mesh.device_type) for s in specs
-            ]
-            for tensor in current.tensors:
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            return current.tensors
-
-        # What is gathered under inference_mode is used by later forwards too. Autograd does not
-        # count it as a write: the values are those that the forward used.
+        # The values gathered under inference_mode are used by later forwards too. Autograd does not
+        # count this as a write: the values are those that the forward used.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             preserving_versions(tuple(current.tensors)),
         ):
-            coming[0].wait(memory)
-        current.filled, current.written = True, [tensor._version for tensor in current.tensors]
-        return current
+            in_flight[0].wait(lambda: current.allocate(self.parameters))
+        current.has_storage = True
+        current.versions_when_filled = [tensor._version for tensor in current.tensors]
+
+    def gather(self) -> Gathered:
+        """Have the values of the leaves gathered, and return them."""
+        self.start_gathering()
+        self.finish_gathering()
+        return self.current
 
     def free(self) -> None:
-        """Give the memory of the gathered parameters back; a StyleError if something was written to them."""
-        current = self.current
-        if not current.filled:
+        """Free the memory of the gathered parameters.
+
+        Raises:
+            StyleError: if something was written to them.
+        """
+        if not self.current.has_storage:
             return
-        lost = current.written != [tensor._version for tensor in current.tensors]
-        # the tensors stay, for autograd's graph holds them
-        for tensor in current.tensors:
-            tensor.untyped_storage().resize_(0)
-        current.filled = False
-        if lost:
+        if self.current.release():
             raise StyleError(
                 f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
                 "no shard: the "
@@ -300,17 +420,21 @@ class Unit(Group):
                 "unshard()"
             )
 
-    # --- what modules see -------------------------------------------------------------------------
+    def expose(self, views: Views) -> None:
+        """Have the modules see views of the gathered tensors."""
+        self.exposed = views
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.put(view)
 
-    def show(self, tensors: Views | None = None) -> None:
-        """Have the modules see these tensors; the leaves when left out."""
-        self.shown = tensors
-        for i, parameter in enumerate(self.parameters):
-            parameter.put(parameter.leaf if tensors is None else tensors[i])
+    def hide(self) -> None:
+        """Have the modules see the leaves."""
+        self.exposed = None
+        for parameter in self.parameters:
+            parameter.put(parameter.leaf)
 
-    def leave(self) -> None:
-        """Have the modules see the leaves, and give the memory back."""
-        self.show()
+    def reshard(self) -> None:
+        """Have the modules see the leaves, and free the gathered parameters."""
+        self.hide()
         self.free()
 
 

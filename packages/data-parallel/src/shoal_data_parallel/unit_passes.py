@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -43,45 +44,45 @@ from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit, Views, unit_of
 
 
-def lead(unit: Unit, inner: Sequence[Unit]) -> None:
+def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
     """Have a unit become the outermost of these."""
-    unit.frees = bool(unit.reshards)
-    for each in inner:
-        each.schedule, each.frees = unit.schedule, each.reshards is not False
-        for handle in each.handles:
+    unit.frees_after_forward = bool(unit.settings.reshard_after_forward)
+    for other in inner:
+        other.schedule = unit.schedule
+        other.frees_after_forward = other.settings.reshard_after_forward is not False
+        for handle in other.call_hooks:
             handle.remove()
     unit.schedule.units += inner
     for module in {module for parameter in unit.parameters for module, _ in parameter.sites}:
-        unit.handles += [
+        unit.call_hooks += [
             module.register_forward_pre_hook(partial(_before_call, unit), prepend=True),
             module.register_forward_hook(partial(_after_call, unit), always_call=True),
         ]
 
 
 def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
-    """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
-    if is_compiling() or unit.shown is not None or unit.frees:
+    """Hook: expose the values that stay gathered after the unit's forward, should a module be called again."""
+    if is_compiling() or unit.exposed is not None or unit.frees_after_forward:
         return
     forward = _enter_again(unit)
-    unit.called = module
     forward.units = unit.schedule.units
-    unit.guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
-    unit.guards[-1].__enter__()
+    unit.scope.lone_call = module
+    unit.scope.enter_guard(_guard(forward) if torch.is_grad_enabled() else nullcontext())
 
 
 def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
     """Hook, also of a call that raised."""
-    if is_compiling() or unit.called is not module:
+    if is_compiling() or unit.scope.lone_call is not module:
         return
-    unit.called = None
-    unit.guards.pop().__exit__(None, None, None)
-    unit.show()
-    if unit.reshards is None and not torch.is_grad_enabled():
+    unit.scope.lone_call = None
+    unit.scope.exit_guard()
+    unit.hide()
+    if _frees_in_evaluation(unit):
         unit.free()
 
 
 def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a method of a unit's module returns; it counts as the unit's forward."""
+    """Call a method of a unit's module as the unit's forward; return its output."""
     unit = unit_of(module)
     output = None
     try:
@@ -94,16 +95,19 @@ def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs:
 
 @eager_only
 def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    continues = unit.running is not None and unit.shown is not None and module in unit.waiting
-    unit.guards.append(nullcontext())
+    """Gather before the forward of the first module; return the arguments in the dtype of the computation."""
+    scope = unit.scope
+    continues = scope.forward is not None and unit.exposed is not None and module in scope.awaited
+    # `_after` leaves a block, also if gathering raises
+    scope.enter_guard(nullcontext())
     if not continues:
-        unit.running, unit.waiting = None, set(unit.modules)
+        scope.begin(unit.modules)
         # what was gathered ahead the first time is gathered here when the forward runs again
         with unwatched():
-            unit.running = _begin(unit)
-    if torch.is_grad_enabled() and unit.running is not None:
-        unit.guards[-1] = _guard(unit.running)
-        unit.guards[-1].__enter__()
+            scope.forward = _begin(unit)
+    if torch.is_grad_enabled() and scope.forward is not None:
+        scope.exit_guard()
+        scope.enter_guard(_guard(scope.forward))
     precision = unit.policies[0]
     cast: tuple[Any, Any] = _cast(
         (args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None
@@ -114,41 +118,48 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 @eager_only
 def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Free after the forward, also after one that raised; prepare the backward."""
-    forward = unit.running
+    scope = unit.scope
     schedule = unit.schedule
+    forward = scope.forward
+    # before the block is left: its hooks hold the views
     views = forward.views() if forward is not None else None
-    if unit.guards:
-        unit.guards.pop().__exit__(None, None, None)
+    if scope.guards:
+        scope.exit_guard()
     output = _cast(output, unit.policies[0].output_dtype)
-    for tensor in pytree.tree_leaves(output) if forward is not None else ():
-        # gathered when its backward begins
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            node: Any = tensor.grad_fn
-            node.register_prehook(
-                lambda grads, forward=forward: running_backward().open(forward, views)
-            )
-    unit.waiting.discard(module)
-    if not unit.waiting and not unit.guards:
-        # units begin their backward in the opposite order, the outermost first
+    if forward is not None:
+        _open_before_backward(output, forward, views)
+    scope.awaited.discard(module)
+    if scope.is_complete:
         if forward is not None:
-            ended = schedule.ended
-            recomputes = in_backward()
-            at = len(ended) if not recomputes else ended.index(unit) if unit in ended else 0
-            forward.before = ended[max(at - 1, 0) : at]
-            if not recomputes:
-                ended.append(unit)
+            recomputing = in_backward()
+            forward.before = schedule.ended_before(unit, recomputing=recomputing)
+            if not recomputing:
+                schedule.ended.append(unit)
         _leave(unit)
-    if not in_backward() and schedule.units[0] is unit and not unit.guards:
+    if not in_backward() and schedule.units[0] is unit and not scope.guards:
         schedule.running = False
-        for each in schedule.units:
-            if each.running is not None:
-                _leave(each)  # not all of its modules have run
+        for other in schedule.units:
+            # one with modules that have not run
+            if other.scope.forward is not None:
+                _leave(other)
     return output
 
 
+def _open_before_backward(output: Any, forward: Forward, views: Views | None) -> None:
+    """Have the unit gathered when the backward of one of its outputs begins."""
+
+    def open_forward(grads: Any) -> None:
+        running_backward().open(forward, views)
+
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn
+            node.register_prehook(open_forward)
+
+
 def _leave(unit: Unit) -> None:
-    """The forward of the unit's modules is over."""
-    unit.running = None
+    """End the forward of the unit's modules."""
+    unit.scope.forward = None
     if unit.open:
         # recomputed in a backward that needs the parameters
         return
@@ -156,34 +167,37 @@ def _leave(unit: Unit) -> None:
         # a backward of what was recomputed follows
         running_backward().gathered.append(unit)
         return
-    unit.show()
-    if unit.frees or (unit.reshards is None and not torch.is_grad_enabled()):
+    unit.hide()
+    if unit.frees_after_forward or _frees_in_evaluation(unit):
         unit.free()
+
+
+def _frees_in_evaluation(unit: Unit) -> bool:
+    """An outermost unit stays gathered for its backward only, unless the user asked for more."""
+    return unit.settings.reshard_after_forward is None and not torch.is_grad_enabled()
 
 
 # --- the order of units ---------------------------------------------------------------------------
 
 
 def _begin(unit: Unit) -> Forward:
-    """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
+    """Gather a unit whose forward begins, and start to gather the one that followed it the last time."""
     schedule = unit.schedule
-    recomputes = in_backward()
-    is_outermost = unit is unit.schedule.units[0]
-    if not recomputes and (is_outermost or not schedule.running):
-        schedule.previous, schedule.order, schedule.ended = schedule.order, [], []
-        schedule.running = is_outermost
-    at = len(schedule.order)
-    previous = schedule.previous
+    recomputing = in_backward()
+    if not recomputing:
+        schedule.begin_forward(unit)
     forward = enter(unit)
     forward.units = schedule.units
-    if recomputes:
+    if recomputing:
         return forward
     if forward.nodes and unit.kept:
         _show_arriving(forward)
     schedule.order.append(unit)
-    follows = previous[at + 1 : at + 2] if previous[at : at + 1] == [unit] else ()
-    for ahead in follows if unit.next_forward is None else unit.next_forward:
-        ahead.start()
+    following = unit.settings.prefetch_in_forward
+    if following is None:
+        following = schedule.next_last_time(unit)
+    for other in following:
+        other.start_gathering()
     return forward
 
 
@@ -191,8 +205,8 @@ def _begin(unit: Unit) -> Forward:
 
 
 def enter(unit: Unit) -> Forward:
-    """Gather, and have the modules see the gathered parameters."""
-    if unit.shown is None:
+    """Gather, and expose the gathered parameters to the modules."""
+    if unit.exposed is None:
         for parameter in unit.parameters:
             parameter.adopt()
     gathered = unit.gather()
@@ -208,14 +222,14 @@ def enter(unit: Unit) -> Forward:
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
     unit.used = forward
-    unit.show(views)
+    unit.expose(views)
     return forward
 
 
 def _enter_again(unit: Unit) -> Forward:
     """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
     used = unit.used
-    views = used.views() if used is not None and used.gathered.filled else None
+    views = used.views() if used is not None and used.gathered.has_storage else None
     if used is None or views is None or used.gathered.versions != unit.versions:
         return enter(unit)
     recorded = used.trained == unit.find_trained() and all(
@@ -223,7 +237,7 @@ def _enter_again(unit: Unit) -> Forward:
     )
     if torch.is_grad_enabled() and not recorded:
         return enter(unit)
-    unit.show(views)
+    unit.expose(views)
     return used
 
 
@@ -244,16 +258,24 @@ class _GatheredUnit(Function):
 
 
 def _show_arriving(forward: Forward) -> None:
-    """Have the gradients of matrices added to kept ones as soon as they are there, not when all of the unit's are."""
-    views = forward.unit.shown or Views()
-    for i in (i for i in forward.trained if views[i].ndim > 1):  # those of vectors are small
+    """Add the gradients of matrices to kept ones as soon as they are there, not when all of the unit's are."""
+    views = forward.unit.exposed or Views()
+    # the gradients of vectors are small
+    matrices = [i for i in forward.trained if views[i].ndim > 1]
+    for i in matrices:
         views[i] = views[i].view_as(views[i])
         node: Any = views[i].grad_fn
         run_when_ready(node)
-        node.register_hook(
-            lambda grads, _, i=i: (None,) if running_backward().arrive(forward, i, *grads) else None
-        )
-    forward.unit.show(views)
+        node.register_hook(partial(_take_arriving, forward, i))
+    forward.unit.expose(views)
+
+
+def _take_arriving(
+    forward: Forward, i: int, grads: tuple[Tensor | None], _: Any
+) -> tuple[None] | None:
+    """Hook of a view's node: a tuple replaces the gradient that goes on, None leaves it."""
+    was_added = running_backward().arrive(forward, i, *grads)
+    return (None,) if was_added else None
 
 
 def _guard(forward: Forward) -> saved_tensors_hooks:
@@ -284,7 +306,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     def unpack(saved: Any) -> Any:
         if not (isinstance(saved, tuple) and saved and saved[0] is forward):
             return saved if outside is None else outside[1](saved)
-        if not gathered.filled:
+        if not gathered.has_storage:
             running_backward().open(forward, views)
         return saved[1]
 
@@ -302,9 +324,17 @@ def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
 
 # --- a backward pass over units -------------------------------------------------------------------
 
-# Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank
-# keeps them.
-Routes = tuple[dict[int, GradRoute], set[int], bool]
+
+@dataclass(frozen=True, slots=True)
+class GradientRoutes:
+    """Where the gradients of one forward go in a pass."""
+
+    # by index of the parameter
+    by_parameter: dict[int, GradRoute]
+    # the parameters whose gradients torch.autograd.grad returns
+    captured: set[int]
+    # whether this rank keeps the gradients for a later pass
+    are_kept: bool
 
 
 class UnitBackward:
@@ -318,7 +348,7 @@ class UnitBackward:
         # not those that a pass around this one has opened
         self._opened: set[Forward] = set()
         self._reductions: list[GroupReduction] = []
-        self._routes: dict[Forward, Routes] = {}
+        self._routes: dict[Forward, GradientRoutes] = {}
 
     def open(self, forward: Forward, views: Views | None) -> None:
         """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
@@ -334,13 +364,17 @@ class UnitBackward:
                 "backward"
             )
         unit.gather()
-        unit.show(views)
+        if views is None:
+            unit.hide()
+        else:
+            unit.expose(views)
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
-        for before in forward.before if unit.next_backward is None else unit.next_backward:
-            if before.used is not None and before.frees:
-                before.start()
+        following = unit.settings.prefetch_in_backward
+        for other in forward.before if following is None else following:
+            if other.used is not None and other.frees_after_forward:
+                other.start_gathering()
         if self._reductions:
             self._reductions[-1].poll()
 
@@ -359,47 +393,51 @@ class UnitBackward:
             lead.backward = self
         self._units.update(dict.fromkeys(forward.units, lead))
 
-    def _routes_of(self, forward: Forward) -> Routes:
+    def _routes_of(self, forward: Forward) -> GradientRoutes:
         if forward not in self._routes:
             self._reach(forward)
-            unit = forward.unit
-            leaves = {i: forward.unit.parameters[i].leaf for i in forward.trained}
-            routes = {
-                i: grad_route(n, leaf)
-                for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)
-            }
-            captured = {
-                i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)
-            }
-            self._routes[forward] = (
-                routes,
-                captured,
-                not unit.syncs and (unit.stands_in or not captured),
-            )
+            self._routes[forward] = self._find_routes(forward)
         return self._routes[forward]
 
-    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
-        """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
+    def _find_routes(self, forward: Forward) -> GradientRoutes:
         unit = forward.unit
-        (routes, _, stays) = self._routes_of(forward)
-        adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
-        if grad is None or routes[i] == "unused" or not adds:
+        routes: dict[int, GradRoute] = {}
+        captured: set[int] = set()
+        for i, node in zip(forward.trained, forward.nodes, strict=True):
+            leaf = unit.parameters[i].leaf
+            routes[i] = grad_route(node, leaf)
+            if routes[i] == "return" and not grad_hooked(leaf):
+                captured.add(i)
+        may_keep = unit.settings.return_zero_gradients or not captured
+        return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
+
+    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
+        """Add a parameter's gradient to the kept one, if it stays or is reduced with that; return whether it was."""
+        unit = forward.unit
+        routes = self._routes_of(forward)
+        all_accumulate = {*routes.by_parameter.values()} == {"accumulate"}
+        adds = routes.are_kept or (unit.kept and all_accumulate)
+        if grad is None or routes.by_parameter[i] == "unused" or not adds:
             return False
         unit.add_to_kept(i, grad)
         return True
 
     def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
-        """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
+        """Take the gradients of one forward of a unit; return what autograd is to deliver at once."""
         unit = forward.unit
-        (routes, captured, stays) = self._routes_of(forward)
-        returned = {i for i, route in routes.items() if route == "return"}
+        routes = self._routes_of(forward)
+        captured = routes.captured
+        returned = {i for i, route in routes.by_parameter.items() if route == "return"}
         if forward in self._opened:
             unit.open.discard(forward)
             if not unit.open:
-                unit.leave()
-        each = zip(forward.trained, grads, strict=True)
-        wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
-        if stays:
+                unit.reshard()
+        wanted: dict[int, Tensor | None] = {}
+        for i, grad in zip(forward.trained, grads, strict=True):
+            if routes.by_parameter[i] == "unused" or self.arrive(forward, i, grad):
+                continue
+            wanted[i] = grad
+        if routes.are_kept:
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
         # At most one unit's gradients are on their way; behind them travels a shard of another's,
         # to the replicas.
@@ -416,10 +454,12 @@ class UnitBackward:
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
-        reduced = {reduction.group for reduction in self._reductions}
-        opened = {each.unit for each in self._opened}
+        reduced, opened = (
+            {reduction.group for reduction in self._reductions},
+            {each.unit for each in self._opened},
+        )
         # it is a pass of torch.autograd.grad
-        captures = any(captured for _, captured, _ in self._routes.values())
+        captures = any(routes.captured for routes in self._routes.values())
         for unit, lead in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all
             # the same.
@@ -441,7 +481,7 @@ class UnitBackward:
     def _close(self) -> None:
         for unit in self.gathered:
             unit.open.clear()
-            unit.leave()
+            unit.reshard()
         self.gathered.clear()
         for lead in self._units.values():
             lead.backward = None if lead.backward is self else lead.backward
