@@ -1,6 +1,6 @@
 """Stages of torch's pipelining whose modules are on data axes; on real gloo ranks.
 
-Covers: fully_shard.py.
+Covers: pipeline_stages.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from data_parallel_model import Block, same_gradients
-from shoal_data_parallel import LayoutError, fully_shard, reduce_after_last_microbatch, replicate
+from shoal_data_parallel import (
+    LayoutError,
+    fully_shard,
+    prepare_pipeline,
+    reduce_after_last_microbatch,
+    replicate,
+)
+from shoal_data_parallel.unit import units_of
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh.internal import observing
 from shoal_mesh.testing import counts, on_ranks
 
 MICROBATCHES = 4
@@ -103,6 +111,115 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str, kind: str) -> No
             same_gradients(plain[stage.stage_index], stage.submod)
 
 
+# All-gathers of a rank in a step of 8 microbatches, with 2 blocks a stage: units stay gathered from
+# forward to backward (`reshard_after_forward=False`), or not. Torch's `fully_shard` gathers as often.
+GATHERS: dict[str, tuple[int, int]] = {
+    "ScheduleGPipe": (2, 18),
+    "Schedule1F1B": (2, 18),
+    "ScheduleInterleaved1F1B": (4, 36),
+    "ScheduleLoopedBFS": (4, 36),
+    "ScheduleInterleavedZeroBubble": (4, 36),
+    "ScheduleZBVZeroBubble": (4, 36),
+    "ScheduleDualPipeV": (4, 36),
+}
+SPLITS = ("ZeroBubble", "DualPipe")
+
+
+class Pipeline:
+    """A rank's stages of a model of blocks of 6 features, and the same model on one device."""
+
+    def __init__(self, name: str, shard_stage: Callable[[Any], object], mesh: DeviceMesh) -> None:
+        position = mesh.get_local_rank("stage")
+        count = 2 if name in ("Schedule1F1B", "ScheduleGPipe") else 4
+        is_v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        indices = [position, 3 - position] if is_v else [*range(position, count, 2)]
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(Block(6), Block(6)) for _ in range(count))
+        self.plain = nn.Sequential(*blocks).double()
+        self.mesh = mesh
+        self.is_first = position == 0
+        self.is_last = count - 1 in indices
+        group = mesh.get_group("stage")
+        self.stages = []
+        for index in indices:
+            model = copy.deepcopy(self.plain[index])
+            shard_stage(model)
+            self.stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=group))
+
+    def schedule(self, name: str, microbatches: int, *, scale_grads: bool = False) -> Any:
+        kind: Any = getattr(pipelining, name)
+        stages = self.stages if len(self.stages) > 1 else self.stages[0]
+        return kind(stages, n_microbatches=microbatches, loss_fn=loss_of, scale_grads=scale_grads)
+
+    def step(self, schedule: Any, number: int, rows: int = 32) -> None:
+        """One step of both: gradients are averaged over the data axis."""
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(2, rows, 6, generator=generator, dtype=torch.float64)
+        loss: Any = loss_of(self.plain(x), y)
+        loss.div(2).backward()
+        x, y = (t.chunk(2)[self.mesh.get_local_rank("data")] for t in (x, y))
+        inputs = (x,) if self.is_first else ()
+        targets: dict[str, Any] = {"target": y} if self.is_last else {}
+        schedule.step(*inputs, **targets)
+
+    def check_gradients(self) -> None:
+        for stage in self.stages:
+            same_gradients(self.plain[stage.stage_index], stage.submod)
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@on_ranks(4, timeout=120)
+def test_prepared_schedules_gather_as_often_as_torch(name: str) -> None:
+    if torch.__version__ < "2.12" and any(word in name for word in SPLITS):
+        pytest.skip("torch 2.11 cannot split the backward of an autograd.Function")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    found = []
+    for reshards in (False, True):
+
+        def shard_blocks(model: Any, reshards: bool = reshards) -> None:
+            for block in model:
+                fully_shard(block, mesh["data"], reshard_after_forward=reshards)
+            fully_shard(model, mesh["data"], reshard_after_forward=reshards)
+
+        pipeline = Pipeline(name, shard_blocks, mesh)
+        schedule = pipeline.schedule(name, 8)
+        prepare_pipeline(schedule)
+        for number in range(2):
+            seen: list[str] = []
+
+            def note(event: Any, seen: list[str] = seen) -> None:
+                seen.append(event.op)
+
+            with observing(note):
+                pipeline.step(schedule, number)
+            pipeline.check_gradients()
+        found.append(seen.count("all_gather_into_tensor"))
+        blocks = 2 * len(pipeline.stages)
+        assert seen.count("reduce_scatter_tensor") == blocks
+        held = [unit for stage in pipeline.stages for unit in units_of(stage.submod)]
+        assert not any(unit.current.has_values for unit in held)
+    assert tuple(found) == GATHERS[name]
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+@on_ranks(4, timeout=120)
+def test_steps_without_zero_grad_scale_their_own_gradients(prepares: bool) -> None:
+    """Gradients of an earlier step were scaled a second time."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    pipeline = Pipeline("Schedule1F1B", lambda model: shard(model, mesh), mesh)
+    schedule = pipeline.schedule("Schedule1F1B", 4, scale_grads=True)
+    if prepares:
+        prepare_pipeline(schedule)
+    else:
+        reduce_after_last_microbatch(pipeline.stages[0])
+    for number in range(3):
+        pipeline.step(schedule, number)
+    for param in pipeline.plain.parameters():
+        assert param.grad is not None
+        param.grad /= 4
+    pipeline.check_gradients()
+
+
 @pytest.mark.parametrize("border", ["S(0) to S(1)", "P to R", "R to S(0)"])
 @on_ranks(4, timeout=120)
 def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
@@ -150,3 +267,10 @@ def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
 def test_a_stage_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(LayoutError, match="fully_shard was called on"):
         reduce_after_last_microbatch(SimpleNamespace(submod=nn.Linear(2, 2)))
+
+
+def test_schedules_without_sharded_stages_are_refused() -> None:
+    wrong: list[Any] = [object(), SimpleNamespace(_stage=SimpleNamespace(submod=nn.Linear(2, 2)))]
+    for schedule in wrong:
+        with pytest.raises(LayoutError, match="prepare_pipeline: expected"):
+            prepare_pipeline(schedule)

@@ -67,6 +67,17 @@ def test_what_is_torchs_stays(same: str) -> None:
     assert migrate(same).text == same and not migrate(same).left
 
 
+def test_methods_of_sharded_modules_that_are_refused_are_listed() -> None:
+    found = migrate("model.set_symm_mem_for_comm()\nmodel.set_requires_all_reduce(False)\n")
+    assert found.left == [
+        (
+            1,
+            "set_symm_mem_for_comm: shoal gathers without buffers: leave it out, or "
+            "set_custom_all_gather",
+        )
+    ]
+
+
 def test_what_it_cannot_decide_is_listed_by_line() -> None:
     found = migrate(
         "from torch.distributed.tensor._ops.utils import register_prop_rule\n"

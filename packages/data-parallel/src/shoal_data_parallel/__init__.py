@@ -4,22 +4,28 @@ from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, Unsup
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .fully_shard import (
+from .communication import AllGather, ReduceScatter
+from .fsdp_module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
-    fully_shard,
-    reduce_after_last_microbatch,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
+from .fully_shard import fully_shard
+from .pipeline_stages import prepare_pipeline, reduce_after_last_microbatch
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicateModule, replicate
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradientReductionHandle",
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatter",
     "ReplicateModule",
     "StyleError",
     "TiedWeightError",
@@ -27,9 +33,11 @@ __all__ = [
     "UnsupportedModuleError",
     "__version__",
     "fully_shard",
+    "prepare_pipeline",
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
 ]
 
 __dir__, __getattr__ = facade(__name__, __all__)

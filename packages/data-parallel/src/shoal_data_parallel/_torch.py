@@ -20,3 +20,33 @@ outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., 
 def run_when_ready(node: Any) -> None:
     """Have a backward run a node as soon as its gradient is complete, like those of leaves."""
     node._set_sequence_nr(torch.iinfo(torch.int64).max)
+
+
+def call_on_stream(stream: Any, function: Callable[[torch.Tensor], object], tensor: Any) -> None:
+    """Call a function on another stream of the tensor's device, in order with what is around it."""
+    device = torch.get_device_module(tensor.device)
+    current = device.current_stream()
+    stream.wait_stream(current)
+    with device.stream(stream):
+        function(tensor)
+    current.wait_stream(stream)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the stages that a pipeline schedule runs on this rank."""
+    single = getattr(schedule, "_stage", None)
+    return [single] if single is not None else list(getattr(schedule, "_stages", ()))
+
+
+def pipeline_actions() -> tuple[Any, Any]:
+    """Return the kinds of a schedule's actions that gather and free a stage."""
+    # imported here: it takes long, and only pipelines need it
+    from torch.distributed.pipelining.schedules import _ComputationType
+
+    return _ComputationType.UNSHARD, _ComputationType.RESHARD
+
+
+def is_torch_fsdp(module: Any) -> bool:
+    """Return whether torch's own `fully_shard` or `replicate` has changed the module's class."""
+    home = "torch.distributed.fsdp._fully_shard"
+    return any(base.__module__.startswith(home) for base in type(module).__mro__)

@@ -10,7 +10,7 @@ A rank may update a shard of its replica only, and have the optimizer's state of
 6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
 that other ranks have updated.
 
-May import: _torch, forward_writes, reducer, reduction, sharded_parameters.
+May import: _torch, forward_writes, gradient_group, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from shoal_mesh import all_gather
 
 from ._torch import run_when_ready
 from .forward_writes import COLUMNS, ForwardWrites
+from .gradient_group import Group
 from .reducer import Reducer
-from .reduction import Group, GroupReduction, deliver
+from .reduction import GroupReduction, deliver
 from .sharded_parameters import DataAxes, ShardedParameter
 
 
@@ -354,7 +355,7 @@ class GradientBuckets:
             "gradients that were asked for", [self.parameters[at] for at in asked], axes
         )
         bucket.divisor = self.owner.divisor
-        means = GroupReduction(
+        means = GroupReduction.start(
             bucket, {i: self._given[at][0] for i, at in enumerate(asked)}
         ).gradients()
         for at, mean in zip(asked, means, strict=True):
@@ -362,7 +363,8 @@ class GradientBuckets:
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]
-        self._reductions.append(GroupReduction(bucket, {i: bucket.take(i) for i in bucket.trained}))
+        gradients = {i: bucket.take(i) for i in bucket.trained}
+        self._reductions.append(GroupReduction.start(bucket, gradients))
 
     def finish(self) -> None:
         """The pass is over: reduce what is left, also of parameters that this rank has not used, and deliver."""

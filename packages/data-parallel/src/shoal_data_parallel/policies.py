@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,22 @@ class MixedPrecisionPolicy:
         output_dtype: to which floating outputs of the unit's forward are cast; None leaves them.
         cast_forward_inputs: whether floating inputs of the unit's forward are cast to
             `param_dtype`.
+        param_dtype_override_fn: given a parameter, the dtype in which it is gathered, or None for
+            `param_dtype`. It says the same on all ranks. Called when the unit is made.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+    def for_parameter(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+        """Return the policy of one parameter, in whose dtype it is gathered."""
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(parameter)
+        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class Reducer:
     module: Any
     # whether backward does; otherwise this rank keeps them for the next backward that does
     syncs: bool = True
+    # False: over shards alone, and not over replicas
+    all_reduces: bool = True
     # what summed gradients are divided by: None for the number of ranks, of a loss of all ranks 1
     divisor: float | None = None
 

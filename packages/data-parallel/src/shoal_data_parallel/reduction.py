@@ -1,283 +1,361 @@
 """The reduction of gradients over data axes: those of a group of parameters in one collective, beside what follows.
 
-May import: global_losses, reducer, sharded_parameters.
+May import: _torch, communication, gradient_group, sharded_parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import (
     FakeTensor,
-    ShardsInFlight,
     download,
     given_away,
     redistribute_shards,
-    takes,
 )
 from shoal_mesh import purpose
+from shoal_mesh.internal import with_own_groups
 
-from .global_losses import divisor_of, ranks_of_loss
-from .reducer import Reducer
-from .sharded_parameters import DataAxes, ShardedParameter
-
-Grads = dict[int, Tensor | None]  # by parameter
-# likewise, with the layouts that they have
-Kept = dict[int, tuple[Tensor, Spec]]
+from ._torch import call_on_stream
+from .communication import CustomScatter, ReduceScatter
+from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
+from .sharded_parameters import DataAxes
 
 
-class Group(Reducer):
-    """Parameters whose gradients travel together."""
+class CommContext:
+    """Reductions that backwards have left in flight, for a later one to deliver."""
 
-    # the function that made it, for messages and profiles
-    owner: str
-    parameters: Sequence[ShardedParameter]
-    # the indices of those that require gradients
-    trained: list[int]
-    # how many flags travel with the gradients beside one for each parameter
-    extra_flags = 0
+    def __init__(self) -> None:
+        self.pending: list[GroupReduction] = []
 
-    def __init__(self, name: str, axes: DataAxes) -> None:
-        self.name = name  # for messages and profiles
-        self.axes = axes
-        # by parameter the local gradient of earlier passes, and its layout
-        self.kept: Kept = {}
-        # whether a pass that added to the kept gradients was not finished
-        self.spoiled = False
-        # how many ranks share the loss of the kept gradients
-        self.kept_ranks_of_loss = 1
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the modules: nothing is in flight."""
+        return {"pending": []}
 
-    def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
-        """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
+    def take(self) -> list[GroupReduction]:
+        """Return all of them, in the order in which they began; the context has none then."""
+        taken = self.pending
+        self.pending = []
+        return taken
 
-        A copy of that would be held for all groups until the pass is over, only to be given back if
-        it fails. The first one is copied itself: autograd may hand one tensor to several
-        parameters.
-        """
-        self._check_same_loss(ranks_of_loss(self))
-        self.spoiled = True
-        local, spec = self.parameters[i].gradient(grad)
-        if i in self.kept:
-            kept, layout = self.kept[i]
-            kept.add_(*_converted([local], [spec], [layout]))
-        else:
-            self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
-
-    def divide_by(self, *, adds: bool) -> float:
-        """Return the divisor of summed gradients: of this pass if it adds some to the kept ones."""
-        if adds or not self.kept:
-            self._check_same_loss(ranks_of_loss(self))
-        return divisor_of(self, self.kept_ranks_of_loss)
-
-    def _check_same_loss(self, ranks: int) -> None:
-        if not self.kept:
-            self.kept_ranks_of_loss = ranks
-        if self.divisor is None and ranks != self.kept_ranks_of_loss:
-            raise StyleError(
-                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward "
-                f"are of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks "
-                "together, so no one number divides their sum. Call "
-                "set_gradient_divide_factor(), which then holds for all of them, or reduce "
-                "after each backward"
-            )
-
-    def extra_columns(self) -> Tensor | None:
-        """Return the values of the extra flags on this rank, None for zeros."""
-        return None
-
-    def check_kept(self) -> None:
-        """Raise StyleError if a backward that raised may have added to kept gradients."""
-        if self.spoiled:
-            raise StyleError(
-                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, "
-                "so some kept ones are "
-                "of that backward. Drop them with the outermost module's zero_grad(), and begin "
-                "the step again"
-            )
-
-    def drop_kept(self) -> None:
-        self.kept = {}
-        self.spoiled = False
+    def drop(self, group: Group) -> None:
+        """Wait for a group's reductions, which the other ranks take part in, and forget them."""
+        for reduction in self.pending:
+            if reduction.group is group:
+                reduction.wait()
+        self.pending = [reduction for reduction in self.pending if reduction.group is not group]
 
 
-class ReducingModule(nn.Module):
-    """What is added to a module's class: control over the reduction of gradients, as torch names it."""
+@dataclass(slots=True)
+class _Collected:
+    """A rank's local gradients of a group, as they are sent."""
 
-    _made_by: str  # the function
-    # whether a divisor is also that of the modules in it that have been passed before
-    _divides_inside = True
-    # those of the module and, unless with `recurse=False`, of those in it
-    _reducers: Callable[..., Sequence[Reducer]]
+    # one dense tensor per trained parameter, taken out when it is sent; flags last
+    tensors: list[Tensor]
+    # their layouts
+    layouts: list[Spec]
+    # for each parameter whether this rank has a gradient
+    present: list[bool]
 
-    def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed."""
-        return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
-    @takes(requires_gradient_sync=bool)
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
+class _ReductionInFlight(Protocol):
+    """Gradients on their way, in one or two rounds of collectives."""
+
+    def reach_last_round(self) -> bool: ...
+    def poll(self) -> None: ...
+    def wait(self) -> list[Tensor]: ...
+
+
+class _TwoStages:
+    """A reduction over the shards, behind which one over the replicas starts."""
+
+    def __init__(
+        self,
+        first: _ReductionInFlight,
+        start_second: Callable[[list[Tensor]], _ReductionInFlight],
     ) -> None:
-        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
-        for reducer in self._reducers(recurse):
-            reducer.syncs = requires_gradient_sync
+        self._first = first
+        self._start_second = start_second
+        self._second: _ReductionInFlight | None = None
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
-        before = [(reducer, reducer.syncs) for reducer in self._reducers()]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for reducer, syncs in before:
-                reducer.syncs = syncs
+    def reach_last_round(self) -> bool:
+        if self._second is not None:
+            return False
+        self._second = self._start_second(self._first.wait())
+        return True
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
+    def poll(self) -> None:
+        (self._second or self._first).poll()
 
-        Without a factor, a DTensor loss over all of them counts once and is not divided. With
-        batches of different sizes, let every rank divide its summed loss by the size of the
-        global batch, and set 1 here. `fully_shard` takes it for this unit alone.
-        """
-        for reducer in self._reducers(self._divides_inside):
-            reducer.divisor = float(factor)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, also those that are kept for a pass that reduces."""
-        super().zero_grad(set_to_none)
-        for reducer in self._reducers():
-            reducer.drop_kept()
+    def wait(self) -> list[Tensor]:
+        self.reach_last_round()
+        assert self._second is not None, "the second stage has started"
+        return self._second.wait()
 
 
 class GroupReduction:
-    """The gradients of a group of parameters on their way to the layout of its leaves, by default with kept ones.
+    """The gradients of a group of parameters on their way to the layout of its leaves.
 
-    `grads` are taken out one by one, so that none is held beside its sum with a kept one. Those of
-    `returned` go to autograd, and not to the leaves.
+    `start` makes it. Gradients of `returned` go to autograd, and not to the leaves.
     """
 
     __slots__ = (
-        "_divisor",
-        "_flags",
-        "_gradients",
-        "_in_flight",
-        "_kept",
-        "_own",
-        "extra",
-        "group",
-        "returned",
-    )
+        "_averaged_over", "_divisor", "_flags", "_gradients", "_in_flight", "_kept", "_present", "_scattered",
+        "extra", "group", "returned", "stops_at_replicas",
+    )  # fmt: skip
 
-    def __init__(
-        self, group: Group, grads: Grads, returned: Collection[int] = (), *, with_kept: bool = True
-    ) -> None:
-        self.group: Group = group
-        self.returned: Collection[int] = returned
+    def __init__(self, group: Group, returned: Collection[int]) -> None:
+        self.group = group
+        self.returned = returned
+        # the sums are for `Group.scattered`
+        self.stops_at_replicas = group.axes.has_replicas and not group.all_reduces and not returned
+        # what the group kept and this reduction took, for a pass that fails
+        self._kept: Kept = {}
+        self._scattered: Scattered = {}
+        self._present: list[bool] = []
+        self._in_flight: _ReductionInFlight | None = None
+        # what sums are divided by, and by how many ranks the collective has divided already
+        self._divisor = 1.0
+        self._averaged_over = 1
         # of a reduction that has been waited for
         self._gradients: Callable[[], list[Tensor]] | None = None
         # of the ranks together, where this one cannot know them
         self._flags: Tensor | None = None
-        # the extra flags, summed over the ranks
+        # the group's extra flags, summed over the ranks
         self.extra: Tensor | None = None
-        adds = any(grad is not None for grad in grads.values())
-        self._divisor = group.divide_by(adds=adds or not with_kept)
-        kept: Kept = {}
-        if with_kept:  # otherwise the group goes on keeping it
-            kept = group.kept
-            group.kept = {}
-        self._kept: Kept = {} if group.spoiled else kept.copy()
-        shards, specs = self._taken(grads, kept)
-        partial = [group.parameters[i].partial for i in group.trained]
-        shards = _converted(shards, specs, partial)
-        moves = [
-            (spec, group.parameters[i].reduced)
-            for i, spec in zip(group.trained, partial, strict=True)
-        ]
-        # Which gradients there are travels with them: one row of flags for each rank that holds a
-        # shard.
-        columns = len(self._own) + group.extra_flags
-        moves.append(_move_of_flags(partial[0], group.axes, columns, moves[0][1].dtype))
-        shards.append(shards[0].new_ones((group.axes.ranks_of_shards, columns)))
-        # written on the device: the host waits for no copy
-        for at, there in enumerate(self._own):
-            if not there:
-                shards[-1][:, at].zero_()
-        if group.extra_flags:
-            extra = group.extra_columns()
-            shards[-1][:, len(self._own) :] = 0 if extra is None else extra
-        with purpose(f"{group.owner} reduces {group.name}"):
-            self._in_flight: ShardsInFlight = redistribute_shards(given_away(shards), moves)
 
-    def _taken(self, grads: Grads, kept: Kept) -> tuple[list[Tensor], list[Spec]]:
-        """The sums of gradients of this pass and kept ones, taken out one by one, and their layouts."""
-        shards = []
-        specs = []
-        self._own: list[bool] = []  # whether this rank has one
-        for i in self.group.trained:
-            parameter = self.group.parameters[i]
-            grad = grads.pop(i, None)
-            before = kept.pop(i, None)
-            self._own.append(grad is not None or before is not None)
-            local, spec = parameter.gradient(grad) if grad is not None or before is None else before
-            if grad is not None and before is not None:
-                local, spec = before[0].add(*_converted([local], [spec], [before[1]])), before[1]
-            shards.append(local.to(spec.dtype).contiguous())
-            specs.append(spec)
-        return shards, specs
+    @classmethod
+    def start(
+        cls,
+        group: Group,
+        grads: Grads,
+        returned: Collection[int] = (),
+        *,
+        with_kept: bool = True,
+    ) -> GroupReduction:
+        """Send gradients, by default with kept ones.
+
+        `grads` are taken out one by one, so that none is held beside its sum with a kept one.
+        """
+        reduction = cls(group, returned)
+        adds = any(grad is not None for grad in grads.values())
+        reduction._divisor = group.divide_by(adds=adds or not with_kept)
+        kept = reduction._take_kept() if with_kept else {}
+        collected = _collect(group, grads, kept)
+        reduction._present = collected.present
+        with purpose(f"{group.owner} reduces {group.name}"):
+            reduction._send(collected)
+        return reduction
+
+    def _take_kept(self) -> Kept:
+        """Take the gradients of earlier passes from the group, which keeps none then."""
+        group = self.group
+        kept = group.kept
+        group.kept = {}
+        if not group.spoiled:
+            self._kept = kept.copy()
+        if not self.stops_at_replicas:
+            self._scattered = group.scattered
+            group.scattered = {}
+        return kept
+
+    def _send(self, collected: _Collected) -> None:
+        group = self.group
+        reduced = [group.parameters[i].reduced for i in group.trained]
+        flags, reduced_flags = _move_of_flags(
+            collected.layouts[0], group.axes, collected.tensors[-1].shape[1], reduced[0].dtype
+        )
+        sources = self._on_groups([*collected.layouts, flags])
+        targets = self._on_groups([*reduced, reduced_flags])
+        custom = group.communication.reduce_scatter
+        if custom is None and not self.stops_at_replicas and not self._scattered:
+            moves = [*zip(sources, targets, strict=True)]
+            self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
+            return
+        scattered = [group.parameters[i].scattered(group.axes) for i in group.trained]
+        scattered.append(_scattered_flags(reduced_flags, group.axes))
+        scattered = self._on_groups(scattered)
+        moves = [*zip(sources, scattered, strict=True)]
+        if custom is None:
+            self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
+        else:
+            self._in_flight = self._send_by(custom, collected.tensors, moves)
+        if group.axes.has_replicas and not self.stops_at_replicas:
+            last_moves = [*zip(scattered, targets, strict=True)]
+            self._in_flight = _TwoStages(
+                self._in_flight,
+                lambda sums: redistribute_shards(self._with_scattered(sums), last_moves),
+            )
+
+    def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
+        """Return layouts whose collectives run over process groups of their own, if the user wants that."""
+        if not self.group.communication.separate_groups:
+            return layouts
+        return [_on_own_groups(layout) for layout in layouts]
+
+    def _send_by(
+        self, custom: ReduceScatter, tensors: list[Tensor], moves: list[tuple[Spec, Spec]]
+    ) -> _ReductionInFlight:
+        group = self.group
+        # as torch: by the collective where it divides, and where nothing can overflow before it does
+        averages = (
+            self._divisor == group.axes.mesh.size()
+            and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
+            and not group.communication.sums_only
+            and not self.stops_at_replicas
+            and not self._scattered
+        )
+        axes = group.axes
+        if group.communication.separate_groups:
+            axes = replace(axes, mesh=with_own_groups(axes.mesh, _OWN_GROUPS))
+        sent = CustomScatter(custom, axes, tensors, moves, averages=averages)
+        self._averaged_over = sent.divided_by
+        tensors.clear()
+        return sent
+
+    def _with_scattered(self, sums: list[Tensor]) -> list[Tensor]:
+        """Add the sums of earlier passes, and their flags, to those of this one."""
+        *gradients, flags = sums
+        flags = flags.clone()
+        for at, i in enumerate(self.group.trained):
+            if i in self._scattered:
+                earlier, flag = self._scattered[i]
+                gradients[at] = gradients[at] + earlier
+                flags[..., at] += flag
+        return [*gradients, flags]
 
     def go_on(self) -> None:
         """Start the rest of it, over the axes of replicas, beside what follows; wait for it where it has started."""
-        if self._gradients is None and not self._in_flight.reach_last_round():
+        if self._in_flight is not None and not self._in_flight.reach_last_round():
             self.wait()
 
     def wait(self) -> None:
-        """Have what follows on the device come after the reduction; gradients of the host are on their way to it."""
-        if self._gradients is not None:
+        """Have what follows on the device come after the reduction; gradients of the host are in flight to it."""
+        if self._in_flight is None:
             return
         *reduced, flags = self._in_flight.wait()
-        if self._divisor != 1:
-            torch._foreach_div_(reduced, self._divisor)
         # which holds the gradients on the device
-        del self._in_flight
+        self._in_flight = None
+        if not self.stops_at_replicas:
+            reduced = self._finish(reduced)
         group = self.group
         on_host = group.axes.mesh.device_type != "cpu" and any(
             group.parameters[i].leaf.is_cpu for i in group.trained
         )
-        self._gradients = download(reduced) if on_host else lambda: reduced
+        is_downloaded = on_host and not self.stops_at_replicas
+        self._gradients = download(reduced) if is_downloaded else lambda: reduced
         if isinstance(flags, FakeTensor):
             return
-        row = flags.reshape(-1, len(self._own) + group.extra_flags)[0]
-        self.extra = row[len(self._own) :]
+        count = len(self._present)
+        row = flags.reshape(-1, count + group.extra_flags)[0]
+        self.extra = row[count:]
         # A gradient that this rank has is there: nobody has to look.
-        if not all(self._own):
-            self._flags = row[: len(self._own)]
+        if not all(self._present) or self._scattered or self.stops_at_replicas:
+            self._flags = row[:count]
+
+    def _finish(self, reduced: list[Tensor]) -> list[Tensor]:
+        """Divide sums, and pass them to the user's hook."""
+        communication = self.group.communication
+        divisor = self._divisor / self._averaged_over
+        divides_last = communication.sums_only
+        if divisor != 1 and not divides_last:
+            torch._foreach_div_(reduced, divisor)
+        if communication.hook is not None:
+            reduced = _hooked(reduced, communication.hook, communication.hook_stream)
+        if divisor != 1 and divides_last:
+            torch._foreach_div_(reduced, divisor)
+        return reduced
 
     def gradients(self) -> list[Tensor]:
-        """The reduced local gradients; zeros for a parameter that had none on any rank."""
+        """Return the reduced local gradients; zeros for a parameter that had none on any rank."""
         self.wait()
         assert self._gradients is not None, "they are reduced"
         return self._gradients()
 
     def poll(self) -> None:
         """Take the reduced gradients if they are here, so that they hold up no other rank of the host."""
-        if self._gradients is None and self.group.axes.mesh.device_type == "cpu":
+        if self._in_flight is not None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
     def give_back(self) -> None:
         """Return kept gradients to their group: the pass that was to deliver them has failed."""
         self.group.kept.update(self._kept)
+        self.group.add_scattered(self._scattered)
+
+    def keep_scattered(self) -> None:
+        """Add the sums over the shards to those that the group holds for a reduction over the replicas."""
+        gradients = self.gradients()
+        flags = self._flags
+        assert flags is not None, "sums over the shards have flags"
+        sums: Scattered = {}
+        for at, i in enumerate(self.group.trained):
+            sums[i] = (gradients[at], flags[at])
+        self.group.add_scattered(sums)
+
+
+def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
+    """Take the sums of gradients of this pass and kept ones out one by one, and add flags.
+
+    Which gradients there are travels with them: one row of flags for each rank that holds a shard.
+    """
+    tensors: list[Tensor] = []
+    layouts: list[Spec] = []
+    present: list[bool] = []
+    for i in group.trained:
+        parameter = group.parameters[i]
+        grad = grads.pop(i, None)
+        before = kept.pop(i, None)
+        present.append(grad is not None or before is not None)
+        local, spec = parameter.gradient(grad) if grad is not None or before is None else before
+        if grad is not None and before is not None:
+            (added,) = in_wanted_layouts([local], [spec], [before[1]])
+            local = before[0].add(added)
+            spec = before[1]
+        tensors.append(local.to(spec.dtype).contiguous())
+        layouts.append(spec)
+    partial = [group.parameters[i].partial for i in group.trained]
+    tensors = in_wanted_layouts(tensors, layouts, partial)
+    columns = len(present) + group.extra_flags
+    flags = tensors[0].new_ones((group.axes.ranks_of_shards, columns))
+    # written on the device: the host waits for no copy
+    for at, is_present in enumerate(present):
+        if not is_present:
+            flags[:, at].zero_()
+    if group.extra_flags:
+        extra = group.extra_columns()
+        flags[:, len(present) :] = 0 if extra is None else extra
+    tensors.append(flags)
+    return _Collected(tensors, partial, present)
+
+
+def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) -> list[Tensor]:
+    """Pass gradients to a hook, those of one dtype in one flat tensor, which it may write to."""
+    at_dtype: dict[torch.dtype, list[int]] = {}
+    for at, gradient in enumerate(reduced):
+        at_dtype.setdefault(gradient.dtype, []).append(at)
+    found = list(reduced)
+    for places in at_dtype.values():
+        flat = torch.cat([reduced[at].reshape(-1) for at in places])
+        if stream is None:
+            hook(flat)
+        else:
+            call_on_stream(stream, hook, flat)
+        parts = torch.split(flat, [reduced[at].numel() for at in places])
+        for at, part in zip(places, parts, strict=True):
+            found[at] = part.view(reduced[at].shape)
+    return found
 
 
 def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
-    """Of each reduction the gradients by parameter, without those that no rank had.
+    """Return by reduction the gradients by parameter, without those that no rank had.
 
     The host reads flags from the device only where this rank lacks a gradient: once, those of all
     reductions.
@@ -289,35 +367,29 @@ def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
     found = []
     read = iter(counts)
     for reduction in reductions:
-        there = reduction._own if reduction._flags is None else [*islice(read, len(reduction._own))]
-        each = zip(reduction.group.trained, reduction.gradients(), there, strict=True)
-        found.append({i: grad for i, grad, count in each if count})
+        present: Sequence[float] = reduction._present
+        if reduction._flags is not None:
+            present = [*islice(read, len(present))]
+        communication = reduction.group.communication
+        # a hook may have brought gradients from elsewhere
+        if communication.zeros_for_unused or communication.hook is not None:
+            present = [True] * len(present)
+        gradients = zip(reduction.group.trained, reduction.gradients(), present, strict=True)
+        found.append({i: gradient for i, gradient, is_there in gradients if is_there})
     return found
 
 
 @torch.no_grad()
 def deliver(reductions: Sequence[GroupReduction]) -> None:
     """Add reduced gradients to those of the leaves, when all have arrived."""
-    for reduction, grads in zip(reductions, arrived(reductions), strict=True):
+    complete = [reduction for reduction in reductions if not reduction.stops_at_replicas]
+    incomplete = [reduction for reduction in reductions if reduction.stops_at_replicas]
+    for reduction, grads in zip(complete, arrived(complete), strict=True):
         for i, grad in grads.items():
             if i not in reduction.returned:
                 reduction.group.parameters[i].accumulate(grad)
-
-
-def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]) -> list[Tensor]:
-    """Local gradients in the layouts that all ranks expect, or that kept ones have.
-
-    Inputs may leave them partial or sharded over the styles' axes where the parameters are
-    replicated. A rank that has no gradient of a parameter cannot know that of the others.
-    """
-    others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
-    if others:
-        # the model may have changed its dtype since
-        sources = [grads[at].to(wanted[at].dtype) for at in others]
-        moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]
-        for at, local in zip(others, redistribute_shards(sources, moves).wait(), strict=True):
-            grads[at] = local
-    return grads
+    for reduction in incomplete:
+        reduction.keep_scattered()
 
 
 @lru_cache(maxsize=1024)
@@ -329,3 +401,27 @@ def _move_of_flags(
     inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
     flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype=dtype)
     return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])
+
+
+@lru_cache(maxsize=1024)
+def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
+    """The layout of flags that are summed over the shards, and not yet over the replicas."""
+    replicas = axes.mesh.ndim - axes.sharded
+    return reduced.with_(placements=[*[Partial()] * replicas, *reduced.placements[replicas:]])
+
+
+_OWN_GROUPS = "reduce"
+
+
+@lru_cache(maxsize=1024)
+def _on_own_groups(layout: Spec) -> Spec:
+    """The same layout on a mesh whose process groups serve reductions alone."""
+    mesh = with_own_groups(layout.mesh, _OWN_GROUPS)
+    return Spec(
+        mesh,
+        layout.placements,
+        layout.shape,
+        layout.stride,
+        dtype=layout.dtype,
+        shard_order=layout.shard_order,
+    )

@@ -3,7 +3,8 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
 backward pass leaves in `.grad` is the mean over the data axes.
 
-May import: forward_writes, global_losses, gradient_buckets, policies, reducer, reduction, sharded_parameters.
+May import: forward_writes, global_losses, gradient_buckets, gradient_group, policies, reducer,
+sharded_parameters.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 from .forward_writes import ForwardWrites
 from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
+from .gradient_group import ReducingModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .reducer import Reducer
-from .reduction import ReducingModule
 from .sharded_parameters import (
     DataAxes,
     Site,

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
@@ -67,6 +68,23 @@ class DataAxes:
     def ranks_of_shards(self) -> int:
         return prod(self.mesh.shape[self.mesh.ndim - self.sharded :])
 
+    @property
+    def has_replicas(self) -> bool:
+        """Parameters are replicated over some of the axes, and sharded over others."""
+        return 0 < self.sharded < self.mesh.ndim
+
+    @property
+    def sharding_group(self) -> dist.ProcessGroup:
+        """The process group of the last axis."""
+        return self.mesh.comm((self.mesh.ndim - 1,)).group
+
+    @property
+    def coordinates_of_group(self) -> list[int]:
+        """Coordinates on the last axis, in the order of the ranks of its group."""
+        comm = self.mesh.comm((self.mesh.ndim - 1,))
+        order = range(comm.size) if comm.order is None else comm.order
+        return sorted(range(comm.size), key=order.__getitem__)
+
     def placements(self, shard: Placement) -> list[Placement]:
         """One placement per data axis of a parameter that `shard` shards."""
         return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
@@ -97,6 +115,11 @@ class ShardedParameter:
         return _partial_over_data(
             self.reduced, self.inner.placements if self.inner is not None else ()
         )
+
+    def scattered(self, axes: DataAxes) -> Spec:
+        """The layout of gradients that are reduced over the shards, and not yet over the replicas."""
+        replicas = axes.mesh.ndim - axes.sharded
+        return _partial_over_first(self.reduced, replicas)
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
@@ -223,7 +246,8 @@ def shard_parameter(
     `placement` says which dim to shard, by default the first. With `view` the shard may share the
     parameter's memory.
     """
-    precision, offload = policies
+    precision = policies[0].for_parameter(param)
+    offload = policies[1]
     inner = param.spec if isinstance(param, DTensor) else None
     resting, gathered = _layouts(
         param, axes, inner, placement(param) if placement and param.ndim else None
@@ -251,8 +275,11 @@ def shard_parameter(
     return parameter
 
 
-def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
-    """Send the shards, in the dtypes of the computation and on the device of the mesh: from the host all together."""
+def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    """Return the shards in the dtypes of the computation and on the device of the mesh.
+
+    Those of the host go to the device all together.
+    """
     shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
     device = torch.device(parameters[0].gathered.mesh.device_type)
     dtypes = [p.resting.dtype for p in parameters]
@@ -261,7 +288,12 @@ def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> Shards
         sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
         for i, shard in zip(on_host, sent, strict=True):
             shards[i] = shard
-    shards = [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+    return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+
+
+def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
+    """Send the shards of all parameters together."""
+    shards = shards_to_send(parameters)
     with purpose(what):
         return redistribute_shards(shards, [(p.resting, p.gathered) for p in parameters])
 
@@ -305,6 +337,12 @@ def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
     """The layout of a gradient before its reduction, of what it is on the axes of the styles."""
     data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
     return Spec(reduced.mesh, (*data, *own), reduced.shape, None, dtype=reduced.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _partial_over_first(reduced: Spec, count: int) -> Spec:
+    """The layout of what is still to be summed over the first axes."""
+    return reduced.with_(placements=[*[Partial()] * count, *reduced.placements[count:]])
 
 
 def _replacement(

@@ -7,7 +7,8 @@ A unit is in one of three states, and only the methods named here change it:
          ^                                                                  |
          +------------------------------- free() ---------------------------+
 
-      SHARDED      a rank holds its shards; gathered tensors exist only without memory
+      SHARDED      a rank holds its shards; gathered tensors exist only without values, and without
+                   memory unless the unit keeps it
       GATHERING    shards are in flight to the other ranks
       GATHERED     the gathered tensors have memory and values
 
@@ -19,15 +20,18 @@ still hold the old tensors.
 
 A forward gathers and exposes its unit, and reshards it at its end; so does a backward. In between
 autograd's graph keeps the gathered tensors without their memory, and the backward fills them again.
+`UnitSettings` say where a pass leaves the unit in GATHERED instead; the pass after it then finds the
+values of the leaves there, and sends nothing.
 
-May import: _torch, global_losses, policies, reduction, sharded_parameters.
+May import: _torch, communication, gathered, global_losses, gradient_group, policies, reduction,
+sharded_parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
@@ -39,24 +43,27 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, register_owner
+from shoal_mesh import purpose
 
 from ._torch import preserving_versions
+from .communication import CustomGather
+from .gathered import Gathered, Versions, Views
 from .global_losses import watch
+from .gradient_group import Group
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import Group
+from .reduction import CommContext
 from .sharded_parameters import (
     DataAxes,
     ShardedParameter,
     Site,
     make_whole,
     shard_parameter,
+    shards_to_send,
     start_to_gather,
 )
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""
-
-Versions = list[tuple[object, ...]]
 
 
 class UnitState(Enum):
@@ -65,46 +72,6 @@ class UnitState(Enum):
     SHARDED = auto()
     GATHERING = auto()
     GATHERED = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Gathered:
-    """The gathered parameters of a unit, from a forward to its backward."""
-
-    # of the leaves when they were gathered (`Unit.versions`)
-    versions: Versions
-    # the gathered local tensors, one per parameter
-    tensors: list[Tensor] = field(default_factory=list)
-    # whether the tensors have memory; without it they only hold their place in autograd's graph
-    has_storage: bool = False
-    # how often each tensor had been written to when it was filled
-    versions_when_filled: Sequence[int] = ()
-
-    def allocate(self, parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-        """Give all gathered tensors memory, making those that do not exist yet."""
-        if not self.tensors:
-            for spec in (parameter.gathered for parameter in parameters):
-                device = spec.mesh.device_type
-                self.tensors.append(torch.empty(spec.local_shape, dtype=spec.dtype, device=device))
-        for tensor in self.tensors:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        return self.tensors
-
-    def release(self) -> bool:
-        """Free the memory of all gathered tensors; return whether one was written to since it was filled."""
-        were_written = self.versions_when_filled != [tensor._version for tensor in self.tensors]
-        for tensor in self.tensors:
-            tensor.untyped_storage().resize_(0)
-        self.has_storage = False
-        return were_written
-
-
-class Views(list[Tensor]):
-    """Views of the gathered tensors, as modules see them.
-
-    A unit holds them only while they are exposed: their autograd graph holds the unit, in a cycle that
-    the garbage collector does not see.
-    """
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +138,18 @@ class Schedule:
     previous: list[Unit] = field(default_factory=list)
     # whether the outermost module's forward is running
     running: bool = False
+    # reductions that no pass has delivered; modules may share it
+    context: CommContext = field(default_factory=CommContext)
+    # the user's: whether the next backward delivers what it reduces, and whether backwards do at all
+    is_last_backward: bool = True
+    finalizes_manually: bool = False
+    # the user's: an event that the next forward's gathers wait for
+    post_optimizer_event: Any = None
+
+    @property
+    def defers_delivery(self) -> bool:
+        """The end of a backward leaves reductions in flight."""
+        return self.finalizes_manually or not self.is_last_backward
 
     def begin_forward(self, unit: Unit) -> None:
         """Note that a unit begins; the outermost one, or one outside of it, begins a new order."""
@@ -180,6 +159,13 @@ class Schedule:
             self.order = []
             self.ended = []
             self.running = is_outermost
+
+    def wait_for_optimizer(self) -> None:
+        """Have the device wait for the user's event, once."""
+        event = self.post_optimizer_event
+        self.post_optimizer_event = None
+        if event is not None:
+            event.wait()
 
     def next_last_time(self, unit: Unit) -> Sequence[Unit]:
         """Return the unit that followed in the forward before, if that has come the same way so far.
@@ -215,6 +201,12 @@ class UnitSettings:
     prefetch_in_backward: Sequence[Unit] | None = None
     # while gradients are kept, torch.autograd.grad returns zeros: pipeline stages split a backward so
     return_zero_gradients: bool = False
+    # whether a backward frees what it gathered
+    reshard_after_backward: bool = True
+    # whether a backward gathers before anything reads the parameters
+    unshard_in_backward: bool = True
+    # whether gathered tensors keep their memory, and addresses, while they have no values
+    keep_unsharded_storage: bool = False
 
 
 class Unit(Group):
@@ -251,7 +243,7 @@ class Unit(Group):
         # The state, which the methods below change: the gathered parameters, those in flight with
         # the versions of the leaves that were sent, and what modules see in place of the leaves.
         self.current = Gathered([])
-        self._in_flight: tuple[ShardsInFlight, Versions] | None = None
+        self._in_flight: tuple[ShardsInFlight | CustomGather, Versions] | None = None
         self.exposed: Views | None = None
 
         # The passes, written by `unit_passes`: the forward that is running; the last one; those
@@ -264,7 +256,7 @@ class Unit(Group):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
-        settings = UnitSettings(self.settings.reshard_after_forward)
+        settings = replace(self.settings, prefetch_in_forward=None, prefetch_in_backward=None)
         copied = Unit(
             self.modules,
             self.axes,
@@ -276,6 +268,8 @@ class Unit(Group):
         copied.divisor = self.divisor
         copied.frees_after_forward = self.frees_after_forward
         copied.syncs = self.syncs
+        copied.all_reduces = self.all_reduces
+        copied.communication = self.communication
         copied.parameters = self.parameters
         copied.schedule = self.schedule
         copied.call_hooks = self.call_hooks
@@ -291,7 +285,12 @@ class Unit(Group):
 
     @property
     def keeps_gradients(self) -> bool:
-        return bool(self.kept)
+        is_pending = any(reduction.group is self for reduction in self.schedule.context.pending)
+        return self.holds_gradients or is_pending
+
+    def drop_kept(self) -> None:
+        super().drop_kept()
+        self.schedule.context.drop(self)
 
     def held(self) -> Iterable[Tensor]:
         return [parameter.leaf for parameter in self.parameters]
@@ -349,7 +348,8 @@ class Unit(Group):
 
     def find_trained(self) -> list[int]:
         """The parameters that require gradients now, or have kept ones."""
-        return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
+        held = {*self.kept, *self.scattered}
+        return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in held]
 
     # --- the state and its transitions ------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Unit(Group):
         """Where the values of the parameters are."""
         if self._in_flight is not None:
             return UnitState.GATHERING
-        return UnitState.GATHERED if self.current.has_storage else UnitState.SHARDED
+        return UnitState.GATHERED if self.current.has_values else UnitState.SHARDED
 
     @property
     def versions(self) -> Versions:
@@ -369,12 +369,20 @@ class Unit(Group):
     def start_gathering(self) -> None:
         """Send the shards, unless the values of the leaves are here or in flight."""
         versions = self.versions
-        is_here = self.current.has_storage and self.current.versions == versions
+        is_here = self.current.has_values and self.current.versions == versions
         is_coming = self._in_flight is not None and self._in_flight[1] == versions
         if not self.parameters or is_here or is_coming:
             return
-        sent = start_to_gather(self.parameters, f"fully_shard gathers {self.name}")
-        self._in_flight = (sent, versions)
+        self._in_flight = (self._send_shards(), versions)
+
+    def _send_shards(self) -> ShardsInFlight | CustomGather:
+        text = f"fully_shard gathers {self.name}"
+        all_gather = self.communication.all_gather
+        if all_gather is None:
+            return start_to_gather(self.parameters, text)
+        moves = [(parameter.resting, parameter.gathered) for parameter in self.parameters]
+        with purpose(text):
+            return CustomGather(all_gather, self.axes, shards_to_send(self.parameters), moves)
 
     def finish_gathering(self) -> None:
         """Wait for the values in flight, if there are some, and write them to the gathered tensors."""
@@ -383,7 +391,7 @@ class Unit(Group):
         versions = self.versions if in_flight is None else in_flight[1]
         # with nothing in flight: there are no parameters
         if self.current.versions != versions:
-            self.current = Gathered(versions)
+            self.current = self._replace_gathered(versions)
         if in_flight is None:
             return
         current = self.current
@@ -395,8 +403,16 @@ class Unit(Group):
             preserving_versions(tuple(current.tensors)),
         ):
             in_flight[0].wait(lambda: current.allocate(self.parameters))
-        current.has_storage = True
+        current.has_values = True
         current.versions_when_filled = [tensor._version for tensor in current.tensors]
+
+    def _replace_gathered(self, versions: Versions) -> Gathered:
+        """Make room for other values: in memory of their own, as a graph may hold the old ones, or in the same."""
+        replaced = self.current
+        if not self.settings.keep_unsharded_storage:
+            return Gathered(versions)
+        replaced.has_values = False
+        return Gathered(versions, replaced.tensors)
 
     def gather(self) -> Gathered:
         """Have the values of the leaves gathered, and return them."""
@@ -410,9 +426,11 @@ class Unit(Group):
         Raises:
             StyleError: if something was written to them.
         """
-        if not self.current.has_storage:
+        if not self.current.has_values:
             return
-        if self.current.release():
+        were_written = self.current.were_written
+        self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
+        if were_written:
             raise StyleError(
                 f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
                 "no shard: the "
@@ -436,6 +454,24 @@ class Unit(Group):
         """Have the modules see the leaves, and free the gathered parameters."""
         self.hide()
         self.free()
+
+    def end_backward(self) -> None:
+        """Reshard after a backward, or only hide what a later pass is to use again."""
+        self.hide()
+        if self.settings.reshard_after_backward or self.current.were_written:
+            self.free()
+
+    def reset(self) -> None:
+        """Wait for shards in flight, and give up all that passes have left: the unit is sharded, and keeps nothing."""
+        if self._in_flight is not None:
+            self.finish_gathering()
+        self.scope = ForwardScope()
+        self.used = None
+        self.open.clear()
+        self.backward = None
+        self.drop_kept()
+        self.hide()
+        self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
 
 
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:

@@ -5,14 +5,13 @@ arrive when the last of them has been computed. Hooks of autograd's nodes gather
 Gradients are reduced beside it, and those of all units are delivered when the pass is over: a pass
 that raises leaves every `.grad` as it was.
 
-May import: _torch, reduction, unit.
+May import: _torch, gathered, unit, unit_backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,25 +22,20 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import (
     FakeTensor,
-    GradRoute,
     eager_only,
-    first_order_only,
-    grad_hooked,
-    grad_route,
     in_backward,
     is_compiling,
     local_shard,
     pytree,
-    running_pass,
     unwatched,
 )
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
-from .reduction import GroupReduction, arrived, deliver
-from .unit import Forward, Unit, Views, unit_of
+from .gathered import Views
+from .unit import Forward, Unit, unit_of
+from .unit_backward import running_backward
 
 
 def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
@@ -186,6 +180,7 @@ def _begin(unit: Unit) -> Forward:
     recomputing = in_backward()
     if not recomputing:
         schedule.begin_forward(unit)
+        schedule.wait_for_optimizer()
     forward = enter(unit)
     forward.units = schedule.units
     if recomputing:
@@ -229,7 +224,7 @@ def enter(unit: Unit) -> Forward:
 def _enter_again(unit: Unit) -> Forward:
     """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
     used = unit.used
-    views = used.views() if used is not None and used.gathered.has_storage else None
+    views = used.views() if used is not None and used.gathered.has_values else None
     if used is None or views is None or used.gathered.versions != unit.versions:
         return enter(unit)
     recorded = used.trained == unit.find_trained() and all(
@@ -306,8 +301,10 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     def unpack(saved: Any) -> Any:
         if not (isinstance(saved, tuple) and saved and saved[0] is forward):
             return saved if outside is None else outside[1](saved)
-        if not gathered.has_storage:
+        if not gathered.has_values:
             running_backward().open(forward, views)
+            # also where a backward does not gather before
+            forward.unit.gather()
         return saved[1]
 
     return saved_tensors_hooks(pack, unpack)
@@ -320,173 +317,3 @@ def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map_only(
         Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors
     )
-
-
-# --- a backward pass over units -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GradientRoutes:
-    """Where the gradients of one forward go in a pass."""
-
-    # by index of the parameter
-    by_parameter: dict[int, GradRoute]
-    # the parameters whose gradients torch.autograd.grad returns
-    captured: set[int]
-    # whether this rank keeps the gradients for a later pass
-    are_kept: bool
-
-
-class UnitBackward:
-    """What one backward pass has done to units, and has still to deliver."""
-
-    def __init__(self) -> None:
-        # those of its schedules, in one order on all ranks, and which leads them
-        self._units: dict[Unit, Unit] = {}
-        # which stay so until their gradients have arrived, or the pass ends
-        self.gathered: list[Unit] = []
-        # not those that a pass around this one has opened
-        self._opened: set[Forward] = set()
-        self._reductions: list[GroupReduction] = []
-        self._routes: dict[Forward, GradientRoutes] = {}
-
-    def open(self, forward: Forward, views: Views | None) -> None:
-        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
-        unit = forward.unit
-        if forward in unit.open:
-            return
-        self._reach(forward)
-        if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
-            raise StyleError(
-                f"fully_shard: parameters of {unit.name!r} were written to between a forward and "
-                "its backward, so the "
-                "values that the forward used are gone; call the optimizer's step after the "
-                "backward"
-            )
-        unit.gather()
-        if views is None:
-            unit.hide()
-        else:
-            unit.expose(views)
-        unit.open.add(forward)
-        self._opened.add(forward)
-        self.gathered.append(unit)
-        following = unit.settings.prefetch_in_backward
-        for other in forward.before if following is None else following:
-            if other.used is not None and other.frees_after_forward:
-                other.start_gathering()
-        if self._reductions:
-            self._reductions[-1].poll()
-
-    def _reach(self, forward: Forward) -> None:
-        """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
-        first_order_only(
-            "fully_shard: a backward with create_graph=True; second derivatives need parameters "
-            "that are not freed: "
-            "differentiate the module before it is sharded, or use replicate() and ask for "
-            "gradients of inputs"
-        )
-        lead = forward.units[0]
-        if lead.backward is None:
-            for unit in forward.units:
-                unit.check_kept()
-            lead.backward = self
-        self._units.update(dict.fromkeys(forward.units, lead))
-
-    def _routes_of(self, forward: Forward) -> GradientRoutes:
-        if forward not in self._routes:
-            self._reach(forward)
-            self._routes[forward] = self._find_routes(forward)
-        return self._routes[forward]
-
-    def _find_routes(self, forward: Forward) -> GradientRoutes:
-        unit = forward.unit
-        routes: dict[int, GradRoute] = {}
-        captured: set[int] = set()
-        for i, node in zip(forward.trained, forward.nodes, strict=True):
-            leaf = unit.parameters[i].leaf
-            routes[i] = grad_route(node, leaf)
-            if routes[i] == "return" and not grad_hooked(leaf):
-                captured.add(i)
-        may_keep = unit.settings.return_zero_gradients or not captured
-        return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
-
-    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
-        """Add a parameter's gradient to the kept one, if it stays or is reduced with that; return whether it was."""
-        unit = forward.unit
-        routes = self._routes_of(forward)
-        all_accumulate = {*routes.by_parameter.values()} == {"accumulate"}
-        adds = routes.are_kept or (unit.kept and all_accumulate)
-        if grad is None or routes.by_parameter[i] == "unused" or not adds:
-            return False
-        unit.add_to_kept(i, grad)
-        return True
-
-    def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
-        """Take the gradients of one forward of a unit; return what autograd is to deliver at once."""
-        unit = forward.unit
-        routes = self._routes_of(forward)
-        captured = routes.captured
-        returned = {i for i, route in routes.by_parameter.items() if route == "return"}
-        if forward in self._opened:
-            unit.open.discard(forward)
-            if not unit.open:
-                unit.reshard()
-        wanted: dict[int, Tensor | None] = {}
-        for i, grad in zip(forward.trained, grads, strict=True):
-            if routes.by_parameter[i] == "unused" or self.arrive(forward, i, grad):
-                continue
-            wanted[i] = grad
-        if routes.are_kept:
-            return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
-        # At most one unit's gradients are on their way; behind them travels a shard of another's,
-        # to the replicas.
-        for reduction in self._reductions[-2:]:
-            reduction.go_on()
-        # torch.autograd.grad gets the gradients of this pass alone
-        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured))
-        given: dict[int, Any] = dict.fromkeys(forward.trained)
-        for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
-            if i in returned:
-                leaf: Any = unit.parameters[i].leaf
-                given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
-        return [*given.values()]
-
-    def finish(self) -> None:
-        """Deliver the gradients and leave all units sharded."""
-        reduced, opened = (
-            {reduction.group for reduction in self._reductions},
-            {each.unit for each in self._opened},
-        )
-        # it is a pass of torch.autograd.grad
-        captures = any(routes.captured for routes in self._routes.values())
-        for unit, lead in self._units.items():
-            # A rank on which none of a unit's parameters was used takes part in the reduction all
-            # the same.
-            late = unit in opened or (unit.kept and not captures and lead.backward is self)
-            if unit.syncs and unit.trained and late and unit not in reduced:
-                self._reductions.append(GroupReduction(unit, {}))
-        deliver(self._reductions)
-        self._reductions.clear()
-        for unit, lead in self._units.items():
-            unit.spoiled = unit.spoiled and lead.backward is not self
-        self._close()
-
-    def fail(self) -> None:
-        """Give kept gradients back, and leave all units sharded."""
-        for reduction in reversed(self._reductions):
-            reduction.give_back()
-        self._close()
-
-    def _close(self) -> None:
-        for unit in self.gathered:
-            unit.open.clear()
-            unit.reshard()
-        self.gathered.clear()
-        for lead in self._units.values():
-            lead.backward = None if lead.backward is self else lead.backward
-
-
-def running_backward() -> UnitBackward:
-    """What the backward pass that is running does to units."""
-    return running_pass().part(UnitBackward)

@@ -41,6 +41,15 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
 _OF_MESHES = {"DeviceMesh", "init_device_mesh"}
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
+# methods of sharded modules that shoal refuses, and what to do in their place
+_METHODS = {
+    "set_symm_mem_for_comm": "shoal gathers without buffers: leave it out, or set_custom_all_gather",
+    "set_allocate_memory_from_process_group_for_comm": (
+        "shoal gathers without buffers: leave it out, or set_custom_all_gather"
+    ),
+    "_set_unshard_async_op": "gathers are always asynchronous: leave it out",
+    "_get_fsdp_state": "shoal keeps no such state: use the methods of the module",
+}
 
 
 class Migrated(NamedTuple):
@@ -138,6 +147,8 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
         module, _, name = f"{modules.get(first, '')}.{rest}".rpartition(".")
         if node.attr in _PRIVATE:
             yield node, "", f"{node.attr}: use {_PRIVATE[node.attr]}"
+        elif node.attr in _METHODS:
+            yield node, "", f"{node.attr}: {_METHODS[node.attr]}"
         elif module in _LAYERS or _is_module(module):
             layer, what = _find(module, name)
             yield node, layer and f"{layer}.{name}", what

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers,
+May import: _torch, accelerator, argument_types, collectives, events, facades, groups, mesh, observers,
 shared_memory, topology, transport.
 """
 
@@ -22,6 +22,7 @@ from .events import Event, is_observed, observe, observing, unobserve
 from .facades import facade
 from .groups.process_groups import comm_of_threads
 from .groups.world import agree
+from .mesh.device_mesh import with_own_groups
 from .observers.lockstep import in_lockstep
 from .shared_memory.recorder import note
 from .topology import Topology, topology_version

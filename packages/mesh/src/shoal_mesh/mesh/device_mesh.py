@@ -448,3 +448,16 @@ def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> 
     if root is not None and follows and root._coordinate is not None:
         fields = replace(fields, layout=root._layout.parallel(fields.layout, root.get_rank()))
     return DeviceMesh._of(fields, root)
+
+
+def with_own_groups(mesh: DeviceMesh, tag: str) -> DeviceMesh:
+    """Return the mesh over the same ranks whose process groups are shared with meshes of the same tag alone.
+
+    Collectives over its groups and over those of `mesh` do not wait for one another.
+
+    Args:
+        mesh: a mesh.
+        tag: for what the groups are.
+    """
+    choices = tuple(replace(choice, tag=tag) for choice in mesh._choices)
+    return mesh._derive(mesh._layout, mesh.mesh_dim_names, choices)

@@ -1,0 +1,316 @@
+"""Functions of the user that run a unit's collectives, and how gathered and scattered tensors are packed for them.
+
+A rank sends one flat buffer with its shards of all parameters of a dtype. Buffers have one size on
+all ranks, that of the longest. With shards of 3 and 2 rows of (5, 4) on two ranks:
+
+    gather     rank 0: 12 elements    rank 1: 8 elements, 4 unused    received: 24 elements
+    scatter    sent: 24 elements, shard by shard                      received: 12 elements
+
+May import: sharded_parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal_dtensor import Spec
+
+from .sharded_parameters import DataAxes
+
+
+class CustomCollective(ABC):
+    """A collective of the user's, and the memory for it."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer; its values do not matter."""
+
+
+class AllGather(CustomCollective):
+    """An all-gather of the user's, for `FSDPModule.set_custom_all_gather`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the flat inputs of all ranks, one after another, into the flat output."""
+
+
+class ReduceScatter(CustomCollective):
+    """A reduce-scatter of the user's, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the flat inputs of all ranks; the output is this rank's part of the result."""
+
+
+@dataclass(slots=True)
+class Communication:
+    """Choices of the user for the collectives of one group of parameters."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    # called with the reduced gradients in one flat tensor
+    hook: Callable[[Tensor], None] | None = None
+    # the device's stream for the hook; None is that of the backward
+    hook_stream: Any = None
+    # collectives only sum; a custom one is not asked for averages, and a hook gets sums
+    sums_only: bool = False
+    # parameters that no rank has used get zeros
+    zeros_for_unused: bool = False
+    # reductions that may be in flight beside the backward
+    max_in_flight: int = 1
+    # reductions have process groups of their own, so that gathers do not wait for them
+    separate_groups: bool = False
+
+
+# A part of a shard, and its place in the tensor that all shards together make, as slices.
+_Part = tuple[tuple[slice, ...], tuple[slice, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The shard that one rank has of one tensor."""
+
+    shape: tuple[int, ...]
+    parts: Sequence[_Part]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class ShardPacking:
+    """Where the shards of several tensors are in flat buffers of one size, one for each rank of an axis.
+
+    Args:
+        moves: for each tensor the layout of its shards, and the layout in which one rank has all of
+            them.
+        axes: the data axes, over the last of which tensors are sharded. Buffers are in the order of
+            the ranks of its group.
+    """
+
+    def __init__(self, moves: Sequence[tuple[Spec, Spec]], axes: DataAxes) -> None:
+        axis = axes.mesh.ndim - 1
+        self.shards = [
+            [_shard_at(move, axis, coordinate) for move in moves]
+            for coordinate in axes.coordinates_of_group
+        ]
+        self.length = max(sum(shard.numel for shard in shards) for shards in self.shards)
+
+    def pack_shards(self, shards: Sequence[Tensor], buffer: Tensor) -> None:
+        """Write the shards of one rank to its buffer."""
+        start = 0
+        for shard in shards:
+            buffer[start : start + shard.numel()].copy_(shard.reshape(-1))
+            start += shard.numel()
+
+    def unpack_shards(self, rank: int, buffer: Tensor) -> list[Tensor]:
+        """Return a rank's shards, as views of its buffer."""
+        views = []
+        start = 0
+        for shard in self.shards[rank]:
+            views.append(buffer[start : start + shard.numel].view(shard.shape))
+            start += shard.numel
+        return views
+
+    def pack(self, tensors: Sequence[Tensor], buffers: Tensor) -> None:
+        """Write whole tensors to the buffers of all ranks, shard by shard."""
+        buffers.zero_()
+        for rank, shards in enumerate(self.shards):
+            for tensor, shard, view in self._views(rank, shards, tensors, buffers):
+                for own, place in shard.parts:
+                    view[own].copy_(tensor[place])
+
+    def unpack(self, buffers: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the shards in the buffers of all ranks to whole tensors."""
+        for rank, shards in enumerate(self.shards):
+            for tensor, shard, view in self._views(rank, shards, tensors, buffers):
+                for own, place in shard.parts:
+                    tensor[place].copy_(view[own])
+
+    def _views(
+        self, rank: int, shards: Sequence[_Shard], tensors: Sequence[Tensor], buffers: Tensor
+    ) -> Any:
+        buffer = buffers[rank * self.length : (rank + 1) * self.length]
+        return zip(tensors, shards, self.unpack_shards(rank, buffer), strict=True)
+
+
+def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
+    sharded, whole = move
+    here = whole.coordinate
+    assert here is not None, "only ranks of the mesh gather"
+    there = list(here)
+    there[axis] = coordinate
+    parts: list[_Part] = []
+    for box, own in sharded.boxes(there):
+        for whole_box, place in whole.boxes(here):
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, whole_box, strict=True)]
+            if all(start < stop for start, stop in common):
+                parts.append((_moved(common, box, own), _moved(common, whole_box, place)))
+    return _Shard(tuple(sharded.local_shape_at(there)), parts)
+
+
+def _moved(common: Any, box: Any, place: Any) -> tuple[slice, ...]:
+    """A part of a global box, as slices of the local tensor that has the box at `place`.
+
+    The part (5, 6) of the box (4, 8), which is at (2, 6) of the local tensor, is at (3, 4).
+    """
+    slices = []
+    for (start, stop), (box_start, _), (place_start, _) in zip(common, box, place, strict=True):
+        offset = place_start - box_start
+        slices.append(slice(start + offset, stop + offset))
+    return tuple(slices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """The tensors of one dtype, on their way in one collective."""
+
+    # indices of the tensors
+    tensors: Sequence[int]
+    packing: ShardPacking
+    received: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
+def _by_dtype(moves: Sequence[tuple[Spec, Spec]]) -> list[list[int]]:
+    """Indices of the tensors that move, those of one dtype together."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, (source, target) in enumerate(moves):
+        if source is not target:
+            found.setdefault(source.dtype, []).append(i)
+    return [*found.values()]
+
+
+class CustomGather:
+    """Shards on their way to all ranks of a unit's sharding axis, by a function of the user.
+
+    A tensor that is not sharded stays where it is.
+    """
+
+    def __init__(
+        self,
+        comm: AllGather,
+        axes: DataAxes,
+        shards: Sequence[Tensor],
+        moves: Sequence[tuple[Spec, Spec]],
+    ) -> None:
+        self._shards = shards
+        self._moves = moves
+        self._buffers: list[_Buffers] = []
+        for indices in _by_dtype(moves):
+            packing = ShardPacking([moves[i] for i in indices], axes)
+            first = shards[indices[0]]
+            ranks = len(packing.shards)
+            length = packing.length
+            received = comm.allocate((ranks * length,), dtype=first.dtype, device=first.device)
+            start = axes.sharding_group.rank() * length
+            sent = received[start : start + length]
+            packing.pack_shards([shards[i] for i in indices], sent)
+            work = comm(
+                output_tensor=received,
+                input_tensor=sent,
+                group=axes.sharding_group,
+                async_op=True,
+            )
+            self._buffers.append(_Buffers(indices, packing, received, work))
+
+    def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
+        """Return the gathered tensors; they are written to those that `memory` gives."""
+        for buffers in self._buffers:
+            buffers.wait()
+        if memory is None:
+            gathered = [shard.new_empty(to.local_shape) for shard, (_, to) in self._pairs()]
+        else:
+            gathered = list(memory())
+        for i, (shard, (source, target)) in enumerate(self._pairs()):
+            if source is target:
+                gathered[i].copy_(shard)
+        for buffers in self._buffers:
+            buffers.packing.unpack(buffers.received, [gathered[i] for i in buffers.tensors])
+        return gathered
+
+    def _pairs(self) -> Any:
+        return zip(self._shards, self._moves, strict=True)
+
+
+class CustomScatter:
+    """Local gradients on their way to the sums of this rank's shards, by a function of the user.
+
+    Args:
+        comm: the function.
+        axes: the data axes; over those of replicas nothing is reduced.
+        gradients: local gradients, dense, and a row of flags behind them.
+        moves: for each, its layout and that of the sums.
+        averages: whether the function is asked for averages over the shards, rather than sums.
+    """
+
+    def __init__(
+        self,
+        comm: ReduceScatter,
+        axes: DataAxes,
+        gradients: Sequence[Tensor],
+        moves: Sequence[tuple[Spec, Spec]],
+        *,
+        averages: bool,
+    ) -> None:
+        self.divided_by = axes.ranks_of_shards if averages else 1
+        self._rank = axes.sharding_group.rank()
+        self._count = len(moves)
+        self._buffers: list[_Buffers] = []
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        for indices in _by_dtype(moves):
+            pairs = [(moves[i][1], moves[i][0]) for i in indices]
+            packing = ShardPacking(pairs, axes)
+            first = gradients[indices[0]]
+            total = len(packing.shards) * packing.length
+            sent = comm.allocate((total,), dtype=first.dtype, device=first.device)
+            packing.pack([gradients[i] for i in indices], sent)
+            received = comm.allocate((packing.length,), dtype=first.dtype, device=first.device)
+            work = comm(
+                output_tensor=received,
+                input_tensor=sent,
+                group=axes.sharding_group,
+                op=op,
+                async_op=True,
+            )
+            self._buffers.append(_Buffers(indices, packing, received, work))
+
+    def reach_last_round(self) -> bool:
+        return False
+
+    def poll(self) -> None:
+        """Nothing can be taken before it has been waited for."""
+
+    def wait(self) -> list[Tensor]:
+        """Return the sums, or averages, of this rank's shards."""
+        sums: dict[int, Tensor] = {}
+        for buffers in self._buffers:
+            buffers.wait()
+            shards = buffers.packing.unpack_shards(self._rank, buffers.received)
+            sums.update(zip(buffers.tensors, shards, strict=True))
+        return [sums[i] for i in range(self._count)]

@@ -1,0 +1,555 @@
+"""Control of sharded modules: the methods that `fully_shard` adds to a module's class, under torch's names.
+
+A method sets one choice of the user, or makes one transition of a unit; the passes read the choice.
+
+May import: communication, gradient_group, reduction, unit, unit_passes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal_dtensor.errors import (
+    LayoutError,
+    StyleError,
+    StyleTypeError,
+    UnsupportedModuleError,
+)
+from shoal_dtensor.internal import in_backward, takes
+
+from .communication import AllGather, ReduceScatter
+from .gradient_group import ReducingModule
+from .reduction import CommContext, GroupReduction, deliver
+from .unit import STATE, Unit, unit_of, units_of
+from .unit_passes import as_forward, enter
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardHandle:
+    """Parameters that are being gathered; `wait()` returns when the module sees them.
+
+    Args:
+        unit: the module's unit; `unshard(async_op=True)` of the module makes the handle.
+    """
+
+    unit: Unit
+
+    def wait(self) -> None:
+        """Have the module see the gathered parameters."""
+        enter(self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReductionHandle:
+    """Gradients that are being reduced; `wait()` returns when they are in `.grad`.
+
+    Args:
+        contexts: where the reductions are; `finalize_backward(async_op=True)` of a module makes the
+            handle.
+    """
+
+    contexts: Sequence[CommContext]
+
+    def wait(self) -> None:
+        """Deliver the gradients, and those of backwards that were not the last one."""
+        for context in self.contexts:
+            deliver(context.take())
+
+
+class FSDPModule(ReducingModule):
+    """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
+
+    _made_by = "fully_shard"
+    _divides_inside = False
+
+    # no hooks: a module compiled in place would trace them
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with its hooks, compiled or not, between gathering and freeing."""
+        forward = super().__call__
+        return (
+            as_forward(self, forward, args, kwargs)
+            if STATE in vars(self)
+            else forward(*args, **kwargs)
+        )
+
+    def _reducers(self, recurse: bool = True) -> list[Unit]:
+        return units_of(self, recurse)
+
+    # --- gathering --------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
+
+        They are for reading: what is written to them is lost, and `reshard()` says so.
+        """
+        unit = unit_of(self)
+        if not async_op:
+            enter(unit)
+            return None
+        unit.start_gathering()
+        return UnshardHandle(unit)
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters; the module holds its shards again.
+
+        Raises:
+            StyleError: if something was written to the gathered parameters.
+        """
+        unit_of(self).reshard()
+
+    @takes(reshard_after_forward=bool)
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
+        for unit in units_of(self, recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.frees_after_forward = reshard_after_forward
+
+    @takes(reshard_after_backward=bool)
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether gathered parameters are freed after a backward.
+
+        With False, and with `reshard_after_forward=False`, the microbatches of a step gather once.
+        What an optimizer has written to is gathered again in any case. Set True before the last
+        backward of a step, or the parameters stay gathered until the next one ends.
+        """
+        for unit in units_of(self, recurse):
+            unit.settings.reshard_after_backward = reshard_after_backward
+
+    @takes(unshard_in_backward=bool)
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether this unit is gathered for its backward.
+
+        A backward that reads no parameter of the unit, such as that of an embedding, needs none of
+        them. With False they are gathered only if something that autograd has saved is read after
+        all.
+        """
+        unit_of(self).settings.unshard_in_backward = unshard_in_backward
+
+    @takes(enable=bool)
+    def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
+        """Set whether gathered parameters keep their memory and their addresses when they are resharded.
+
+        Each gather writes to the same memory then, as graphs of CUDA that were captured need it.
+        """
+        for unit in units_of(self, recurse):
+            unit.settings.keep_unsharded_storage = enable
+            if not enable and not unit.current.has_values:
+                unit.current.release(keeps_memory=False)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Set the modules whose parameters start to be gathered when this one's forward begins.
+
+        Without it, and in a copy of the module, it is the one whose forward came next the last
+        time; with an empty list, none.
+
+        Args:
+            modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        unit_of(self).settings.prefetch_in_forward = _units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backward: by default, the module whose forward came before this one's.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        unit_of(self).settings.prefetch_in_backward = _units(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Set an event that the next forward waits for before it gathers.
+
+        Record it after the optimizer's step, where that runs on another stream of the device than
+        the forward. It holds for one forward. The current stream waits; torch's waits on the
+        streams of its gathers only.
+
+        Args:
+            event: its `wait()` has the current stream wait.
+        """
+        unit_of(self).schedule.post_optimizer_event = event
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have this unit's parameters gathered by a function of the user.
+
+        It is called with a flat tensor of this rank's shards, padded to the length of the longest,
+        and gets a flat one of all ranks' from `comm.allocate`, of which the first is a slice.
+
+        Args:
+            comm: called as `comm(output_tensor=, input_tensor=, group=, async_op=True)`; it returns
+                the work to wait for, or None if the output is complete.
+
+        Raises:
+            StyleError: if it is not callable, or has no `allocate`.
+        """
+        unit_of(self).communication.all_gather = _checked_comm("set_custom_all_gather", comm)
+
+    # --- reducing ---------------------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that were kept, without another backward.
+
+        Raises:
+            StyleError: a backward is running, or one that added to them raised.
+        """
+        units = self._reducers()
+        _check_finished("reduce_gradients", units)
+        context_of_units = [unit.schedule.context for unit in units]
+        started = [GroupReduction.start(unit, {}) for unit in units if unit.holds_gradients]
+        pending = [
+            reduction for context in dict.fromkeys(context_of_units) for reduction in context.take()
+        ]
+        deliver([*pending, *started])
+
+    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that were kept, and deliver all that backwards have left in flight.
+
+        Gradients of modules that reduce none (`set_requires_gradient_sync(False)`) stay kept.
+
+        Args:
+            async_op: only start to reduce.
+
+        Returns:
+            With `async_op`, a handle; call its `wait()` before the optimizer's step.
+
+        Raises:
+            StyleError: a backward is running, or one that added to kept gradients raised.
+        """
+        units = self._reducers()
+        _check_finished("finalize_backward", units)
+        contexts = [*dict.fromkeys(unit.schedule.context for unit in units)]
+        for unit in units:
+            if unit.syncs and unit.holds_gradients:
+                unit.schedule.context.pending.append(GroupReduction.start(unit, {}))
+        _watch(contexts)
+        handle = GradientReductionHandle(contexts)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    @takes(enable=bool)
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Set whether backwards leave the gradients that they reduce in flight, for `finalize_backward`.
+
+        It holds for all units of the outermost module. The optimizer's step is an error until they
+        are delivered.
+        """
+        schedule = unit_of(self).schedule
+        schedule.finalizes_manually = enable
+        _watch([schedule.context])
+
+    @takes(is_last_backward=bool)
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward is the last one of a step.
+
+        One that is not leaves the gradients that it reduces in flight, beside the next microbatch;
+        the last one delivers them. It holds for all units of the outermost module. The optimizer's
+        step is an error until they are delivered.
+        """
+        schedule = unit_of(self).schedule
+        schedule.is_last_backward = is_last_backward
+        _watch([schedule.context])
+
+    @takes(requires_all_reduce=bool)
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether gradients are reduced over the replicas of two data axes, or over the shards alone.
+
+        The sums over the shards are kept, and reduced over the replicas with those of the next
+        backward that does. `set_requires_gradient_sync` sets it too.
+        """
+        for unit in units_of(self, recurse):
+            unit.all_reduces = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: Any | None = None
+    ) -> None:
+        """Set a function that gets this unit's reduced gradients, before they are delivered.
+
+        With a data mesh of one axis it can reduce them over replicas that shoal does not know. All
+        parameters get a gradient then, also those that no rank of this mesh has used.
+
+        Args:
+            hook: called with the gradients of this rank's shards in one flat tensor, those of each
+                dtype in one; it may write to it. They are means; sums with
+                `set_force_sum_reduction_for_comms(True)`.
+            stream: the device's stream on which it runs; the current one by default.
+
+        Raises:
+            LayoutError: a stream with a mesh of two axes, or on a CPU, which has none.
+        """
+        unit = unit_of(self)
+        if stream is not None and unit.axes.has_replicas:
+            raise LayoutError(
+                "set_all_reduce_hook: stream cannot be set when fully_shard reduces over replicas "
+                f"itself, over {unit.axes.mesh!r}; leave it out"
+            )
+        if stream is not None and unit.axes.mesh.device_type == "cpu":
+            raise LayoutError(
+                "set_all_reduce_hook: a CPU has no streams; leave `stream` out on a mesh of type 'cpu'"
+            )
+        unit.communication.hook = hook
+        unit.communication.hook_stream = stream
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have this unit's gradients reduced over its shards by a function of the user.
+
+        It is called with a flat tensor that has the gradients shard by shard, each part padded to
+        the length of the longest, with one number per parameter behind it that says whether a rank
+        has a gradient. Over the replicas of a second data axis gradients are reduced as always.
+
+        Args:
+            comm: called as `comm(output_tensor=, input_tensor=, group=, op=, async_op=True)`; it
+                returns the work to wait for, or None if the output is complete. `op` is AVG where
+                gradients in float32 or bfloat16 are divided by the number of ranks, SUM otherwise.
+
+        Raises:
+            StyleError: if it is not callable, or has no `allocate`.
+        """
+        communication = unit_of(self).communication
+        communication.reduce_scatter = _checked_comm("set_custom_reduce_scatter", comm)
+
+    @takes(enable=bool)
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether this unit's custom reduce-scatter, and its hook, get sums rather than means.
+
+        shoal's own collectives always sum, and gradients are divided behind them.
+        """
+        unit_of(self).communication.sums_only = enable
+
+    @takes(reduce_scatter_unused_params=bool)
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters that no rank has used get zeros as gradients, rather than none.
+
+        All units whose forward has run take part in the reductions of a backward then, whether it
+        reaches them on this rank or not: at its end, as ranks may reach units in different orders.
+        Parameters of one unit that some ranks have used get the mean with zeros in any case.
+        """
+        for unit in units_of(self, recurse):
+            unit.communication.zeros_for_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many units' gradients are in flight at once beside a backward: 1 by default.
+
+        Raises:
+            StyleError: if it is not a positive number. (A TypeError or a ValueError too.)
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise StyleTypeError(
+                "set_reduce_scatter_max_input_buffers: expected an int, got "
+                f"{type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise LayoutError(
+                "set_reduce_scatter_max_input_buffers: at least 1 unit's gradients are in flight, "
+                f"got {max_input_buffers}"
+            )
+        for unit in units_of(self, recurse):
+            unit.communication.max_in_flight = max_input_buffers
+
+    @takes(enable=bool)
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Set whether gradients are reduced over process groups of their own.
+
+        Gathers and reductions of one communicator wait for each other on some backends. The groups
+        are made at the first reduction; all ranks of the mesh set the same.
+        """
+        for unit in units_of(self, recurse):
+            unit.communication.separate_groups = enable
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Set the divisor of gradients, by torch's older name for `set_gradient_divide_factor`."""
+        warnings.warn(
+            "Use `set_gradient_divide_factor` instead", category=FutureWarning, stacklevel=2
+        )
+        self.set_gradient_divide_factor(factor)
+
+    # --- faults, and what only CUDA has -----------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Begin again after a forward or a backward that raised: all units are sharded and keep no gradients.
+
+        Gradients of earlier microbatches that were kept, or are in flight, are dropped; `.grad`
+        stays. All ranks call it, on the outermost module.
+
+        Raises:
+            StyleError: if another module is the outermost one. (A RuntimeError too.)
+        """
+        unit = unit_of(self)
+        if unit is not unit.schedule.units[0]:
+            raise LayoutError(
+                "reset_iter_state: call it on the outermost module that fully_shard was called on; "
+                f"{unit.name!r} is inside of {unit.schedule.units[0].name!r}"
+            )
+        for reduction in unit.schedule.context.take():
+            reduction.wait()
+        unit.schedule.running = False
+        unit.schedule.post_optimizer_event = None
+        for inner in unit.schedule.units:
+            inner.reset()
+
+    @takes(enable=bool)
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse buffers of the process group's allocator; False changes nothing.
+
+        Raises:
+            UnsupportedModuleError: if they are asked for.
+        """
+        if enable:
+            raise UnsupportedModuleError(
+                "set_allocate_memory_from_process_group_for_comm: only NCCL allocates buffers, and "
+                "shoal gathers from and to the parameters' own memory without one. A custom "
+                "collective with an `allocate` of its own does it: set_custom_all_gather, "
+                "set_custom_reduce_scatter"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse NCCL's symmetric memory.
+
+        Raises:
+            UnsupportedModuleError: always.
+        """
+        raise UnsupportedModuleError(
+            f"set_symm_mem_for_comm: buffers in symmetric memory of {backend!r} exist on CUDA only, "
+            "and shoal gathers from and to the parameters' own memory. A custom collective with an "
+            "`allocate` of its own can use them: set_custom_all_gather, set_custom_reduce_scatter"
+        )
+
+
+def _checked_comm(name: str, comm: Any) -> Any:
+    if callable(comm) and callable(getattr(comm, "allocate", None)):
+        return comm
+    raise StyleTypeError(
+        f"{name}: expected an object that is called with the buffers and has "
+        f"allocate(size, *, dtype, device), got {type(comm).__name__}"
+    )
+
+
+def _check_finished(name: str, units: Sequence[Unit]) -> None:
+    if in_backward():
+        raise StyleError(f"{name}: a backward is running; it is to be called after it")
+    for unit in units:
+        unit.check_kept()
+
+
+def _units(modules: Sequence[nn.Module]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise StyleError(
+                f"expected modules that fully_shard was called on, got {type(module).__name__}"
+            )
+    return [unit_of(module) for module in modules]
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Have modules share what backwards leave in flight, as the stages of a pipeline on one rank do.
+
+    The gradients in flight of all of them are bounded together
+    (`set_reduce_scatter_max_input_buffers`), and the last backward of one delivers those of all.
+
+    Args:
+        modules: outermost modules that `fully_shard` was called on.
+
+    Raises:
+        StyleError: if one of them is not sharded. (A ValueError too.)
+
+    Example:
+        >>> from shoal_data_parallel import fully_shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     share_comm_ctx([fully_shard(nn.Linear(8, 8), mesh) for _ in range(2)])
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise LayoutError(
+                "share_comm_ctx: expected modules that fully_shard was called on, got "
+                f"{type(module).__name__}"
+            )
+    schedules = [unit_of(module).schedule for module in modules]
+    for schedule in schedules[1:]:
+        shared = schedules[0].context
+        shared.pending += schedule.context.take()
+        schedule.context = shared
+
+
+# --- gradients that are not delivered yet ---------------------------------------------------------
+
+_WATCHED: WeakSet[CommContext] = WeakSet()
+
+
+def _watch(contexts: Sequence[CommContext]) -> None:
+    """Have the step of an optimizer raise while gradients of its parameters are in flight."""
+    _WATCHED.update(contexts)
+    _watch_optimizers()
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    pending = [reduction for context in _WATCHED for reduction in context.pending]
+    if not pending:
+        return
+    leaves = {id(parameter.leaf) for one in pending for parameter in one.group.parameters}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if leaves & held:
+        raise StyleError(
+            f"{type(optimizer).__name__}.step: gradients of a backward that was not the last one "
+            "are still in flight: call finalize_backward() of the module, or "
+            "set_is_last_backward(True) before the last backward"
+        )
+
+
+# once
+_watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))
+
+
+@takes(module=nn.Module, method_name=str)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit count as its forward: parameters are gathered before it and freed after it.
+
+    Args:
+        module: a module; nothing is done unless it is an `FSDPModule`.
+        method_name: for example "generate" or "encode".
+
+    Raises:
+        LayoutError: if there is no such method.
+
+    Example:
+        >>> from shoal_data_parallel import fully_shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> class Encoder(nn.Linear):
+        ...     def encode(self, x: torch.Tensor) -> torch.Tensor:
+        ...         return x @ self.weight.T
+        >>> with fake_world(4):
+        ...     model = fully_shard(Encoder(8, 8), init_device_mesh("cpu", (4,)))
+        ...     register_fsdp_forward_method(model, "encode")
+        ...     model.encode(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise LayoutError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}"
+        )
+    vars(module)[method_name] = lambda *args, **kwargs: as_forward(module, method, args, kwargs)

@@ -1,0 +1,188 @@
+"""Groups of parameters whose gradients are reduced together, and control of that by the user.
+
+May import: communication, global_losses, reducer, sharded_parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from shoal_dtensor import Spec
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import redistribute_shards, takes
+
+from .communication import Communication
+from .global_losses import divisor_of, ranks_of_loss
+from .reducer import Reducer
+from .sharded_parameters import DataAxes, ShardedParameter
+
+Grads = dict[int, Tensor | None]  # by parameter
+# likewise, with the layouts that they have
+Kept = dict[int, tuple[Tensor, Spec]]
+# by parameter a sum over the shards, and a flag that is not zero if a rank has a gradient of it
+Scattered = dict[int, tuple[Tensor, Tensor]]
+
+
+class Group(Reducer):
+    """Parameters whose gradients travel together."""
+
+    # the function that made it, for messages and profiles
+    owner: str
+    parameters: Sequence[ShardedParameter]
+    # the indices of those that require gradients
+    trained: list[int]
+    # how many flags travel with the gradients beside one for each parameter
+    extra_flags = 0
+
+    def __init__(self, name: str, axes: DataAxes) -> None:
+        # for messages and profiles
+        self.name = name
+        self.axes = axes
+        # by parameter the local gradient of earlier passes, and its layout
+        self.kept: Kept = {}
+        # the same, reduced over the shards but not over the replicas
+        self.scattered: Scattered = {}
+        # whether a pass that added to the kept gradients was not finished
+        self.spoiled = False
+        # how many ranks share the loss of the kept gradients
+        self.kept_ranks_of_loss = 1
+        self.communication = Communication()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Gradients of earlier passes are here, which wait for a reduction."""
+        return bool(self.kept or self.scattered)
+
+    def add_scattered(self, sums: Scattered) -> None:
+        """Add sums over the shards to those of earlier passes."""
+        for i, (gradient, flag) in sums.items():
+            if i in self.scattered:
+                earlier, earlier_flag = self.scattered[i]
+                gradient = earlier + gradient
+                flag = earlier_flag + flag
+            self.scattered[i] = (gradient, flag)
+
+    def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
+        """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
+
+        A copy of that would be held for all groups until the pass is over, only to be given back if
+        it fails. The first one is copied itself: autograd may hand one tensor to several
+        parameters.
+        """
+        self._check_same_loss(ranks_of_loss(self))
+        self.spoiled = True
+        local, spec = self.parameters[i].gradient(grad)
+        if i in self.kept:
+            kept, layout = self.kept[i]
+            kept.add_(*in_wanted_layouts([local], [spec], [layout]))
+        else:
+            self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
+
+    def divide_by(self, *, adds: bool) -> float:
+        """Return the divisor of summed gradients: of this pass if it adds some to the kept ones."""
+        if adds or not self.holds_gradients:
+            self._check_same_loss(ranks_of_loss(self))
+        return divisor_of(self, self.kept_ranks_of_loss)
+
+    def _check_same_loss(self, ranks: int) -> None:
+        if not self.holds_gradients:
+            self.kept_ranks_of_loss = ranks
+        if self.divisor is None and ranks != self.kept_ranks_of_loss:
+            raise StyleError(
+                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward "
+                f"are of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks "
+                "together, so no one number divides their sum. Call "
+                "set_gradient_divide_factor(), which then holds for all of them, or reduce "
+                "after each backward"
+            )
+
+    def extra_columns(self) -> Tensor | None:
+        """Return the values of the extra flags on this rank, None for zeros."""
+        return None
+
+    def check_kept(self) -> None:
+        """Raise StyleError if a backward that raised may have added to kept gradients."""
+        if self.spoiled:
+            raise StyleError(
+                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, "
+                "so some kept ones are "
+                "of that backward. Drop them with the outermost module's zero_grad(), and begin "
+                "the step again"
+            )
+
+    def drop_kept(self) -> None:
+        self.kept = {}
+        self.scattered = {}
+        self.spoiled = False
+
+
+class ReducingModule(nn.Module):
+    """What is added to a module's class: control over the reduction of gradients, as torch names it."""
+
+    _made_by: str  # the function
+    # whether a divisor is also that of the modules in it that have been passed before
+    _divides_inside = True
+    # those of the module and, unless with `recurse=False`, of those in it
+    _reducers: Callable[..., Sequence[Reducer]]
+
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed."""
+        return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
+
+    @takes(requires_gradient_sync=bool)
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
+        for reducer in self._reducers(recurse):
+            reducer.syncs = requires_gradient_sync
+            reducer.all_reduces = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
+        before = [(reducer, reducer.syncs, reducer.all_reduces) for reducer in self._reducers()]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for reducer, syncs, all_reduces in before:
+                reducer.syncs = syncs
+                reducer.all_reduces = all_reduces
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
+
+        Without a factor, a DTensor loss over all of them counts once and is not divided. With
+        batches of different sizes, let every rank divide its summed loss by the size of the
+        global batch, and set 1 here. `fully_shard` takes it for this unit alone.
+        """
+        for reducer in self._reducers(self._divides_inside):
+            reducer.divisor = float(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, also those that are kept for a pass that reduces."""
+        super().zero_grad(set_to_none)
+        for reducer in self._reducers():
+            reducer.drop_kept()
+
+
+def in_wanted_layouts(
+    grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]
+) -> list[Tensor]:
+    """Local gradients in the layouts that all ranks expect, or that kept ones have.
+
+    Inputs may leave them partial or sharded over the styles' axes where the parameters are
+    replicated. A rank that has no gradient of a parameter cannot know that of the others.
+    """
+    others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
+    if others:
+        # the model may have changed its dtype since
+        sources = [grads[at].to(wanted[at].dtype) for at in others]
+        moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]
+        for at, local in zip(others, redistribute_shards(sources, moves).wait(), strict=True):
+            grads[at] = local
+    return grads

@@ -1,0 +1,171 @@
+"""Sharded modules as stages of `torch.distributed.pipelining`.
+
+What happens in one step of a rank with two stages of two units, and three microbatches, once
+`prepare_pipeline` was called:
+
+    schedule's action       units of the stage                        gradients
+    UNSHARD                 start to gather                           -
+    forwards, backwards     gathered; `reshard_after_forward=True`    each rank keeps its own
+                            frees them from a forward to the next
+                            forward or backward
+    REDUCE_GRAD             resharded                                 reduced, scaled
+    RESHARD                 resharded                                 -
+
+Schedules with one stage per rank have no UNSHARD and RESHARD: the first microbatch gathers.
+
+May import: _torch, fsdp_module, unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import submodule_of
+
+from ._torch import is_torch_fsdp, pipeline_actions, stages_of
+from .fsdp_module import FSDPModule
+from .unit import Unit, units_of
+
+
+def prepare_pipeline(schedule: Any) -> None:
+    """Have a schedule of `torch.distributed.pipelining` gather and reduce sharded stages once per step.
+
+    Units stay gathered from one microbatch to the next, as far as `reshard_after_forward=False`
+    allows it, and gradients are reduced after the last microbatch. Schedules with several stages
+    per rank gather and free whole stages ahead of time. Without this call each microbatch gathers
+    and reduces, to the same values.
+
+    Call it once, when the schedule has been made; stages that are not sharded are left as they are.
+
+    Args:
+        schedule: a schedule whose stages have `submod`s that `fully_shard` was called on; it and
+            its stages are changed in place.
+
+    Raises:
+        LayoutError: if no stage is sharded, or one is sharded by torch's own `fully_shard`.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        >>> from shoal_data_parallel import fully_shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+        ...     half = fully_shard(nn.Linear(8, 8), mesh["data"], reshard_after_forward=False)
+        ...     stage = PipelineStage(half, 0, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        ...     prepare_pipeline(Schedule1F1B(stage, n_microbatches=4))
+    """
+    stages = stages_of(schedule)
+    sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
+    if not sharded:
+        kinds = ", ".join(type(stage.submod).__name__ for stage in stages)
+        raise LayoutError(
+            "prepare_pipeline: expected a schedule with a stage whose submod fully_shard was called "
+            f"on, got {type(schedule).__name__} with stages of {kinds or 'no module'}"
+        )
+    if any(is_torch_fsdp(stage.submod) for stage in stages):
+        raise LayoutError(
+            "prepare_pipeline: a stage is sharded by torch's fully_shard, whose gathers the schedule "
+            "would not start any more; shard all stages of a rank by shoal's"
+        )
+    for stage in sharded:
+        _reduce_at_end(stage)
+        stage.submod.set_reshard_after_backward(False)
+    units = {stage.stage_index: units_of(stage.submod) for stage in sharded}
+    register = getattr(schedule, "register_custom_function", None)
+    if register is not None:
+        unshard, reshard = pipeline_actions()
+        register(unshard, partial(_unshard, units))
+        register(reshard, partial(_reshard, units))
+
+
+def reduce_after_last_microbatch(stage: Any) -> None:
+    """Have a stage of `torch.distributed.pipelining` reduce gradients once per step: after its last microbatch.
+
+    Backwards keep gradients on each rank. Without this call they are reduced for every microbatch,
+    to the same values. `prepare_pipeline` does this for all stages of a schedule, and has units stay
+    gathered too.
+
+    Args:
+        stage: a pipeline stage whose `submod` is an `FSDPModule`; changed in place.
+
+    Raises:
+        LayoutError: if its module is not sharded.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.distributed.pipelining import PipelineStage
+        >>> from shoal_data_parallel import fully_shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+        ...     half = fully_shard(nn.Linear(8, 8), mesh["data"])
+        ...     stage = PipelineStage(half, 0, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        ...     reduce_after_last_microbatch(stage)
+    """
+    module = submodule_of("reduce_after_last_microbatch", stage)
+    if not isinstance(module, FSDPModule):
+        raise LayoutError(
+            "reduce_after_last_microbatch: expected a stage whose submod fully_shard was called "
+            "on, got a stage of "
+            f"{type(module).__name__}"
+        )
+    _reduce_at_end(stage)
+
+
+def _reduce_at_end(stage: Any) -> None:
+    """Have a stage's backwards keep gradients, and its `perform_reduce_grad` reduce them."""
+    module: FSDPModule = stage.submod
+    scale: Callable[..., None] = stage.perform_reduce_grad
+
+    def perform_reduce_grad(grad_scale_factor: int, *args: Any, **kwargs: Any) -> None:
+        earlier = _take_gradients(units_of(module))
+        try:
+            module.reduce_gradients()
+            scale(grad_scale_factor, *args, **kwargs)
+        finally:
+            _add_gradients(earlier)
+        for unit in units_of(module):
+            unit.reshard()
+
+    module.set_requires_gradient_sync(False)
+    for unit in units_of(module):
+        unit.settings.return_zero_gradients = True
+    stage.perform_reduce_grad = perform_reduce_grad
+
+
+def _take_gradients(units: Sequence[Unit]) -> list[tuple[Any, Tensor]]:
+    """Take what earlier steps have left in `.grad`, which they have scaled already."""
+    taken = []
+    for unit in units:
+        for parameter in unit.parameters:
+            leaf: Any = parameter.leaf
+            if leaf.grad is not None:
+                taken.append((leaf, leaf.grad))
+                leaf.grad = None
+    return taken
+
+
+def _add_gradients(gradients: Sequence[tuple[Any, Tensor]]) -> None:
+    for leaf, gradient in gradients:
+        if leaf.grad is not None:
+            gradient += leaf.grad
+        leaf.grad = gradient
+
+
+def _unshard(units: dict[int, list[Unit]], action: Any, context: Any) -> None:
+    """Start to gather a stage's units, which its next forward or backward waits for."""
+    for unit in units.get(action.stage_index, ()):
+        unit.start_gathering()
+
+
+def _reshard(units: dict[int, list[Unit]], action: Any, context: Any) -> None:
+    for unit in units.get(action.stage_index, ()):
+        unit.reshard()

@@ -1,0 +1,224 @@
+"""One backward pass over units: which are gathered, where their gradients go, and when these are delivered.
+
+May import: gathered, reduction, unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import (
+    GradRoute,
+    first_order_only,
+    grad_hooked,
+    grad_route,
+    running_pass,
+)
+
+from .gathered import Views
+from .reduction import GroupReduction, arrived, deliver
+from .unit import Forward, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRoutes:
+    """Where the gradients of one forward go in a pass."""
+
+    # by index of the parameter
+    by_parameter: dict[int, GradRoute]
+    # the parameters whose gradients torch.autograd.grad returns
+    captured: set[int]
+    # whether this rank keeps the gradients for a later pass
+    are_kept: bool
+
+
+class UnitBackward:
+    """What one backward pass has done to units, and has still to deliver."""
+
+    def __init__(self) -> None:
+        # those of its schedules, in one order on all ranks, and which leads them
+        self._units: dict[Unit, Unit] = {}
+        # which stay so until their gradients have arrived, or the pass ends
+        self.gathered: list[Unit] = []
+        # not those that a pass around this one has opened
+        self._opened: set[Forward] = set()
+        self._reductions: list[GroupReduction] = []
+        self._routes: dict[Forward, GradientRoutes] = {}
+
+    def open(self, forward: Forward, views: Views | None) -> None:
+        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
+        unit = forward.unit
+        if forward in unit.open:
+            return
+        self._reach(forward)
+        if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
+            raise StyleError(
+                f"fully_shard: parameters of {unit.name!r} were written to between a forward and "
+                "its backward, so the "
+                "values that the forward used are gone; call the optimizer's step after the "
+                "backward"
+            )
+        if unit.settings.unshard_in_backward:
+            unit.gather()
+            if views is None:
+                unit.hide()
+            else:
+                unit.expose(views)
+        unit.open.add(forward)
+        self._opened.add(forward)
+        self.gathered.append(unit)
+        following = unit.settings.prefetch_in_backward
+        for other in forward.before if following is None else following:
+            is_freed = other.used is not None and other.frees_after_forward
+            if is_freed and other.settings.unshard_in_backward:
+                other.start_gathering()
+        if self._reductions:
+            self._reductions[-1].poll()
+
+    def _reach(self, forward: Forward) -> None:
+        """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
+        first_order_only(
+            "fully_shard: a backward with create_graph=True; second derivatives need parameters "
+            "that are not freed: "
+            "differentiate the module before it is sharded, or use replicate() and ask for "
+            "gradients of inputs"
+        )
+        lead = forward.units[0]
+        if lead.backward is None:
+            for unit in forward.units:
+                unit.check_kept()
+            lead.backward = self
+        self._units.update(dict.fromkeys(forward.units, lead))
+
+    def _routes_of(self, forward: Forward) -> GradientRoutes:
+        if forward not in self._routes:
+            self._reach(forward)
+            self._routes[forward] = self._find_routes(forward)
+        return self._routes[forward]
+
+    def _find_routes(self, forward: Forward) -> GradientRoutes:
+        unit = forward.unit
+        routes: dict[int, GradRoute] = {}
+        captured: set[int] = set()
+        for i, node in zip(forward.trained, forward.nodes, strict=True):
+            leaf = unit.parameters[i].leaf
+            routes[i] = grad_route(node, leaf)
+            if routes[i] == "return" and not grad_hooked(leaf):
+                captured.add(i)
+        may_keep = unit.settings.return_zero_gradients or not captured
+        return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
+
+    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
+        """Add a parameter's gradient to the kept one, if it stays or is reduced with that; return whether it was."""
+        unit = forward.unit
+        routes = self._routes_of(forward)
+        all_accumulate = {*routes.by_parameter.values()} == {"accumulate"}
+        adds = routes.are_kept or (unit.kept and all_accumulate)
+        if grad is None or routes.by_parameter[i] == "unused" or not adds:
+            return False
+        unit.add_to_kept(i, grad)
+        return True
+
+    def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
+        """Take the gradients of one forward of a unit; return what autograd is to deliver at once."""
+        unit = forward.unit
+        routes = self._routes_of(forward)
+        captured = routes.captured
+        returned = {i for i, route in routes.by_parameter.items() if route == "return"}
+        if forward in self._opened:
+            unit.open.discard(forward)
+            if not unit.open:
+                unit.end_backward()
+        wanted: dict[int, Tensor | None] = {}
+        for i, grad in zip(forward.trained, grads, strict=True):
+            if routes.by_parameter[i] == "unused" or self.arrive(forward, i, grad):
+                continue
+            wanted[i] = grad
+        if routes.are_kept:
+            return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
+        if unit.communication.zeros_for_unused and not returned:
+            # Ranks may reach units in different orders: all are reduced at the end, in one order.
+            for i, grad in wanted.items():
+                if grad is not None:
+                    unit.add_to_kept(i, grad)
+            return [None] * len(forward.trained)
+        # By default one unit's gradients are in flight beside the next unit's; behind them travels
+        # a shard of another's, to the replicas.
+        begun = [*unit.schedule.context.pending, *self._reductions]
+        beside = unit.communication.max_in_flight - 1
+        for reduction in begun[-2 - beside : len(begun) - beside]:
+            reduction.go_on()
+        # torch.autograd.grad gets the gradients of this pass alone
+        self._reductions.append(
+            GroupReduction.start(unit, wanted, returned, with_kept=not captured)
+        )
+        given: dict[int, Any] = dict.fromkeys(forward.trained)
+        for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
+            if i in returned:
+                leaf: Any = unit.parameters[i].leaf
+                given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
+        return [*given.values()]
+
+    def finish(self) -> None:
+        """Deliver the gradients and leave all units sharded."""
+        reduced, opened = (
+            {reduction.group for reduction in self._reductions},
+            {each.unit for each in self._opened},
+        )
+        # it is a pass of torch.autograd.grad
+        captures = any(routes.captured for routes in self._routes.values())
+        for unit, lead in self._units.items():
+            # A rank on which none of a unit's parameters was used takes part in the reduction all
+            # the same.
+            holds = unit.holds_gradients and not captures and lead.backward is self
+            is_asked_for = unit.communication.zeros_for_unused and unit.used is not None
+            takes_part = holds or (is_asked_for and not captures and lead.backward is self)
+            late = unit in opened or takes_part
+            if unit.syncs and unit.trained and late and unit not in reduced:
+                self._reductions.append(GroupReduction.start(unit, {}))
+        self._deliver(captures=captures)
+        for unit, lead in self._units.items():
+            unit.spoiled = unit.spoiled and lead.backward is not self
+        self._close()
+
+    def _deliver(self, *, captures: bool) -> None:
+        """Deliver what this pass and those before it have reduced, as far as the user does not want it later."""
+        ready: list[GroupReduction] = []
+        for schedule in dict.fromkeys(unit.schedule for unit in self._units):
+            if not schedule.defers_delivery and not captures:
+                ready += schedule.context.take()
+        for reduction in self._reductions:
+            schedule = cast(Unit, reduction.group).schedule
+            # the next reduction of a group takes what this one leaves there
+            stays_in_group = reduction.stops_at_replicas
+            if schedule.defers_delivery and not reduction.returned and not stays_in_group:
+                schedule.context.pending.append(reduction)
+            else:
+                ready.append(reduction)
+        self._reductions.clear()
+        deliver(ready)
+
+    def fail(self) -> None:
+        """Give kept gradients back, and leave all units sharded."""
+        for reduction in reversed(self._reductions):
+            reduction.give_back()
+        self._close()
+
+    def _close(self) -> None:
+        for unit in self.gathered:
+            unit.open.clear()
+            unit.end_backward()
+        self.gathered.clear()
+        for lead in self._units.values():
+            lead.backward = None if lead.backward is self else lead.backward
+
+
+def running_backward() -> UnitBackward:
+    """What the backward pass that is running does to units."""
+    return running_pass().part(UnitBackward)
