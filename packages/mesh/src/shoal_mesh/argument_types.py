@@ -1,4 +1,4 @@
-"""Checks that an argument has the type a call takes, with one wording for all errors; and what texts call ranks.
+"""Checks of argument types, with one wording for all errors; and names of ranks in texts.
 
 May import: errors.
 """
@@ -15,7 +15,7 @@ TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]
 
 
 def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
-    """Raise `error` unless a value is an instance of `kinds`; `taken` says in words what the call takes.
+    """Raise `error` unless a value is an instance of `kinds`; `taken` describes the allowed values.
 
     Example:
         >>> require("0", int, "a dim of a tensor is an int")
@@ -29,7 +29,7 @@ def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTyp
 def require_each(
     values: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError
 ) -> None:
-    """Raise `error` unless `values` is a sequence of instances of `kinds`, and no text."""
+    """Raise `error` unless `values` is a sequence of instances of `kinds`, and not a string."""
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise error(f"{taken}, got {kind_of(values)}")
     for value in values:
@@ -38,36 +38,40 @@ def require_each(
 
 
 def kind_of(value: object) -> str:
-    """What an error says about an argument of a wrong type: its class and value, and the way out for torch's mesh."""
+    """Describe an argument of a wrong type: its class and value, and the way out for torch's mesh."""
+    if value is None:
+        return "None"
     kind = type(value)
     if not kind.__module__.startswith("torch"):
-        return "None" if value is None else f"{kind.__name__} {value!r:.80}"
+        return f"{kind.__name__} {value!r:.80}"
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__name__ != "DeviceMesh":
         return name
     return (
         f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of "
-        "this one with "
-        "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
+        "this one with DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
         "mesh_dim_names=m.mesh_dim_names)"
     )
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """What texts call some ranks: `rank 3`, `ranks 0, 1`, `ranks 0-2, 7`."""
+    """Return the name of some ranks in texts: `rank 3`, `ranks 0, 1`, `ranks 0-2, 7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    names = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(names)}"
+    names = list[str]()
+    for run in runs:
+        names += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    noun = "ranks" if sum(map(len, runs)) > 1 else "rank"
+    return f"{noun} {', '.join(names)}"
 
 
 def by_ranks(texts: Mapping[int, str]) -> dict[str, str]:
-    """Rank -> text as names of ranks -> text, those together that have equal ones."""
-    ranks: dict[str, list[int]] = {}
+    """Group ranks by their texts: from the text of each rank, return name of ranks -> text."""
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
-        ranks.setdefault(text, []).append(rank)
-    return {name_ranks(alike): text for text, alike in ranks.items()}
+        ranks_by_text.setdefault(text, []).append(rank)
+    return {name_ranks(ranks): text for text, ranks in ranks_by_text.items()}

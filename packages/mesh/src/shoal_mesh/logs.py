@@ -1,4 +1,4 @@
-"""What a program decides and sends, on request: as records of `logging` under `shoal`, or as ranges of a profile.
+"""Decisions and collectives of a program, as records of `logging` under `shoal` or ranges of a profile.
 
 `SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers:
 `shoal.collectives` (each collective with its mesh axes, bytes and time), `shoal.plans` (each
@@ -27,12 +27,19 @@ _collectives = logging.getLogger("shoal.collectives")
 
 
 def _log(event: Event) -> None:
-    what = f"{event.op} {event.reduce_op}".rstrip()
+    collective = f"{event.op} {event.reduce_op}".rstrip()
     shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
     axes = "x".join(event.comm.axes)
-    why = f": {event.purpose}" if event.purpose else ""
+    purpose = f": {event.purpose}" if event.purpose else ""
+    microseconds = event.seconds * 1e6
     _collectives.debug(
-        "%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, event.seconds * 1e6, why
+        "%s [%s] %s %d B in %.0f us%s",
+        collective,
+        axes,
+        shapes,
+        event.nbytes,
+        microseconds,
+        purpose,
     )
 
 
@@ -40,10 +47,10 @@ def log_to_stderr(*topics: str) -> None:
     """Log topics to stderr from now on; the same as starting the program with `SHOAL_LOG=topic,topic`.
 
     Args:
-        topics: of `collectives`, `plans` and `decisions`; all of them when left out.
+        topics: some of `collectives`, `plans` and `decisions`; all of them if left out.
 
     Raises:
-        MeshError: an unknown topic.
+        MeshError: if a topic is unknown.
 
     Example:
         >>> log_to_stderr("sums")
@@ -56,10 +63,10 @@ def log_to_stderr(*topics: str) -> None:
     root = logging.getLogger("shoal")
     if not any(handler.name == "shoal" for handler in root.handlers):
         handler = logging.StreamHandler(sys.stderr)
-        handler.name = "shoal"  # of this function
-        handler.setFormatter(
-            logging.Formatter(f"[rank {os.environ.get('RANK', '-')}] %(name)s: %(message)s")
-        )
+        # The name marks the handler as this function's.
+        handler.name = "shoal"
+        rank = os.environ.get("RANK", "-")
+        handler.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s: %(message)s"))
         root.addHandler(handler)
         root.propagate = False
     for topic in topics or TOPICS:
@@ -70,31 +77,37 @@ def log_to_stderr(*topics: str) -> None:
 
 
 def log_from_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Log what `SHOAL_LOG` names, if it is set."""
-    asked = environment.get("SHOAL_LOG", "")
-    if asked:
-        log_to_stderr(*(() if asked == "all" else asked.split(",")))
+    """Log the topics that `SHOAL_LOG` names, if it is set."""
+    names = environment.get("SHOAL_LOG", "")
+    if not names:
+        return
+    topics = TOPICS if names == "all" else names.split(",")
+    log_to_stderr(*topics)
 
 
 @contextmanager
 def annotate_collectives() -> Iterator[None]:
-    """Give every collective inside the block a range `shoal::all_reduce[tp] 4096 B` in torch.profiler's traces.
+    """Add a range such as `shoal::all_reduce[tp] 4096 B` to torch.profiler's traces for every collective.
 
     Example:
         >>> def example() -> list[str]:
         ...     with torch.profiler.profile(acc_events=True) as profile, annotate_collectives():
         ...         all_reduce(torch.ones(8), comm_over((0, 1)))
-        ...     return [event.key for event in profile.key_averages() if event.key.startswith("shoal::")]
+        ...     keys = [event.key for event in profile.key_averages()]
+        ...     return [key for key in keys if key.startswith("shoal::")]
         >>> launch(example, 2)[0]
         ['shoal::all_reduce[ranks] 32 B']
     """
     ranges: dict[int, record_function] = {}
 
     def begin(event: Event) -> None:
-        ranges[id(event)] = record_function(
-            f"shoal::{event.op}[{'x'.join(event.comm.axes)}] {event.nbytes} B"
-        )
-        ranges[id(event)].__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        axes = "x".join(event.comm.axes)
+        profiled = record_function(f"shoal::{event.op}[{axes}] {event.nbytes} B")
+        profiled.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        ranges[id(event)] = profiled
 
-    with observing(begin, lambda event: ranges.pop(id(event)).__exit__(None, None, None)):
+    def end(event: Event) -> None:
+        ranges.pop(id(event)).__exit__(None, None, None)
+
+    with observing(begin, end):
         yield

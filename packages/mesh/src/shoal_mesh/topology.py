@@ -1,8 +1,8 @@
-"""What communication along a mesh axis costs: latency in seconds and bandwidth in bytes per second, for planners.
+"""Cost of communication along mesh axes for planners: latency in seconds, bandwidth in bytes per second.
 
-The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure`
-returned), else defaults by device type and by whether the axis crosses hosts. All ranks get the
-same numbers.
+The user sets the numbers of a mesh with `set_topology`, for instance to those that `measure` returns.
+Otherwise they are defaults for the device type and for whether the axis crosses hosts. All ranks get
+the same numbers.
 
 May import: accelerator, argument_types, collectives, errors, mesh.
 """
@@ -27,15 +27,15 @@ from .mesh.rank_order import fastest
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of connection.
+    """Latency and bandwidth of one kind of connection.
 
     Attributes:
         latency: seconds until a collective has started on all ranks.
         bandwidth: bytes per second that one rank can send.
 
     Raises:
-        MeshTypeError: not numbers.
-        MeshError: a negative latency, or no positive bandwidth.
+        MeshTypeError: if they are not numbers.
+        MeshError: if the latency is negative or the bandwidth not positive.
 
     Example:
         >>> Link(latency=10e-6, bandwidth=1e9).seconds(1_000_000)
@@ -56,10 +56,10 @@ class Link:
             )
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds to send that many bytes.
+        """Return the seconds to send a number of bytes.
 
         Raises:
-            MeshTypeError: no number.
+            MeshTypeError: if `nbytes` is not a number.
         """
         if type(nbytes) is not int:
             require(nbytes, int | float, "a number of bytes is a number")
@@ -68,13 +68,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A link per mesh axis.
+    """The links of a mesh, one per axis.
 
     Attributes:
         links: one per axis, in the order of the mesh.
 
     Raises:
-        MeshTypeError: not a tuple of links.
+        MeshTypeError: if `links` is not a tuple of links.
     """
 
     links: tuple[Link, ...]
@@ -84,20 +84,20 @@ class Topology:
         require_each(self.links, Link, "a topology is a tuple with one Link per mesh axis")
 
     def __getitem__(self, axis: int) -> Link:
-        """The link of an axis, given by index.
+        """Return the link of an axis, given by index.
 
         Raises:
-            MeshTypeError: no index.
-            AxisError: no such axis.
+            MeshTypeError: if `axis` is not an integer.
+            AxisError: if there is no such axis.
         """
         require(axis, int, "an axis of a topology is an index")
         return self.over((axis,))
 
     def over(self, axes: Sequence[int]) -> Link:
-        """The link of a group over several axes: as slow as the slowest of them.
+        """Return the link of a group over several axes: as slow as the slowest of them.
 
         Raises:
-            AxisError: no such axis, or none.
+            AxisError: if `axes` is empty or has an axis that does not exist.
         """
         require_each(axes, int, "axes of a topology are indices")
         count = len(self.links)
@@ -107,28 +107,31 @@ class Topology:
                 "axes"
             )
         links = [self.links[axis] for axis in axes]
-        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        latency = max(link.latency for link in links)
+        bandwidth = min(link.bandwidth for link in links)
+        return Link(latency, bandwidth)
 
 
 # Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per
 # GPU.
 _LOCAL = {"cpu": Link(60e-6, 1.5e9), "accelerator": Link(12e-6, 180e9)}
 _REMOTE = {"cpu": Link(150e-6, 1.0e9), "accelerator": Link(25e-6, 22e9)}
-# accelerators, where neither the launcher nor this host says how many
+# Accelerators of a host, if neither the launcher nor this host gives their number.
 _ON_A_HOST = 8
-# set by users; an entry goes with its mesh
+# Topologies that users have set; an entry is dropped with its mesh.
 _SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()
-_VERSION = [0]  # how often users set a topology
+# The number of calls of `set_topology` so far.
+_VERSION = [0]
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
-    """The link of every axis of a mesh: what was set, else defaults.
+    """Return the link of every axis of a mesh: those that were set, or else defaults.
 
     Args:
         mesh: a mesh, also an abstract one.
 
     Raises:
-        MeshTypeError: no mesh.
+        MeshTypeError: if `mesh` is not a DeviceMesh.
 
     Example:
         >>> topology_of(abstract_mesh((4,)))[0]
@@ -140,16 +143,16 @@ def topology_of(mesh: DeviceMesh) -> Topology:
 
 
 def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -> None:
-    """Use these links for a mesh (and for equal ones) from now on.
+    """Use these links for a mesh, and for meshes equal to it, from now on.
 
     Args:
         mesh: the mesh.
-        topology: a Topology, or one link per axis; None goes back to the defaults. The same on all
-            ranks: plans that ranks must agree on follow from it.
+        topology: a Topology, or one link per axis; None restores the defaults. It must be the same
+            on all ranks, because ranks derive their plans from it.
 
     Raises:
-        MeshTypeError: an argument of a wrong type.
-        MeshError: not one link per axis.
+        MeshTypeError: if an argument has a wrong type.
+        MeshError: if there is not one link per axis.
 
     Example:
         >>> mesh = abstract_mesh((2, 4))
@@ -172,7 +175,7 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
 
 
 def topology_version() -> int:
-    """A number that grows with every `set_topology`: the key of caches of what follows from topologies.
+    """Return a number that grows with every `set_topology`, a key for caches that depend on topologies.
 
     Example:
         >>> before = topology_version()
@@ -185,34 +188,47 @@ def topology_version() -> int:
 
 def _default(mesh: DeviceMesh) -> Topology:
     kind = "cpu" if mesh.device_type in {"cpu", "meta"} else "accelerator"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (1 << 30 if kind == "cpu" else 0)
-    if not per_host:
-        module = module_of(mesh.device_type)
-        per_host = int(module.device_count()) if module is not None and module.is_available() else 0
-        per_host = per_host or _ON_A_HOST
+    per_host = _ranks_per_host(mesh.device_type, kind)
     links = []
     for axis in range(mesh.ndim):
         hosts = {rank // per_host for rank in mesh.ranks_along(axis, (0,) * mesh.ndim)}
-        links.append((_REMOTE if len(hosts) > 1 else _LOCAL)[kind])
+        by_kind = _REMOTE if len(hosts) > 1 else _LOCAL
+        links.append(by_kind[kind])
     return Topology(tuple(links))
 
 
+def _ranks_per_host(device_type: str, kind: str) -> int:
+    """Return the number of ranks on a host: the launcher's, or else one for each accelerator.
+
+    Without a launcher all ranks of a CPU mesh are on this host.
+    """
+    of_launcher = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if of_launcher:
+        return of_launcher
+    if kind == "cpu":
+        return 1 << 30
+    module = module_of(device_type)
+    if module is None or not module.is_available():
+        return _ON_A_HOST
+    return int(module.device_count()) or _ON_A_HOST
+
+
 def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> Topology:
-    """The links that follow from the times of all-gathers of two sizes; called by all ranks of the mesh.
+    """Derive the links from the times of all-gathers of two sizes; all ranks of the mesh call it.
 
     Args:
         mesh: a mesh with process groups.
         largest: bytes of the larger message per rank, more than 64.
-        repeats: the time of a rank is the fastest of so many runs; that of the slowest rank of the
-            mesh counts.
+        repeats: runs of which the fastest is the time of a rank. The slowest rank of the mesh
+            counts.
 
     Returns:
         One link per axis, the same on all ranks; axes of one rank keep their default.
 
     Raises:
-        MeshTypeError: an argument of a wrong type.
-        MeshError: `largest` or `repeats` are too small.
-        NoGroupError: the mesh is abstract, or this rank is not in it.
+        MeshTypeError: if an argument has a wrong type.
+        MeshError: if `largest` or `repeats` is too small.
+        NoGroupError: if the mesh is abstract, or this rank is not in it.
 
     Example:
         >>> launch(lambda: len(measure_topology(init_device_mesh("cpu", (2,)), repeats=1).links), 2)
@@ -228,18 +244,22 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     device = own_device(mesh.device_type)
     blocks = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)]
     times = []
-    for axis in range(mesh.ndim):  # the first run connects
+    for axis in range(mesh.ndim):
         gathers = [partial(even.all_gather, block, mesh.comm(axis)) for block in blocks]
+        # The first run connects, so there is one more.
         times.append([fastest(gather, repeats + 1, device) for gather in gathers])
     everyone = mesh.comm(tuple(range(mesh.ndim)))
-    # In float32: there are devices without float64.
+    # The default dtype, float32: some devices do not have float64.
     worst = even.all_reduce(torch.tensor(times, device=device), everyone, "max").tolist()
     links = []
     for axis, (small, large) in enumerate(worst):
         steps = mesh.shape[axis] - 1
-        # a rank of a ring sends its own block and passes on the others
+        if not steps:
+            links.append(defaults[axis])
+            continue
+        # A rank of a ring sends its own block and forwards the others.
         sent = (largest - 64) * steps
-        # on a busy machine the small message may take as long as the large
+        # On a busy machine the small message may take as long as the large one.
         transfer = max(large - small, large / 4)
-        links.append(Link(small, sent / transfer) if steps else defaults[axis])
+        links.append(Link(small, sent / transfer))
     return Topology(tuple(links))

@@ -1,4 +1,4 @@
-"""The default group: initialised when there is none; and what ranks of a group agree on, or all raise."""
+"""The default group, which is initialized if there is none; and agreement of the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ..argument_types import by_ranks, name_ranks, require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
-# bytes of a gathered object that come with its length: most need no second message
+# Bytes of the first message of a gathered object: 8 for its length, and the beginning of the object.
+# Most objects need no second message.
 _FIRST = 256
 
 
 def world_place() -> tuple[int, int, str] | None:
-    """What meshes know of the default group: number of ranks, this one, and the backend; None when there is none.
+    """Return size, rank and backend of the default group; None if there is none.
 
-    A mesh goes on with another default group in which these are the same.
+    A mesh continues with another default group in which these are the same.
     """
     world = _torch.default_group()
     return None if world is None else (world.size(), world.rank(), _torch.backend_config(world))
@@ -38,23 +39,26 @@ def world_place() -> tuple[int, int, str] | None:
 def restart_world(
     ranks: Sequence[int] | None = None, *, timeout: float | None = None
 ) -> ProcessGroup:
-    """The new default group, begun in the same processes after all groups are destroyed; called by all ranks of it.
+    """Destroy all groups and begin a new default group in the same processes; its ranks call this.
 
-    Meshes that were made before go on with the new groups, and with them DTensors and modules, as
-    long as the world has as many ranks as before and every rank keeps its number. Otherwise make
-    new meshes: what a rank holds is still there (`local_shard`). The ranks meet in the store of the
-    old group, so the process that holds it has to live: the agent of torchrun, else rank 0.
+    Meshes that were made before continue with the new groups, and so do their DTensors and modules,
+    if the world has as many ranks as before and every rank keeps its number. Otherwise make new
+    meshes; every rank still has its shards (`local_shard`). The ranks meet in the store of the old
+    group, so the process that holds the store must be alive: the agent of torchrun, or else rank 0.
 
     Args:
-        ranks: the ranks that go on, by their present numbers, in the order of their new ones; all
-            by default. Every one of them calls this with the same list, the others do not.
+        ranks: the ranks that continue, by their present numbers, in the order of their new numbers;
+            by default all ranks. Each of them calls this with the same list; the others do not.
         timeout: seconds after which collectives of the new groups give up; by default as before.
 
+    Returns:
+        The new default group.
+
     Raises:
-        NoGroupError: there is no default group, or this rank does not go on.
-        MeshTypeError: the ranks are no sequence of integers, or the timeout is no number.
-        MeshError: ranks are repeated, or not in the world.
-        PeerError: not all of the ranks came before the timeout; the old group is still there.
+        NoGroupError: if there is no default group, or this rank does not continue.
+        MeshTypeError: if `ranks` is not a sequence of integers, or `timeout` not a number.
+        MeshError: if ranks are repeated, or not in the world.
+        PeerError: if a rank did not arrive before the timeout; the old group still exists then.
 
     Example:
         >>> def example() -> float:
@@ -73,16 +77,16 @@ def restart_world(
             f"restart_world takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}"
         )
     if world.rank() not in ranks:
-        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
+        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which continue")
     size = len(ranks)
-    own = ranks.index(world.rank())
+    new_rank = ranks.index(world.rank())
     backend = _torch.backend_config(world)
     store = _torch.default_store()
     bound = world.bound_device_id
     number = 0
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
-        # Counted in the store: processes may have been in other worlds, and have restarted those.
+        # The store counts, because processes may have restarted other worlds before.
         number = store.add(f"shoal_restarts/{world.rank()}", 1)
         meet(
             _torch.PrefixStore(f"shoal_meet_{number}", store),
@@ -92,14 +96,14 @@ def restart_world(
             where="restart_world",
         )
     del world
-    # below most modules of this layer: read when it is needed
+    # This module is below most of this layer, so it imports this one only when it is needed.
     from ..shared_memory.backend_work import settle
 
     settle(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
     store = _torch.PrefixStore(f"shoal_restart_{number}", store)
     dist.init_process_group(
-        backend, store=store, rank=own, world_size=size, timeout=span, device_id=bound
+        backend, store=store, rank=new_rank, world_size=size, timeout=span, device_id=bound
     )
     return require_world()
 
@@ -107,10 +111,19 @@ def restart_world(
 def meet(
     store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str
 ) -> None:
-    """Until all ranks are here: a group that one rank ends while another still connects to it fails there.
+    """Wait until all ranks have arrived.
 
-    They meet in a store of their own, in which nobody has met; PeerError if one does not come, in
-    half an hour by default, to `where`.
+    If one rank destroyed a group while another one still connects to it, the latter would fail.
+
+    Args:
+        store: used for this meeting only.
+        ranks: the ranks that meet.
+        own: this rank.
+        timeout: None is half an hour.
+        where: the name of the meeting, for the error.
+
+    Raises:
+        PeerError: if a rank did not arrive in time.
     """
     store.set(str(own), "here")
     try:
@@ -121,21 +134,24 @@ def meet(
 
 
 def require_world() -> ProcessGroup:
-    """The default group; NoGroupError if there is none."""
+    """Return the default group; NoGroupError if there is none."""
     world = _torch.default_group()
     if world is None:
         raise NoGroupError(
             "this needs a default process group: call init_device_mesh or "
-            "torch.distributed.init_process_group first "
-            "(or shoal_mesh.testing.fake_world for one process); abstract_mesh needs none"
+            "torch.distributed.init_process_group first (or shoal_mesh.testing.fake_world for one "
+            "process); abstract_mesh needs none"
         )
     return world
 
 
 def ensure_world(device_type: str) -> ProcessGroup:
-    """The default group, initialised from the environment (torchrun) when there is none, and this rank's device set.
+    """Return the default group, and choose this rank's device.
 
-    MeshError if the environment does not describe one.
+    If there is no group, it is initialized from the environment, as torchrun sets it.
+
+    Raises:
+        MeshError: if there is no group and the environment does not describe one.
     """
     world = _torch.default_group()
     if world is None:
@@ -147,39 +163,37 @@ def ensure_world(device_type: str) -> ProcessGroup:
         if missing:
             raise MeshError(
                 f"no process group and none described by the environment ({', '.join(missing)} not "
-                "set): start the "
-                "script with torchrun or shoal_mesh.launch, call "
-                "torch.distributed.init_process_group, or use "
-                "abstract_mesh where no communication is needed"
+                "set): start the script with torchrun or shoal_mesh.launch, call "
+                "torch.distributed.init_process_group, or use abstract_mesh where no communication "
+                "is needed"
             )
         dist.init_process_group()
         atexit.register(_end_world)
         world = require_world()
     if device_type not in {"cpu", "meta"}:
-        # each rank of a host has its own device, unless the program has chosen one
         module = module_of(device_type)
+        # Each rank of a host has a device of its own, unless the program has chosen one.
         if module is not None and module.is_available() and not module.is_initialized():
-            module.set_device(
-                int(os.environ.get("LOCAL_RANK", world.rank())) % module.device_count()
-            )
+            local_rank = int(os.environ.get("LOCAL_RANK", world.rank()))
+            module.set_device(local_rank % module.device_count())
     return world
 
 
 def _end_world() -> None:
-    """At exit, end the default group that this file began, of which threads of gloo may still need the interpreter.
+    """Destroy, at exit, the default group that `ensure_world` initialized.
 
-    They take its lock to drop the tensors of the last collective; where it is ending, that aborts
-    the process (seen in one of eight). A group that is destroyed waits for its threads; of one that
-    a mesh still holds, they run meanwhile.
+    Threads of gloo take the interpreter's lock to drop the tensors of the last collective. If the
+    interpreter is ending, that aborts the process (in one of eight runs). A group that is destroyed
+    waits for its threads. The threads of a group that a mesh still holds need the short sleep.
     """
     if _torch.default_group() is not None:
         dist.destroy_process_group()
-        # seconds; from the end of a collective to the drop are microseconds
+        # 10 ms; the drop comes microseconds after the end of a collective.
         time.sleep(0.01)
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group can send: the CPU where it can."""
+    """Return a device whose tensors the group can send: the CPU if it can."""
     kinds = {part.partition(":")[0] for part in _torch.backend_config(group).split(",")}
     return own_device("cpu" if "cpu" in kinds else min(kinds))
 
@@ -190,18 +204,21 @@ def agree(
     error_type: type[Exception] | None = None,
     what: str = "",
 ) -> list[R]:
-    """What a step returns on every rank, by rank in the group; if it raises on some ranks, all of them raise.
+    """Run a step on every rank; if it raises on some ranks, all of them raise.
 
     Args:
-        step: what this rank checks or does. What it returns is pickled, so only for ranks that
-            trust each other.
-        group: the ranks that make the call; by default the world, or this process alone where there
-            is none.
-        error_type: the class of what is raised; by default that of the error of the lowest rank.
-        what: how the text of the error begins.
+        step: the check or the work of this rank. Its result is pickled, so ranks must trust each
+            other.
+        group: the ranks that make the call; by default the world, or this process alone if there is
+            no world.
+        error_type: the class of the error; by default the class of the lowest rank's error.
+        what: the beginning of the error's text.
+
+    Returns:
+        The result of every rank, by rank in the group.
 
     Raises:
-        Exception: names the ranks that raised, unless all of them raised the same.
+        Exception: names the ranks that raised, unless all ranks raised the same error.
 
     Example:
         >>> def example() -> list[int]:
@@ -214,23 +231,25 @@ def agree(
     try:
         report = _sendable((step(), None))
     except Exception as error:
-        # whatever it is, the other ranks wait for a report
+        # Any error is reported: the other ranks wait for a report.
         own = error
         if error_type is not None and not isinstance(error, error_type):
             own = error_type(f"{type(error).__name__}: {error}")
         try:
             report = _sendable((None, own))
         except Exception:
-            # its class cannot be pickled, or takes other arguments than its text
+            # Its class cannot be pickled, or needs other arguments than its text.
             report = pickle.dumps((None, RuntimeError(f"{type(own).__name__}: {own}")))
-    reports = [
-        pickle.loads(each)
-        for each in ([report] if group is None else all_gather_objects(group, report))
-    ]
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    errors = {
-        rank: error for rank, (_, error) in zip(ranks, reports, strict=True) if error is not None
-    }
+    pickled = [report]
+    ranks = [0]
+    if group is not None:
+        pickled = all_gather_objects(group, report)
+        ranks = dist.get_process_group_ranks(group)
+    reports = [pickle.loads(data) for data in pickled]
+    errors = {}
+    for rank, (_, raised) in zip(ranks, reports, strict=True):
+        if raised is not None:
+            errors[rank] = raised
     if errors:
         raise _error_of_all(errors, len(ranks), what) from own
     return [value for value, _ in reports]
@@ -238,35 +257,42 @@ def agree(
 
 def _sendable(report: Any) -> bytes:
     data = pickle.dumps(report)
-    # what can be sent may still not come back
+    # An object that can be pickled may still fail to be unpickled.
     pickle.loads(data)
     return data
 
 
 def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exception:
-    """One error for all ranks, of the class of the lowest one's: `rank 1: OSError: disk full`."""
+    """Return one error for all ranks, such as `rank 1: OSError: disk full`.
+
+    It has the class of the lowest rank's error.
+    """
     first = errors[min(errors)]
     kind = type(first)
-    texts = [
-        str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
-        for error in errors.values()
-    ]
-    alike = len(texts) == size and len(set(texts)) == 1
-    if alike and not what:
+    text_of_rank = {}
+    for rank, error in errors.items():
+        is_same_kind = type(error) is kind
+        text_of_rank[rank] = str(error) if is_same_kind else f"{type(error).__name__}: {error}"
+    texts = list(text_of_rank.values())
+    all_alike = len(texts) == size and len(set(texts)) == 1
+    if all_alike and not what:
         return first
-    by_rank = [f"rank {rank}: {text}" for rank, text in zip(errors, texts, strict=True)]
-    text = ": ".join([*([what] if what else []), texts[0] if alike else "; ".join(by_rank)])
+    text = texts[0]
+    if not all_alike:
+        text = "; ".join(f"rank {rank}: {text}" for rank, text in text_of_rank.items())
+    if what:
+        text = f"{what}: {text}"
     try:
         return kind(text)
     except TypeError:
-        # its class takes other arguments than one text
+        # Its class needs other arguments than one text.
         return RuntimeError(f"{kind.__name__}: {text}")
 
 
 def check_agreement(description: str) -> None:
     """Raise MeshMismatchError on all ranks unless all ranks of the world pass the same text.
 
-    One all-gather of 16 bytes; only where it shows a difference, another one sends the texts.
+    It takes one all-gather of 16 bytes. Only if that shows a difference, another one sends the texts.
     """
     world = require_world()
     if world.size() == 1 or "fake" in _torch.backend_config(world):
@@ -274,22 +300,17 @@ def check_agreement(description: str) -> None:
     digest = hashlib.blake2b(description.encode(), digest_size=16).digest()
     if len(set(_all_gather_bytes(world, digest))) > 1:
         texts = by_ranks(dict(enumerate(all_gather_objects(world, description))))
-        lines = [f"  {ranks}: {text}" for ranks, text in texts.items()]
-        raise MeshMismatchError(
-            "\n".join(
-                [
-                    "ranks passed different arguments to one mesh:",
-                    *lines,
-                    "pass the same on every rank",
-                ]
-            )
-        )
+        lines = ["ranks passed different arguments to one mesh:"]
+        lines += [f"  {ranks}: {text}" for ranks, text in texts.items()]
+        lines.append("pass the same on every rank")
+        raise MeshMismatchError("\n".join(lines))
 
 
 def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
-    """What every rank of a group passes, by rank in the group; pickled, so only for ranks that trust each other.
+    """Return the value of every rank of a group, by rank in the group.
 
-    c10d's own needs numpy, which is no dependency of torch.
+    Values are pickled, so ranks must trust each other. The function of c10d needs numpy, which torch
+    does not depend on.
     """
     if "fake" in _torch.backend_config(group):
         return [value] * group.size()
@@ -300,23 +321,30 @@ def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
     if longest > _FIRST:
         rest = _all_gather_bytes(group, data[_FIRST:].ljust(longest - _FIRST, b"\0"))
         rows = [row + more for row, more in zip(rows, rest, strict=True)]
-    return [pickle.loads(row[8:]) for row in rows]  # a pickle says where it ends
+    # A pickle marks its own end, so the padding does no harm.
+    return [pickle.loads(row[8:]) for row in rows]
 
 
 def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
-    """The bytes of every rank of a group, equally many on all of them; no mode makes them fake, or records them."""
-    from ..shared_memory.backend_work import BackendWork  # as above
+    """Return the bytes of every rank of a group, which must be equally many on all ranks.
+
+    Dispatch modes neither see the tensors nor replace them by fake ones.
+    """
+    # Imported here for the same reason as `settle` above.
+    from ..shared_memory.backend_work import BackendWork
 
     kind: Any = type(group)
+    size = len(data)
     with _torch.unseen():
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
-        every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
-        work = _torch.call_of(kind, "all_gather")(group, every, own, _torch.AllgatherOptions())
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
+        received = torch.empty(size * group.size(), dtype=torch.uint8, device=sent.device)
+        all_gather = _torch.call_of(kind, "all_gather")
+        work = all_gather(group, received, sent, _torch.AllgatherOptions())
         BackendWork(work, group, None).wait()
-        gathered = bytes_of(every.cpu())
-    return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
+        gathered = bytes_of(received.cpu())
+    return [gathered[start : start + size] for start in range(0, len(gathered), size)]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

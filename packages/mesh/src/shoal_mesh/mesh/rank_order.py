@@ -1,6 +1,6 @@
-"""Which ranks an axis joins: those with the fastest links along the last axis, then along the one before it.
+"""Assigns ranks to axes so that the fastest links join the last axis, the next fastest the one before.
 
-How long a message takes between any two ranks of the world is measured.
+The costs are measured: the time of a message between any two ranks of the world.
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ from .._torch import ProcessGroup
 from ..groups.world import all_gather_objects
 from ..shared_memory.backend_work import BackendWork
 
+# Size of the measured message.
 _BYTES = 1 << 20
-# there and back, the first of them connects; the fastest counts
+# Round trips of which the fastest counts; the first one also connects.
 _REPEATS = 4
-# links between two hosts, or inside of one, that differ by less are alike
+# Links inside a host, or between two hosts, are equal if the slowest takes less than this many times
+# the fastest.
 _NOISE = 2.0
-# of the cost in rank order: an order that gains less is not worth the surprise
-_GAIN = 0.9
-# of exchanges between groups, after which the order is taken as it is
+# Another order than rank order is used only if an axis takes less than this share of the time.
+_WORTHWHILE = 0.9
+# Rounds of exchanges between groups, after which the order is kept as it is.
 _ROUNDS = 10
 
+# Costs[a][b]: seconds of a message from rank a to rank b.
 Costs = Sequence[Sequence[float]]
-# ranks that stay together, row-major over the inner axes
+# Ranks that stay together, row-major over the inner axes.
 Unit = tuple[int, ...]
 
 
 class RankOrder(NamedTuple):
-    """Ranks in the order in which a mesh lists them, and what that gains."""
+    """The order in which a mesh lists its ranks, and the time that it saves.
 
-    ranks: tuple[int, ...]  # row-major
-    # for every axis the seconds of an all-gather of 1 MiB a rank along its slowest line, in rank
-    # order
+    Attributes:
+        ranks: row-major.
+        before: for every axis, the seconds of an all-gather of 1 MiB a rank along the slowest line
+            of the axis, in rank order.
+        after: the same, in this order.
+    """
+
+    ranks: tuple[int, ...]
     before: tuple[float, ...]
-    after: tuple[float, ...]  # the same in this order
+    after: tuple[float, ...]
 
     def __str__(self) -> str:
-        """A line per axis."""
+        """Return a report with a line per axis."""
         lines = [
             f"ranks {', '.join(map(str, self.ranks))}; all-gather of 1 MiB a rank, in rank order "
             "and in this one"
@@ -55,118 +63,149 @@ class RankOrder(NamedTuple):
 
 
 def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
-    """The order of the first ranks for a mesh of a shape; rank order where no other is clearly better.
+    """Return the order of ranks for a mesh of a shape; rank order unless another is clearly better.
 
-    Costs are the seconds of a message of 1 MiB between any two ranks, symmetric.
+    Args:
+        shape: of the mesh, over the ranks from 0 on.
+        costs: seconds of a message of 1 MiB between any two ranks, symmetric.
 
     Example:
         Ranks 0 and 2 share a host, and ranks 1 and 3:
 
-        >>> print(order_by_costs((2, 2), [[0.001 if (a - b) % 2 == 0 else 0.009 for b in range(4)] for a in range(4)]))
+        >>> near, far = 0.001, 0.009
+        >>> print(order_by_costs((2, 2), [[near, far] * 2, [far, near] * 2] * 2))
         ranks 0, 2, 1, 3; all-gather of 1 MiB a rank, in rank order and in this one
           axis 0: 1.000 ms -> 9.000 ms
           axis 1: 9.000 ms -> 1.000 ms
     """
-    in_order = tuple(range(prod(shape)))
-    units: list[Unit] = [(rank,) for rank in in_order]
+    rank_order = tuple(range(prod(shape)))
+    units: list[Unit] = [(rank,) for rank in rank_order]
     for size in reversed(shape):
-        units = _grouped(units, size, costs)
-    before = _by_axis(shape, in_order, costs)
-    after = _by_axis(shape, units[0], costs)
-    # The last axis comes first: what is sent most, for every layer, is sent along it.
-    for b, a in zip(reversed(before), reversed(after), strict=True):
-        if min(a, b) < _GAIN * max(a, b):
-            return (
-                RankOrder(units[0], before, after) if b > a else RankOrder(in_order, before, before)
-            )
-    return RankOrder(in_order, before, before)
+        units = _group_nearest(units, size, costs)
+    (grouped,) = units
+    before = _seconds_by_axis(shape, rank_order, costs)
+    after = _seconds_by_axis(shape, grouped, costs)
+    # The last axis decides first: most bytes, those of every layer, are sent along it.
+    for old, new in zip(reversed(before), reversed(after), strict=True):
+        if new < _WORTHWHILE * old:
+            return RankOrder(grouped, before, after)
+        if old < _WORTHWHILE * new:
+            break
+    return RankOrder(rank_order, before, before)
 
 
-def _by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[float, ...]:
-    """For every axis the seconds of its slowest line: all of its ranks send to the next one, size - 1 times."""
+def _seconds_by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[float, ...]:
+    """Return for every axis the seconds of its slowest line.
+
+    All ranks of a line send to the next one, size - 1 times: 3 ranks with at most 9 ms take 18 ms.
+    """
     seconds = []
     for axis, size in enumerate(shape):
-        # shape (2, 3), axis 0: steps of 3, lines 0 3, 1 4, 2 5 from starts 0, 1, 2
+        # Shape (2, 3): axis 0 has steps of 3 and the lines 0 3, 1 4, 2 5, which start at 0, 1 and 2.
+        # Axis 1 has steps of 1, and lines that start at 0 and 3.
         step = prod(shape[axis + 1 :])
-        # (2, 3), axis 1: step 1, 0 and 3
         starts = [i for i in range(len(ranks)) if i // step % size == 0]
-        lines = [[(ranks[i + k * step],) for k in range(size)] for i in starts]
-        # 3 ranks, at most 9 ms: 18 ms
-        seconds.append((size - 1) * max(_slowest(line, costs) for line in lines))
+        slowest = 0.0
+        for start in starts:
+            line = [(ranks[start + k * step],) for k in range(size)]
+            slowest = max(slowest, _slowest_link(line, costs))
+        seconds.append((size - 1) * slowest)
     return tuple(seconds)
 
 
-def _slowest(line: Sequence[Unit], costs: Costs) -> float:
-    return max((_distance(a, b, costs) for a, b in combinations(line, 2)), default=0.0)
+def _slowest_link(units: Sequence[Unit], costs: Costs) -> float:
+    """Return the cost of the slowest link between any two of some units."""
+    return max((_distance(a, b, costs) for a, b in combinations(units, 2)), default=0.0)
 
 
 def _distance(one: Unit, other: Unit, costs: Costs) -> float:
-    """Between units that an axis joins: rank by rank."""
+    """Return the cost of the slowest link between two units that an axis joins rank by rank."""
     return max(costs[a][b] for a, b in zip(one, other, strict=True))
 
 
-def _grouped(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
-    """Groups of so many units: each begun by the first that is left, joined by the nearest, then improved."""
+def _group_nearest(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
+    """Join units in groups of `size`.
+
+    The first unit that is left begins a group, and the nearest ones join it. Then groups exchange
+    units while that makes their slowest links faster.
+    """
     groups = list[list[Unit]]()
-    left = list(units)
-    while left:
-        group = [left.pop(0)]
+    remaining = list(units)
+    while remaining:
+        group = [remaining.pop(0)]
         while len(group) < size:
-            nearest = min(
-                left, key=lambda unit: (max(_distance(unit, other, costs) for other in group), unit)
-            )
-            left.remove(nearest)
+            nearest = _nearest_unit(remaining, group, costs)
+            remaining.remove(nearest)
             group.append(nearest)
         groups.append(group)
     for _ in range(_ROUNDS):
-        if not sum(_exchanged(a, b, costs) for a, b in combinations(groups, 2)):
+        exchanges = [_exchange_units(a, b, costs) for a, b in combinations(groups, 2)]
+        if not any(exchanges):
             break
     return sorted(tuple(rank for unit in sorted(group) for rank in unit) for group in groups)
 
 
-def _exchanged(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
-    """Whether an exchange of two units between groups made their slowest links faster together; it is done then."""
-    now = _slowest(one, costs) + _slowest(other, costs)
+def _nearest_unit(candidates: Sequence[Unit], group: Sequence[Unit], costs: Costs) -> Unit:
+    """Return the candidate whose slowest link to a group is the fastest; the lowest ranks of equal ones."""
+
+    def key(unit: Unit) -> tuple[float, Unit]:
+        return max(_distance(unit, other, costs) for other in group), unit
+
+    return min(candidates, key=key)
+
+
+def _exchange_units(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
+    """Exchange two units between groups if that makes their slowest links faster; return whether it did."""
+    before = _slowest_link(one, costs) + _slowest_link(other, costs)
     for i, j in product(range(len(one)), range(len(other))):
         one[i], other[j] = other[j], one[i]
-        if _slowest(one, costs) + _slowest(other, costs) < now:
+        if _slowest_link(one, costs) + _slowest_link(other, costs) < before:
             return True
         one[i], other[j] = other[j], one[i]
     return False
 
 
 def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float]]:
-    """Seconds that a message of 1 MiB takes between any two ranks; the same on all of them, which all call this.
+    """Measure the seconds of a message of 1 MiB between any two ranks; all ranks call it.
 
-    Every rank meets every other one once, and nearly all are busy at any time: n rounds of a few
-    milliseconds.
+    Every rank meets every other rank once, in as many rounds as there are ranks. Nearly all ranks
+    are busy in every round, which takes a few milliseconds.
+
+    Returns:
+        The same symmetric costs on all ranks.
     """
     size = world.size()
     rank = world.rank()
-    own = [0.0] * size
+    seconds = [0.0] * size
     message = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     for turn in range(size):
-        # 5 ranks, turn 1: 0 meets 1, 2 meets 4, and 3 nobody
+        # 5 ranks, turn 1: rank 0 meets 1, rank 2 meets 4, and rank 3 has no partner.
         other = (turn - rank) % size
         if other != rank:
-            own[other] = _seconds(world, message, other)
-    rows = all_gather_objects(world, (socket.gethostname(), own))
-    # 1.0 and 1.2 ms: 1.2
-    costs = [[max(rows[a][1][b], rows[b][1][a]) for b in range(size)] for a in range(size)]
-    return smoothed(costs, [host for host, _ in rows])
+            seconds[other] = _message_seconds(world, message, other)
+    rows = all_gather_objects(world, (socket.gethostname(), seconds))
+    hosts = [host for host, _ in rows]
+    measured = [seconds_of_rank for _, seconds_of_rank in rows]
+    costs = [[0.0] * size for _ in range(size)]
+    for a, b in product(range(size), repeat=2):
+        # Ranks a and b measured 1.0 and 1.2 ms: the cost is 1.2 ms.
+        costs[a][b] = max(measured[a][b], measured[b][a])
+    return smoothed(costs, hosts)
 
 
-def _seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> float:
-    def there_and_back() -> None:
+def _message_seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> float:
+    """Measure one way of a round trip to another rank, which calls this too."""
+
+    def round_trip() -> None:
         for sends in (world.rank() < other, world.rank() > other):
             work = world.send([message], other, 0) if sends else world.recv([message], other, 0)
             BackendWork(work, world, None).wait()
 
-    return fastest(there_and_back, _REPEATS, message.device) / 2
+    return fastest(round_trip, _REPEATS, message.device) / 2
 
 
 def fastest(run: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of the fastest of several runs, each until the device is done."""
+    """Return the seconds of the fastest of several runs, each until the device is done."""
     best = float("inf")
     for _ in range(times):
         begin = time.perf_counter()
@@ -178,22 +217,25 @@ def fastest(run: Callable[[], object], times: int, device: torch.device) -> floa
 
 
 def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
-    """The costs, without noise: where all links between two hosts, or inside of one, are about alike, their median.
+    """Replace the costs of links that are equal but for noise by their median.
+
+    Links inside one host are compared with each other, and links between the same two hosts.
 
     Example:
         >>> smoothed([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
         [[0, 1.1, 9.5], [1.1, 0, 9.5], [9.5, 9.5, 0]]
     """
-    # with fractions and decimals a tenth of the import of shoal_mesh
+    # Imported here: with fractions and decimals it is a tenth of the import of shoal_mesh.
     import statistics
 
-    kinds: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
+    pairs_by_hosts: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
     for a, b in permutations(range(len(hosts)), 2):
-        kinds[frozenset((hosts[a], hosts[b]))].append((a, b))
+        pairs_by_hosts[frozenset((hosts[a], hosts[b]))].append((a, b))
     result = [list(row) for row in costs]
-    for pairs in kinds.values():
+    for pairs in pairs_by_hosts.values():
         seconds = [costs[a][b] for a, b in pairs]
         if max(seconds) < _NOISE * min(seconds):
+            median = statistics.median(seconds)
             for a, b in pairs:
-                result[a][b] = statistics.median(seconds)
+                result[a][b] = median
     return result

@@ -1,4 +1,4 @@
-"""stragglers: which rank the others wait for in a step, and in which collectives."""
+"""`stragglers` finds the rank that the others wait for in a step, and the collectives where they wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -15,103 +16,126 @@ from ..groups.world import all_gather_objects, require_world
 from ..shared_memory.channel import machine
 from .lockstep import line_of_program
 
-# at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
+# Gathers at the beginning of the block. All ranks leave a gather at about the same moment, which
+# relates the clocks of their hosts.
 _MEETINGS = 5
 
 
 @dataclass(slots=True)
 class Call:
-    """One collective, as one rank ran it. Times are in seconds from the beginning of the block."""
+    """One collective, as one rank ran it. Times are in seconds from the beginning of the block.
 
-    # which one: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`
+    Attributes:
+        what: a description: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`.
+        group: the name of the communicator. The n-th call of a group is the same collective on all
+            ranks of the group.
+        nbytes: the bytes that this rank put in.
+        started: the time at which this rank entered the collective.
+        blocked: the intervals in which this rank could do nothing else; several for a collective
+            that was started with `async_op`.
+        rank: the rank of the call.
+        computed: the seconds since the rank was last blocked.
+        waited: the part of `blocked` in which a rank was missing.
+        moved: the rest of `blocked`.
+        others: the seconds that the other ranks computed before the collective, on average; set for
+            the call of the last rank.
+        held_up: the seconds that the other ranks waited for this call, on average, because its rank
+            computed for longer.
+    """
+
     what: str
-    # name of the communicator; the n-th call of a group is one collective on all its ranks
     group: str
-    nbytes: int  # bytes that this rank put in
-    started: float  # when this rank came
-    # when this rank could do nothing else: from and to; several times if it was started with
-    # `async_op`
+    nbytes: int
+    started: float
     blocked: list[tuple[float, float]]
-    rank: int  # whose call it is
-    # seconds since the rank was last blocked
+    rank: int
     computed: float = 0.0
-    # seconds of `blocked` in which not all ranks had come
     waited: float = 0.0
-    moved: float = 0.0  # the other seconds of `blocked`
-    # seconds that the other ranks computed before it, on average; of the call that came last
+    moved: float = 0.0
     others: float = 0.0
-    # seconds that they waited for this call, on average, because its rank computed for longer
     held_up: float = 0.0
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """The seconds of one rank."""
+    """The seconds of one rank.
 
-    computed: float = 0.0  # outside of collectives
-    # in collectives to which not all ranks had come
+    Attributes:
+        computed: outside of collectives.
+        waited: in collectives that a rank had not entered yet.
+        moved: in collectives that all ranks had entered.
+        nbytes: the bytes that the rank put into collectives.
+        held_up: the seconds that the other ranks waited for this one, on average.
+    """
+
+    computed: float = 0.0
     waited: float = 0.0
-    # in collectives to which all ranks had come
     moved: float = 0.0
-    # bytes that the rank put into collectives
     nbytes: int = 0
-    # seconds that the other ranks waited for this one, on average over them
     held_up: float = 0.0
 
 
 @dataclass(slots=True)
 class StragglerTable:
-    """Who computed, who waited, and for whom: filled when the block of `stragglers` ends, the same on all ranks.
+    """The times of all ranks, filled when the block of `stragglers` ends; the same on all ranks.
 
-    A rank holds the others up in a collective to which it comes last, by as much as it has computed
-    for longer than they did since their last collectives: a rank that is late because it waited for
+    A rank holds the others up in a collective that it enters last, by as much as it has computed
+    for longer than they did since their last collectives. A rank that is late because it waited for
     another one is not at fault.
+
+    Attributes:
+        calls: the calls of all ranks, by rank and time.
+        seconds: from the beginning to the end of the slowest rank.
+        ranks: the times of every rank.
+        held_up: the calls for which the others waited, because the rank had computed for longer;
+            the longest first.
     """
 
-    calls: list[Call] = field(default_factory=list)  # of all ranks, by rank and time
-    # from the beginning to the end of the slowest rank
+    calls: list[Call] = field(default_factory=list)
     seconds: float = 0.0
-    ranks: list[RankTimes] = field(default_factory=list)  # the times of every rank
-    # calls for which the others waited because the rank had computed for longer, the longest first
+    ranks: list[RankTimes] = field(default_factory=list)
     held_up: list[Call] = field(default_factory=list)
 
     def fill(self, calls: Sequence[Sequence[Call]], seconds: Sequence[float]) -> None:
-        """Take the calls of every rank, and the time at which each came to its end."""
+        """Fill the table.
+
+        Args:
+            calls: the calls of every rank.
+            seconds: the time at which every rank ended.
+        """
         collectives: defaultdict[tuple[str, int], list[Call]] = defaultdict(list)
-        for own in calls:
+        for calls_of_rank in calls:
+            _set_computed(calls_of_rank)
             counts: Counter[str] = Counter()
-            spans = deque(sorted(span for call in own for span in call.blocked))
-            free = 0.0
-            for call in own:
-                while spans and spans[0][0] < call.started:
-                    free = max(free, spans.popleft()[1])
-                call.computed = max(call.started - free, 0.0)
+            for call in calls_of_rank:
                 collectives[call.group, counts[call.group]].append(call)
                 counts[call.group] += 1
-        for together in collectives.values():
-            _settle(together)
-        self.calls = [call for own in calls for call in own]
+        for calls_of_collective in collectives.values():
+            _set_waits(calls_of_collective)
+        self.calls = [call for calls_of_rank in calls for call in calls_of_rank]
         self.seconds = max(seconds)
-        self.held_up = sorted(
-            (call for call in self.calls if call.held_up > 0), key=lambda call: -call.held_up
-        )
-        for own, end in zip(calls, seconds, strict=True):
-            waited = sum(call.waited for call in own)
-            moved = sum(call.moved for call in own)
-            nbytes = sum(call.nbytes for call in own)
-            held_up = sum(call.held_up for call in own)
-            self.ranks.append(
-                RankTimes(end - waited - moved, waited, moved, nbytes, held_up=held_up)
-            )
+        held_up = [call for call in self.calls if call.held_up > 0]
+        self.held_up = sorted(held_up, key=lambda call: -call.held_up)
+        for calls_of_rank, end in zip(calls, seconds, strict=True):
+            times = RankTimes()
+            for call in calls_of_rank:
+                times.waited += call.waited
+                times.moved += call.moved
+                times.nbytes += call.nbytes
+                times.held_up += call.held_up
+            times.computed = end - times.waited - times.moved
+            self.ranks.append(times)
 
     @property
     def straggler(self) -> int | None:
-        """The rank for which the others waited longest; None if nobody waited for one that computed for longer."""
+        """The rank that the others waited for longest; None if no rank held the others up."""
         rank = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].held_up, default=None)
-        return rank if rank is not None and self.ranks[rank].held_up > 0 else None
+        if rank is None or self.ranks[rank].held_up <= 0:
+            return None
+        return rank
 
     def __str__(self) -> str:
-        """A line per rank, and who held the others up where."""
+        """Return a report: a line per rank, and the collectives where the straggler held others up."""
         lines = [
             f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, "
             f"{self.seconds * 1e3:.2f} ms"
@@ -139,17 +163,20 @@ class StragglerTable:
 
 @contextmanager
 def stragglers() -> Iterator[StragglerTable]:
-    """Find the rank for which the others wait inside the block; entered and left by all ranks of the world.
+    """Find the rank that the others wait for inside the block; all ranks of the world enter and leave it.
 
-    It costs a few microseconds a collective, and gathers what all ranks have recorded when the
-    block ends. Collectives of shoal are recorded, those of others count as computation. On
-    accelerators the host waits for the device before and after each collective, so nothing overlaps
-    inside the block and times are those of the device. Ranks of several hosts relate their clocks
-    by barriers: to about the latency of one. For a picture over time use `torch.profiler` inside of
-    `annotate_collectives`.
+    It costs a few microseconds for each collective, and gathers the records of all ranks when the
+    block ends. Collectives of shoal are recorded; collectives of other libraries count as
+    computation. On accelerators the host waits for the device before and after each collective, so
+    nothing overlaps inside the block and the times are those of the device. The clocks of several
+    hosts are related by barriers, up to about the latency of one barrier. For a picture over time
+    use `torch.profiler` inside of `annotate_collectives`.
+
+    Yields:
+        The table, which is filled when the block ends.
 
     Raises:
-        NoGroupError: there is no default process group.
+        NoGroupError: if there is no default process group.
 
     Example:
         >>> def example() -> tuple[int | None, list[int]]:
@@ -164,72 +191,106 @@ def stragglers() -> Iterator[StragglerTable]:
     """
     world = require_world()
     table = StragglerTable()
-    left = []
+    departures = []
     for _ in range(_MEETINGS):
         all_gather_objects(world, None)
-        left.append(time.perf_counter())
-    zero = _beginning(all_gather_objects(world, (machine(), left)), world.rank())
+        departures.append(time.perf_counter())
+    clocks = all_gather_objects(world, Clock(machine(), departures))
+    zero = _beginning(clocks, world.rank())
     recorded: list[Call] = []
-    with observing(lambda event: recorded.append(_begun(event, world.rank())), _note_end):
+
+    def begin(event: Event) -> None:
+        recorded.append(_begin_call(event, world.rank()))
+
+    with observing(begin, _end_call):
         yield table
     for call in recorded:
-        call.started, call.blocked = (
-            call.started - zero,
-            [(start - zero, end - zero) for start, end in call.blocked],
-        )
+        call.started -= zero
+        call.blocked = [(start - zero, end - zero) for start, end in call.blocked]
     rows = all_gather_objects(world, (recorded, time.perf_counter() - zero))
     table.fill([calls for calls, _ in rows], [end for _, end in rows])
 
 
-def _beginning(clocks: Sequence[tuple[int, Sequence[float]]], rank: int) -> float:
-    """When the first rank left the last meeting, by the clock of a rank; one machine has one clock."""
-    here, first = clocks[0]
-    # by how many seconds the clock of every rank is ahead of that of rank 0: the median
-    ahead = [
-        0.0
-        if where == here and here
-        else sorted(a - b for a, b in zip(own, first, strict=True))[_MEETINGS // 2]
-        for where, own in clocks
-    ]
-    return ahead[rank] + min(own[-1] - extra for (_, own), extra in zip(clocks, ahead, strict=True))
+class Clock(NamedTuple):
+    """The clock of a rank: its machine (0 if unknown), and the times at which it left each meeting."""
+
+    machine: int
+    departures: Sequence[float]
 
 
-def _settle(together: list[Call]) -> None:
-    """Who waited how long in one collective, and for whom; `together` are all ranks' calls."""
-    complete = max(call.started for call in together)
-    for call in together:
+def _beginning(clocks: Sequence[Clock], rank: int) -> float:
+    """Return the time, by the clock of a rank, at which the first rank left the last meeting."""
+    first = clocks[0]
+    # Seconds by which the clock of every rank is ahead of the clock of rank 0.
+    ahead = [_seconds_ahead(clock, first) for clock in clocks]
+    lasts = zip(clocks, ahead, strict=True)
+    return ahead[rank] + min(clock.departures[-1] - offset for clock, offset in lasts)
+
+
+def _seconds_ahead(clock: Clock, reference: Clock) -> float:
+    """Return the median difference of two clocks; ranks of one machine have the same clock."""
+    if clock.machine and clock.machine == reference.machine:
+        return 0.0
+    pairs = zip(clock.departures, reference.departures, strict=True)
+    return sorted(a - b for a, b in pairs)[_MEETINGS // 2]
+
+
+def _set_computed(calls_of_rank: Sequence[Call]) -> None:
+    """Set the seconds that a rank computed before each of its calls, since it was last blocked."""
+    intervals = deque(sorted(span for call in calls_of_rank for span in call.blocked))
+    free_since = 0.0
+    for call in calls_of_rank:
+        while intervals and intervals[0][0] < call.started:
+            free_since = max(free_since, intervals.popleft()[1])
+        call.computed = max(call.started - free_since, 0.0)
+
+
+def _set_waits(calls: list[Call]) -> None:
+    """Set how long each rank waited in one collective, and how long the last rank held up the others."""
+    complete = max(call.started for call in calls)
+    for call in calls:
         call.waited = sum(max(min(end, complete) - begin, 0.0) for begin, end in call.blocked)
         call.moved = sum(end - begin for begin, end in call.blocked) - call.waited
-    *others, last = sorted(together, key=lambda call: call.started)
+    *others, last = sorted(calls, key=lambda call: call.started)
     if others:
         last.others = sum(call.computed for call in others) / len(others)
         waited = sum(call.waited for call in others) / len(others)
         last.held_up = max(min(waited, last.computed - last.others), 0.0)
 
 
-def _begun(event: Event, rank: int) -> Call:
-    """What is about to start, when all of this rank's work before it is done."""
-    dtype = str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else ""
-    words = [
-        event.op,
-        event.reduce_op,
-        dtype,
-        *(str(tuple(tensor.shape)) for tensor in event.tensors),
-    ]
-    purpose = event.purpose and f", for {event.purpose}"
-    line = line_of_program()
-    what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
+def _begin_call(event: Event, rank: int) -> Call:
+    """Record a collective that is about to start, once all earlier work of this rank is done."""
     _finish_device(event)
     event.started = time.perf_counter()
-    return Call(what, event.comm.name, event.nbytes, event.started, blocked=event.waits, rank=rank)
+    return Call(
+        _describe(event),
+        event.comm.name,
+        event.nbytes,
+        event.started,
+        blocked=event.waits,
+        rank=rank,
+    )
 
 
-def _note_end(event: Event) -> None:
+def _describe(event: Event) -> str:
+    """Describe a collective: `all_reduce sum float32 (3,) along tp, for step 3 (train.py:80)`."""
+    words = [event.op, event.reduce_op]
+    if event.tensors:
+        words.append(str(event.tensors[0].dtype).removeprefix("torch."))
+    words += [str(tuple(tensor.shape)) for tensor in event.tensors]
+    text = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}"
+    if event.purpose:
+        text += f", for {event.purpose}"
+    line = line_of_program()
+    return f"{text} ({line})" if line else text
+
+
+def _end_call(event: Event) -> None:
     _finish_device(event)
     event.waits.append((event.started, time.perf_counter()))
 
 
 def _finish_device(event: Event) -> None:
-    """Until the device has done what it was given; the CPU has."""
+    """Wait until an accelerator has finished its work; the CPU always has."""
     if any(tensor.device.type not in {"cpu", "meta"} for tensor in event.tensors):
         torch.accelerator.synchronize()
