@@ -293,6 +293,52 @@ def test_parts_that_are_no_runs_are_refused_on_all_ranks() -> None:
         )
 
 
+# the check was itself a mismatched broadcast, which broke the group for the rest of the process
+@on_ranks(2)
+def test_a_check_agrees_on_what_it_compares_and_the_group_goes_on() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_rank()
+    differing: dict[str, torch.Tensor] = {
+        "dtypes: torch.float32": torch.ones(4, dtype=[torch.float32, torch.float64][rank]),
+        "means a local shape of": torch.ones(4 + rank),
+        "tensors of .* dims": torch.ones([2] * (1 + rank)),
+        "gradients: requires_grad=True": torch.ones(4, requires_grad=rank == 0),
+        "up to 16 dims": torch.ones([1] * (16 + rank)),
+    }
+    for text, local in differing.items():
+        for placements in ([Replicate()], [Shard(0)]):
+            if text == "means a local shape of" and placements == [Shard(0)]:
+                # uneven shards
+                continue
+            with pytest.raises(PlacementError, match=text):
+                DTensor.from_local(local, mesh, placements, run_check=True)
+            assert distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor().sum() == 4
+
+
+@on_ranks(2)
+def test_checked_replicas_take_the_first_values_and_keep_their_own_gradient() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.full((3,), float(mesh.get_rank()), requires_grad=True)
+    whole = DTensor.from_local(local, mesh, [Replicate()], run_check=True)
+    assert whole.to_local().tolist() == [0.0] * 3
+    (whole * 5).to_local().sum().backward()
+    assert local.grad is not None
+    assert local.grad.tolist() == [5.0] * 3
+
+
+@on_ranks(2)
+def test_checked_shards_have_one_memory_order() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(6.0).view(2, 3)
+    local = rows.t().contiguous().t() if mesh.get_rank() else rows
+    checked = DTensor.from_local(local, mesh, [Shard(0)], run_check=True)
+    mapped = local_map(lambda: local, out_placements=[Shard(0)], device_mesh=mesh)()
+    for tensor in (checked, mapped):
+        # the strides differed between ranks, so one of them refused the view
+        assert tensor.stride() == (3, 1)
+        assert tensor.view(12).full_tensor().tolist() == [*range(6), *range(6)]
+
+
 @on_ranks(2)
 def test_functions_of_two_arguments_prepare_inputs_and_outputs() -> None:
     mesh = init_device_mesh("cpu", (2,))

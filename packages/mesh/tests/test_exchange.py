@@ -18,18 +18,24 @@ from shoal_mesh import (
     Comm,
     CommDebugMode,
     all_gather,
+    all_gather_coalesced,
     all_gather_v,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all,
+    all_to_all_blocks,
     all_to_all_v,
     broadcast,
     comm_over,
+    differentiable,
     launch,
     permute,
     reduce_scatter,
     reduce_scatter_v,
+    scatter,
 )
 from shoal_mesh.errors import CollectiveError
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.shared_memory.channel import OPT_OUT
 from shoal_mesh.shared_memory.recorder import DTYPES
@@ -159,3 +165,120 @@ def opted_out() -> bool:
 
 def test_one_variable_opts_out() -> None:
     assert launch(opted_out, 2) == [True, True]
+
+
+class Marked(Tensor):
+    """A tensor subclass that changes nothing."""
+
+
+class Boxed(Tensor):
+    """A tensor subclass that computes its values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Boxed:
+        result: Boxed = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        result.inner = inner
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [each.inner if isinstance(each, Boxed) else each for each in args]
+        if op is torch.ops.aten.detach.default:
+            return Boxed(plain[0])
+        return op(*plain, **(kwargs or {}))
+
+
+def frozen(x: Tensor) -> Tensor:
+    return torch.nn.Parameter(x, requires_grad=False)
+
+
+HELD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a subclass": lambda x: x.as_subclass(Marked),
+    "a wrapper": Boxed,
+    "a parameter": frozen,
+    "an expanded tensor": lambda x: x[:1].expand(x.shape),
+    "a transposed tensor": lambda x: x.t().contiguous().t(),
+    "a conjugate": lambda x: torch.complex(x, x).conj().real,
+    "a shared tensor": lambda x: x.clone().share_memory_(),
+}
+SENT: dict[str, Callable[[Tensor, Comm], Any]] = {
+    **CALLS,
+    "all_reduce": all_reduce,
+    "all_gather in the background": lambda x, comm: all_gather(x, comm, async_op=True).wait(),
+    "all_reduce in the background": lambda x, comm: all_reduce(x, comm, async_op=True).wait(),
+    "permute": lambda x, comm: permute(x, comm, [1, 0]),
+    "all_gather_v": lambda x, comm: all_gather_v(x, comm, [4, 4]),
+    "scatter": lambda x, comm: scatter([x, x], comm, out=torch.zeros(x.shape)),
+    "all_gather_coalesced": lambda x, comm: all_gather_coalesced([x], comm)[0],
+    "all_reduce_coalesced": lambda x, comm: all_reduce_coalesced([x], comm)[0],
+    "blocks": lambda x, comm: all_to_all_blocks(
+        [[x[:2]], [x[2:]]], comm, [[torch.empty(2, 2)], [torch.empty(2, 2)]]
+    )[0][0],
+}
+
+
+# the rank with another kind of tensor called gloo, the others waited in shared memory
+@pytest.mark.parametrize("name", SENT)
+@on_ranks(2)
+def test_what_one_rank_holds_does_not_choose_the_transport(name: str) -> None:
+    comm, call = comm_over((0, 1)), SENT[name]
+    x = torch.arange(8.0).view(4, 2) + comm.rank
+    for kind, of_kind in HELD.items():
+        if kind == "an expanded tensor":
+            x = x[:1].repeat(4, 1)
+        if kind == "a wrapper" and name == "blocks":
+            # a wrapper without views
+            continue
+        want = call(x.clone(), comm)
+        held = of_kind(x.clone()) if comm.rank == 0 else x.clone()
+        result = call(held, comm)
+        assert torch.equal(torch.empty(want.shape).copy_(result), want), kind
+
+
+@on_ranks(2)
+def test_a_subclass_is_reduced_in_place() -> None:
+    comm = comm_over((0, 1))
+    for kind in (Marked, Boxed, frozen):
+        x = torch.ones(3)
+        held = x.as_subclass(Marked) if kind is Marked else kind(x)
+        with torch.no_grad():
+            result = all_reduce_(held if comm.rank == 0 else x, comm)
+        assert x.tolist() == [2.0] * 3
+        assert type(result) is (type(held) if comm.rank == 0 else Tensor)
+
+
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    "quantized by channels": lambda: torch.quantize_per_channel(
+        torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.qint8
+    ),
+    "of another library": lambda: torch.ones(4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(1)], layout=torch.jagged
+    ),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "rows": lambda: torch.eye(4).to_sparse_csr(),
+    "columns": lambda: torch.eye(4).to_sparse_csc(),
+    "blocks of rows": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "blocks of columns": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+}
+
+
+# an exception inside of a step closed the group for the rest of the process
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_what_cannot_be_sent_is_refused_and_the_group_goes_on() -> None:
+    comm = comm_over((0, 1))
+    calls = {name: call for name, call in SENT.items() if name not in ("scatter", "blocks")}
+    for kind, make in REFUSED.items():
+        for name, call in calls.items():
+            with pytest.raises(CollectiveError, match=r"collectives send|cannot be reduced"):
+                call(make(), comm)
+            assert all_reduce(torch.ones(2), comm).tolist() == [2.0, 2.0], (kind, name)
+        with pytest.raises(CollectiveError, match="collectives send"):
+            all_to_all_blocks([[make()], []], comm, [[], []])
+        with pytest.raises(CollectiveError, match="collectives send"):
+            differentiable.all_gather(make(), comm)

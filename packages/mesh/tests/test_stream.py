@@ -8,7 +8,10 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Never
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared_slots import small_slots
-from shoal_mesh import Comm, launch
-from shoal_mesh.errors import CollectiveError, RankError
+from shoal_mesh import Comm, all_gather, all_reduce, comm_over, launch
+from shoal_mesh.collectives.c10d_transport import C10dTransport
+from shoal_mesh.errors import CollectiveError, PeerError, RankError
 from shoal_mesh.internal import Flat, Pending, start_packed
+from shoal_mesh.shared_memory import exchange
+from shoal_mesh.shared_memory.channel import channel_of
 from shoal_mesh.testing import on_ranks
 
 
@@ -104,6 +110,68 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
     dist.barrier()
     with pytest.raises(CollectiveError, match=r"no room|given up"):
         got(start_packed("all_reduce", [torch.ones(1)], comm))
+
+
+# a failure of one rank before it had shared anything closed the group, too
+@on_ranks(2)
+def test_a_failure_before_anything_is_shared_leaves_the_group_usable() -> None:
+    comm = comm_over((0, 1))
+
+    def fail(*_: object) -> Never:
+        raise MemoryError("no room")
+
+    for depth in ("foreground", "background"):
+        for turn in range(3):
+            with mock.patch.object(exchange, "_movable", fail), pytest.raises(MemoryError):
+                all_gather(torch.ones(2), comm, async_op=depth == "background")
+            with mock.patch.object(exchange.Packer, "pack", fail), pytest.raises(MemoryError):
+                got(start_packed("all_reduce", [torch.ones(1)], comm))
+            x = torch.arange(3.0) + comm.rank + turn
+            assert all_gather(x, comm).tolist() == [
+                *range(turn, turn + 3),
+                *range(turn + 1, turn + 4),
+            ]
+            assert got(start_packed("all_reduce", [x], comm))[0].tolist() == [
+                2.0 * i + 2 * turn + 1 for i in range(3)
+            ]
+
+
+# of the rank that failed the error was untyped, and did not say that the group was closed
+@on_ranks(2)
+def test_a_failure_after_something_is_shared_closes_the_group_on_all_ranks() -> None:
+    comm, other = small_slots(2, 1 << 10), comm_over((0, 1))
+
+    def fail(*_: object) -> Never:
+        raise MemoryError("no room")
+
+    broken = mock.patch.object(exchange, "reduce_rows", fail) if comm.rank == 0 else nullcontext()
+    with broken, suppress(PeerError):
+        all_reduce(torch.ones(2), comm)
+    for _ in range(2):
+        with pytest.raises(
+            PeerError, match=r"after it had shared its part .*no room.*closed on all ranks"
+        ) as raised:
+            all_reduce(torch.ones(2), comm)
+        assert raised.value.ranks == (0,)
+    # another group goes on
+    assert got(start_packed("all_reduce", [torch.ones(1)], other))[0].tolist() == [2.0]
+
+
+@on_ranks(2)
+def test_a_call_that_the_backend_refuses_is_taken_back() -> None:
+    comm = comm_over((0, 1))
+    all_reduce(torch.ones(2), comm)
+    backend = C10dTransport(comm, channel_of(comm.group))
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError):
+            # gloo has no such call
+            backend.all_gather(torch.ones(2), torch.empty(5))
+    # else rank 1 might have announced the next one before
+    all_reduce(torch.ones(2), comm)
+    for _ in range(20):
+        tensor = torch.ones(2)
+        backend.all_reduce_(tensor, "sum", False).wait()
+        assert tensor.tolist() == [2.0, 2.0]
 
 
 def die(how: str, seen: str) -> None:

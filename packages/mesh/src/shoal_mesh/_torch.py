@@ -66,6 +66,8 @@ def is_traced(tensor: torch.Tensor | None = None) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)
 
 
+# a block in which results do not take the class of a tensor subclass
+disabled_subclasses = torch._C.DisableTorchFunctionSubclass
 _active_modes = torch._C._len_torch_dispatch_stack
 _active_mode = torch._C._get_dispatch_mode
 _KINDS = torch._C._TorchDispatchModeKey

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .argument_types import require
 from .collectives import even, uneven
-from .collectives.calls import Along, check_operand, check_root, resolve
+from .collectives.calls import Along, check_operand, check_root, is_dense, resolve
 from .collectives.uneven import check_targets
 from .errors import CollectiveError, CollectiveTypeError
 from .groups.process_groups import Comm
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
 
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
     comm = resolve(comm)
-    if type(tensor) is not Tensor or tensor.is_sparse:
+    if type(tensor) is not Tensor or not is_dense(tensor):
         # gradients are what these collectives have
         with torch.no_grad():
             check_operand(tensor)

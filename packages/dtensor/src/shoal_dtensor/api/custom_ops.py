@@ -195,7 +195,7 @@ def _outputs(
             )
         options: dict[str, Any] = {}
         if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
-            spec = layout_of_ranks(
+            spec, item = layout_of_ranks(  # in the order that all ranks have
                 item, mesh, placements, None, about=functools.partial(about, i), values=True
             )
             placements = spec.placements

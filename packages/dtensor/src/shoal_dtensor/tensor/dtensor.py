@@ -133,11 +133,12 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's shard.
             device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
             placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
-            run_check: compare shapes and dtypes over the mesh first: uneven shards become ragged
-                ones, replicas take the values of their group's first rank, anything else that
-                differs raises on every rank.
+            run_check: compare shapes, dtypes and whether gradients are recorded over the mesh
+                first: uneven shards become ragged ones, shards in different memory orders become
+                row-major, replicas take the values of their group's first rank, anything else
+                that differs raises on every rank.
             shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every
-                rank is taken to hold a shard of the same shape.
+                rank is taken to hold a shard of the same shape and memory order.
             stride: global stride in elements.
             grad_placements: the placements of the gradient that `local_tensor` gets back.
             shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in

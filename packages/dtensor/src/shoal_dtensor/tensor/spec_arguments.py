@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -15,7 +17,7 @@ from shoal_mesh.internal import in_lockstep
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import out_of_sight
-from .._torch.tensors import TRACED
+from .._torch.tensors import TRACED, apply
 from ..argument_types import check_mesh, check_type
 from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import digest_of
@@ -25,7 +27,7 @@ from ..layout.dim_sharding import DimSharding, ShardOrder
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import dense_stride, remembered
+from ..layout.tensor_meta import dense_stride, memory_order, remembered
 from ..rng.memory_order import is_contiguous
 from ..rows_of_ranks import rows_of_ranks
 from ..scopes import own_scope
@@ -118,16 +120,17 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         check_type("DTensor.from_local", "shape", shape, (tuple, list), expected="integers")
         shape = tuple(shape)
     if run_check and mesh.get_coordinate() is not None:
-        agreed = layout_of_ranks(
-            local, mesh, placements, shard_order, about=lambda: "from_local", values=False
+        agreed, local = layout_of_ranks(
+            *(local, mesh, placements, shard_order),
+            about=lambda: "from_local",
+            values=False,
+            gradients=True,
         )
         if shape is not None and shape != agreed.shape:
             raise PlacementError(
                 f"from_local: shape {shape} was given, the shards make {tuple(agreed.shape)}"
             )
-        for axis, placement in enumerate(agreed.placements):
-            if isinstance(placement, Replicate):
-                local = broadcast(local, (mesh, axis), src=0)
+        local = _with_values_of_first(local, mesh, agreed)
         placements = agreed.placements
         shape = agreed.shape
         shard_order = agreed.shard_order
@@ -147,7 +150,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         and not is_tracing()
     ):
         what = f"from_local of {spec!r}"
-        actual = layout_of_ranks(
+        actual, _ = layout_of_ranks(
             local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True
         )
         if not actual.same_layout(spec):
@@ -159,6 +162,27 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     if spec.coordinate is None:  # a rank outside the mesh holds nothing
         local = local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
     return spec, local
+
+
+def _with_values_of_first(local: torch.Tensor, mesh: DeviceMesh, spec: Spec) -> torch.Tensor:
+    """`V -> R` along the axes that replicate: the shard with the values of the first replica."""
+    values = local.detach()
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Replicate):
+            values = broadcast(values, (mesh, axis), src=0)
+    return apply(_WithValues, local, values) if local.requires_grad else values
+
+
+class _WithValues(torch.autograd.Function):
+    """A tensor with other values, those of the first replica; its gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +244,7 @@ def _global_shape(
     return shape
 
 
-def layout_of_ranks(
+def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is compared
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -228,21 +252,37 @@ def layout_of_ranks(
     *,
     about: Callable[[], str],
     values: bool,
-) -> Spec:
-    """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes, and of digests of values.
+    gradients: bool = False,
+) -> tuple[Spec, torch.Tensor]:
+    """`V -> check`: the layout of the shards that all ranks hold, and this rank's shard in the order that all have.
 
-    `about` says what the shards are, for messages and threads; `values`, whether replicas are
-    compared, which they are not while tracing. The PlacementError, if the shapes fit no sharding or
-    replicas differ, is raised on all ranks.
+    It is one all-gather of shapes, dtypes, memory orders and digests of values. Where ranks hold
+    their shards in different memory orders, the shard that is returned is row-major.
+
+    Args:
+        local: this rank's shard.
+        mesh: the mesh.
+        placements: one per mesh axis.
+        shard_order: as for `DTensor.from_local`.
+        about: returns a text that names the shards, for messages and threads.
+        values: whether replicas are compared, which they are not while tracing.
+        gradients: whether all ranks have to record a gradient, or none.
+
+    Raises:
+        PlacementError: on all ranks: the shapes fit no sharding; the dtypes, or whether gradients
+            are recorded, differ; or replicas differ.
     """
     sizes = zip(placements, mesh.shape, strict=False)
     replicated = [
         axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1
     ]
     values = values and bool(replicated) and not isinstance(local, TRACED)
-    # (digest, ndim, sizes): of (3, 5) [digest, 2, 3, 5, 0, ...], as many numbers for any number of
-    # dims up to 16
-    numbers = [0, local.ndim, *local.shape, *([0] * (16 - local.ndim))]
+    numbers = [
+        0,
+        _facts_of(local, gradients),
+        *local.shape[:_MAX_DIMS],
+        *([0] * (_MAX_DIMS - local.ndim)),
+    ]
     # of modes that would make them fake tensors, or record them
     with out_of_sight():
         comm = mesh.comm(tuple(range(mesh.ndim)))
@@ -255,6 +295,8 @@ def layout_of_ranks(
     rows = dict(
         zip(product(*map(range, mesh.shape)), rows_of_ranks(mesh, about, mine), strict=True)
     )
+    facts = {coordinate: row[1] for coordinate, row in rows.items()}
+    _require_equal_facts(facts, about)
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, (digest, *_) in rows.items():
         shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
@@ -266,8 +308,56 @@ def layout_of_ranks(
             "is a tensor of which "
             "every rank has a summand"
         )
-    shapes = {coordinate: tuple(sizes[:ndim]) for coordinate, (_, ndim, *sizes) in rows.items()}
-    return _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order=shard_order)
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for coordinate, (_, fact, *lengths) in rows.items():
+        shapes[coordinate] = tuple(lengths[: fact % _DIMS])
+    spec = _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order=shard_order)
+    orders = {fact // _ORDERS for fact in facts.values()}
+    return spec, local if len(orders) == 1 else local.contiguous()
+
+
+# A row of `layout_of_ranks` has the digest, the facts and up to so many sizes: (3, 5) of float32 on
+# every rank are [digest, facts, 3, 5, 0, ...].
+_MAX_DIMS = 16
+# The facts are one number: bits 0 to 7 are the number of dims, 8 to 15 the dtype, bit 16 whether a
+# gradient is recorded, the others a number of the memory order.
+_DIMS = 1 << 8
+_GRADIENT = 1 << 16
+_ORDERS = 1 << 17
+_DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+
+
+def _facts_of(local: torch.Tensor, gradients: bool) -> int:
+    """The number of everything, except the sizes, that the shards of one tensor have in common."""
+    order = memory_order(local.shape, local.stride())
+    number_of_order = zlib.crc32(bytes(order)) if order else 0
+    records = gradients and torch.is_grad_enabled() and local.requires_grad
+    number_of_dtype = _DTYPES.index(str(local.dtype))
+    facts = min(local.ndim, _DIMS - 1) + _DIMS * number_of_dtype
+    return facts + _GRADIENT * records + _ORDERS * number_of_order
+
+
+def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[], str]) -> None:
+    """Raise the same PlacementError on all ranks where they pass shards that are not of one tensor."""
+    dims = {coordinate: fact % _DIMS for coordinate, fact in facts.items()}
+    if max(dims.values()) > _MAX_DIMS:
+        raise PlacementError(
+            f"{about()}: ranks compare tensors of up to {_MAX_DIMS} dims, got one of "
+            f"{max(dims.values())}; give the shape, without run_check"
+        )
+    dtypes = {coordinate: _DTYPES[fact // _DIMS % _DIMS] for coordinate, fact in facts.items()}
+    records = {
+        coordinate: f"requires_grad={bool(fact & _GRADIENT)}" for coordinate, fact in facts.items()
+    }
+    for of_ranks, name in ((dtypes, "dtypes"), (records, "gradients")):
+        counts = Counter(of_ranks.values())
+        if len(counts) > 1:
+            listed = ", ".join(f"{value} on {count} ranks" for value, count in counts.items())
+            first, *_ = [at for at, value in of_ranks.items() if value != next(iter(counts))]
+            raise PlacementError(
+                f"{about()}: the ranks pass tensors of different {name}: {listed}, the first that "
+                f"differs at mesh coordinate {first}; shards of one tensor agree in them"
+            )
 
 
 def _layout_of_shapes(

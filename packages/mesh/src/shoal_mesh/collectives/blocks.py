@@ -15,7 +15,15 @@ from ..events import observed, observers
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import calls
-from .calls import Along, check_operand, materialized, require_tensors, resolve
+from .calls import (
+    Along,
+    as_plain,
+    check_operand,
+    is_dense,
+    materialized,
+    require_tensors,
+    resolve,
+)
 from .graph_dependences import bound
 
 Blocks = Sequence[Sequence[Tensor]]
@@ -53,12 +61,25 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         tensor([5., 5.])
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    _check(blocks, comm, out)
-    if comm.size == 1:
+    if _check(blocks, comm, out):
+        _exchange_plain(blocks, comm, out)
+    elif comm.size == 1:
         _keep(blocks[0], out[0])
     else:
         _exchange(blocks, comm, out)
     return out
+
+
+def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
+    """The collective of the plain tensors of tensor subclasses."""
+    plain_blocks = [[as_plain(block) for block in each] for each in blocks]
+    plain_out = [[as_plain(place) for place in each] for each in out]
+    all_to_all_blocks(plain_blocks, comm, plain_out)
+    arrived = zip(chain.from_iterable(out), chain.from_iterable(plain_out), strict=True)
+    for place, plain in arrived:
+        # a subclass that computes its values has given a copy
+        if place.data_ptr() != plain.data_ptr():
+            place.copy_(plain)
 
 
 def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
@@ -167,7 +188,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
     """
     require_tensors(out, "blocks are a list of tensors")
     for tensor in (flat, *out):
-        if type(tensor) is not Tensor or tensor.requires_grad:
+        if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
             check_operand(tensor)
     if flat.shape != (sum([block.numel() for block in out]),):
         shapes = [tuple(block.shape) for block in out]
@@ -187,8 +208,8 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
             at += count
 
 
-def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
-    """CollectiveError for arguments that are wrong on this rank alone."""
+def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
+    """Whether any block is of a tensor subclass; CollectiveError for arguments that are wrong on this rank alone."""
     for side in (blocks, out):
         require_each(
             side,
@@ -203,8 +224,12 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
             f"got {len(blocks)} and {len(out)}"
         )
     dtypes = set()
+    has_subclasses = False
     for block in chain(chain.from_iterable(blocks), chain.from_iterable(out)):
-        if type(block) is not Tensor or block.requires_grad or block.is_sparse:
+        if type(block) is not Tensor:
+            check_operand(block, "a block")
+            has_subclasses = has_subclasses or not is_traced(block)
+        elif block.requires_grad or not is_dense(block):
             check_operand(block, "a block")
         dtypes.add(block.dtype)
     if len(dtypes) > 1:
@@ -217,6 +242,7 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
             f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have "
             f"{expected}"
         )
+    return has_subclasses
 
 
 def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:

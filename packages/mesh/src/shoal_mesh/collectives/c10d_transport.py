@@ -91,6 +91,15 @@ class C10dTransport(Transport):
         if self._channel is not None and tensor.is_cpu:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root=root)
 
+    def _start(self, tensor: Tensor, call: Callable[..., Work], *arguments: object) -> Work:
+        """Call the backend, which has been announced to the other ranks; take that back where it refuses."""
+        try:
+            return call(self._group, *arguments)
+        except Exception:
+            if self._channel is not None and tensor.is_cpu:
+                self._channel.peers.retract()
+            raise
+
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
         watched = self._gloo and tensor.is_cpu
         return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
@@ -113,20 +122,21 @@ class C10dTransport(Transport):
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
-        return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
+        work = self._start(tensor, self._kind.allreduce, [tensor], _ALL_REDUCE[op])
+        return self._watched(work, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_gather", tensor.numel())
         sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
-        return self._watched(
-            call_of(self._kind, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor
-        )
+        call = call_of(self._kind, "all_gather")
+        return self._watched(self._start(tensor, call, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
-        work = call_of(self._kind, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
+        call = call_of(self._kind, "reduce_scatter")
+        work = self._start(tensor, call, out, tensor, _REDUCE_SCATTER[op])
         # gloo's is never completed before it is waited for, so it cannot be watched.
         return BackendWork(work, self._group, None) if self._gloo and tensor.is_cpu else work
 
@@ -152,15 +162,15 @@ class C10dTransport(Transport):
             sent = as_bytes(tensor)
             into = as_bytes(out)
             send, receive = [n * width for n in send], [n * width for n in receive]
-        work = call_of(self._kind, "all_to_all")(
-            self._group, into, sent, receive, send, _ALL_TO_ALL
-        )
+        call = call_of(self._kind, "all_to_all")
+        work = self._start(tensor, call, into, sent, receive, send, _ALL_TO_ALL)
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         self._announce(tensor, "broadcast", tensor.numel(), "", root=root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
-        return self._watched(self._group.broadcast([sent], _FROM(root)), tensor)
+        work = self._start(tensor, self._kind.broadcast, [sent], _FROM(root))
+        return self._watched(work, tensor)
 
 
 class AcrossHosts(C10dTransport):

@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
-from .._torch import WORLDS, is_compiling, is_traced
+from .._torch import WORLDS, disabled_subclasses, is_compiling, is_traced
 from ..argument_types import kind_of, require, require_each
 from ..errors import CollectiveError, CollectiveTypeError, DimError
 from ..events import observed, observers
@@ -27,7 +27,7 @@ from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
-from ..transport import Pending, Sizes, Transport
+from ..transport import Handle, Pending, Sizes, Transport
 from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import in_graph
 
@@ -62,7 +62,7 @@ def resolve(along: object) -> Comm:
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
     """The communicator of a collective of a tensor, which is one that can be sent (`check_operand`)."""
     comm = along if type(along) is Comm else resolve(along)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
+    if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
         check_operand(tensor, name)
     return comm
 
@@ -84,6 +84,13 @@ def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
         require_each(tensors, Tensor, taken, CollectiveTypeError)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements are numbers in memory at strides; a compiler, which traces no others, is not asked."""
+    return is_compiling() or (
+        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    )
+
+
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:
     """CollectiveError for what is no dense tensor, and for one that would lose a gradient."""
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
@@ -93,11 +100,21 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
             "shoal_mesh.differentiable, "
             "or pass tensor.detach() where no gradient is wanted"
         )
-    # not `layout`, which dynamo refuses to read in a backward
-    if tensor.is_sparse or tensor.is_sparse_csr:
+    if is_dense(tensor):
+        return
+    if tensor.is_quantized:
         raise CollectiveError(
-            f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first"
+            f"collectives send numbers, got the quantized dtype {tensor.dtype}: send int_repr() and "
+            "quantize again with the same scale and zero point, or dequantize() first"
         )
+    if tensor.is_nested:
+        raise CollectiveError(
+            "collectives send dense tensors, got a nested tensor: send its values() and offsets(), "
+            "or call to_padded_tensor() first"
+        )
+    raise CollectiveError(
+        f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first"
+    )
 
 
 def materialized(tensor: Tensor) -> Tensor:
@@ -108,9 +125,36 @@ def materialized(tensor: Tensor) -> Tensor:
 
 def in_memory(tensor: Tensor) -> Tensor:
     """`materialized` for callers that know that nothing is compiled: a compiler cannot trace the questions."""
+    if type(tensor) is not Tensor:
+        tensor = as_plain(tensor)
     if tensor.is_conj() or tensor.is_neg():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The tensor without its subclass, which other ranks may not have: a transport is chosen by the plain tensor.
+
+    It shares the memory of the tensor, except where the subclass computes its values
+    (`__torch_dispatch__`): there it is a copy.
+
+    Raises:
+        CollectiveTypeError: the subclass does not let its values be copied.
+    """
+    kind = type(tensor)
+    if kind is Tensor or is_traced(tensor):
+        return tensor
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        with disabled_subclasses():
+            return tensor.detach()
+    try:
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return plain.copy_(tensor.detach())
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise CollectiveTypeError(
+            f"a collective sends plain tensors, and the values of this {kind.__name__} cannot be "
+            f"copied into one: pass the tensors that it is made of ({error})"
+        ) from error
 
 
 def normal_dim(tensor: Tensor, dim: int) -> int:
@@ -246,9 +290,9 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
     """Reduce in place; while compiling the result is another tensor, so use what it brings."""
     if is_traced(tensor):
         return in_graph("all_reduce", tensor, comm, op)
-    return Pending(
-        tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background)
-    )
+    sent = tensor if type(tensor) is Tensor else as_plain(tensor)
+    work = carrier_of(comm, sent, op, background).all_reduce_(sent, op, background)
+    return Pending(tensor, work) if sent is tensor else _written(tensor, sent, work)
 
 
 def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
@@ -370,12 +414,11 @@ def all_to_all_exact(
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_traced(flat):
         return in_graph("all_to_all_single", flat, comm, receive, send)
+    flat = flat if type(flat) is Tensor else as_plain(flat)
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
-    return Pending(
-        out,
-        carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive),
-    )
+    carrier = carrier_of(comm, flat, "", background, uneven=True)
+    return Pending(out, carrier.all_to_all_v(flat, out, send, receive))
 
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
@@ -384,7 +427,15 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     root = source if comm.order is None else comm.order[source]
     if is_traced(tensor):
         return in_graph("broadcast", tensor, comm, root)
-    return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
+    sent = tensor if type(tensor) is Tensor else as_plain(tensor)
+    work = carrier_of(comm, sent).broadcast_(sent, root)
+    return Pending(tensor, work) if sent is tensor else _written(tensor, sent, work)
+
+
+def _written(tensor: Tensor, sent: Tensor, work: Handle) -> Pending:
+    """A tensor of a subclass, overwritten with what arrives in the plain tensor that was sent for it."""
+    shares_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return Pending(tensor, work, None if shares_memory else lambda _: tensor.copy_(sent))
 
 
 def group_to_index(comm: Comm) -> list[int]:

@@ -79,6 +79,8 @@ def start_packed(
     ):
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
+    if any(type(tensor) is not Tensor for tensor in tensors) and not is_traced(tensors[0]):
+        tensors[:] = [calls.as_plain(tensor) for tensor in tensors]
     if kind == "all_gather":
         op = ""
     else:

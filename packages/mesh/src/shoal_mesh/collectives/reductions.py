@@ -29,6 +29,8 @@ _SENT_AS = {
     torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64,
     torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64,
 }  # fmt: skip
+# two numbers to an element, which torch does not convert
+_MOVED_ONLY = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 _BITWISE = {"band", "bor", "bxor"}
 
 
@@ -67,6 +69,10 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     if dtype.is_complex and op not in {"sum", "avg"}:
         raise CollectiveError(
             f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here"
+        )
+    if dtype in _MOVED_ONLY:
+        raise CollectiveError(
+            f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
         )
     sent_as = None
     # of float8 and others that are not listed more bits are summed

@@ -22,6 +22,7 @@ from .calls import (
     Async,
     Sync,
     are_equal,
+    check_operand,
     check_root,
     check_sizes,
     checked,
@@ -242,6 +243,10 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     mine = tuple(tensors or ()) if comm.rank == src else ()
     if comm.rank == src:
         require_each(mine, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
+        # no gradient is followed here
+        mine = tuple([tensor.detach() for tensor in mine])
+        for tensor in mine:
+            check_operand(tensor, "a tensor")
         if len(mine) != comm.size:
             given = "None" if tensors is None else len(mine)
             raise CollectiveError(
@@ -262,7 +267,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     receive = [out.numel() if i == src else 0 for i in range(comm.size)]
 
     def run() -> Tensor:
-        flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
+        flat = torch.cat([t.reshape(-1) for t in mine]) if mine else out.new_empty((0,))
         return out.copy_(calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
 
     return observed(

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
-from ..errors import CollectiveError
+from ..errors import PeerError
 from .peers import BROKEN, Peers, head_bytes
 from .recorder import record
 
@@ -86,13 +86,20 @@ class Stream:
     def start(self, steps: Steps) -> Underway:
         """A collective, its first round shown; the one that was open before is completed."""
         if self.open is not None:
-            self.open.wait()
+            self.open.complete()
         self.peers.check()
         if self.depth == 1:
             self.wait(FREE)
+        slot = self._slot
+        try:
+            first = _torch.on_plain_kernels(next, steps)
+        except BaseException:
+            # Nothing has been shown, so this rank goes on as if it had not been called.
+            self._slot = slot
+            raise
         work = Underway(self, steps)
         self.open = work
-        work.advance()
+        work.show(first)
         return work
 
     def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
@@ -147,15 +154,23 @@ class Stream:
 class Underway:
     """A collective under way, with the interface of c10d's Work."""
 
-    __slots__ = ("_awaited", "_steps", "_stream")
+    __slots__ = ("_awaited", "_error", "_steps", "_stream")
 
     def __init__(self, stream: Stream, steps: Steps) -> None:
         self._stream = stream
         self._steps = steps
         # a request, or FREE; None before the first and when it is complete
         self._awaited: int | None = None
+        # what the receiver of the result has raised
+        self._error: Exception | None = None
 
     def wait(self) -> None:
+        self.complete()
+        if self._error is not None:
+            raise self._error
+
+    def complete(self) -> None:
+        """Take all steps; `wait` raises what the receiver of the result raises."""
         while self._awaited is not None:
             self.advance()
 
@@ -166,7 +181,11 @@ class Underway:
         return self._awaited is None
 
     def advance(self) -> None:
-        """Wait for what the last step has yielded, and take the next one."""
+        """Wait for what the last step has yielded, and take the next one.
+
+        Raises:
+            PeerError: this step failed, on this rank or on another; the group is closed.
+        """
         stream = self._stream
         awaited = self._awaited
         self._awaited = None  # so it stays if a step raises
@@ -174,19 +193,39 @@ class Underway:
             if awaited is not None:
                 stream.wait(awaited)
             following = _torch.on_plain_kernels(next, self._steps, None)
-        except BaseException as error:
-            if not isinstance(error, CollectiveError):
-                own = stream.peers.ranks[stream.rank]
-                stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [own])
+        except ReceiveError as error:
+            self._error = error.cause
+            stream.peers.close(error.cause)
+            return
+        except PeerError:
+            # the group is closed already
             raise
-        if following is None or following == FREE:
-            # it has read all that it has shown
+        except BaseException as error:
+            closed = stream.peers.close(error)
+            if isinstance(error, Exception):
+                raise closed from error
+            # an interrupt stays one
+            raise
+        self.show(following)
+
+    def show(self, request: int | None) -> None:
+        """Show the round that the last step has filled, or that all rounds have been read (FREE, None)."""
+        stream = self._stream
+        if request is None or request == FREE:
             stream.peers.words[stream.lines[stream.rank] + 1] = stream.round
         else:
-            stream.show(following)
-        if following is None:
+            stream.show(request)
+        if request is None:
             stream.open = None
-        self._awaited = following
+        self._awaited = request
+
+
+class ReceiveError(Exception):
+    """The receiver of a collective's result has raised, which the caller who waits gets as it is."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Channel:

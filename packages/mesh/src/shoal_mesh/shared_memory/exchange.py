@@ -16,8 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..transport import Handle, Receive, Sizes, Transport, as_bytes
-from .channel import FREE, Channel, Steps, Stream, Underway
+from ..transport import Flat, Handle, Receive, Sizes, Transport, as_bytes
+from .channel import FREE, Channel, ReceiveError, Steps, Stream, Underway
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
 
 # Of more than this three or more ranks reduce one part each and read the others': less memory
@@ -105,8 +105,8 @@ class SharedMemoryTransport(Transport):
 
 def is_carried(tensor: Tensor, op: str) -> bool:
     """Whether shared memory takes a tensor, reduced with `op` if given."""
-    plain = tensor.is_cpu and type(tensor) is Tensor
-    return plain and (not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES))
+    is_reducible = not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES)
+    return tensor.is_cpu and is_reducible
 
 
 # --- one tensor -----------------------------------------------------------------------------------
@@ -255,11 +255,9 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
         own.pack(slot, a)
         yield what
         if gathers and b - a == length:
-            receive(
-                slots
-                if len(set(counts)) == 1
-                else [row[:n] for row, n in zip(slots, counts, strict=True)]
-            )
+            is_matrix = len(set(counts)) == 1
+            rows = slots if is_matrix else [row[:n] for row, n in zip(slots, counts, strict=True)]
+            _deliver(receive, rows)
             return
         out = out or [torch.empty(last - first, dtype=dtype) for first, last in spans]
         for i, (first, last) in enumerate(spans):
@@ -270,7 +268,7 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
                 out[i][low:high].copy_(slots[i, low - a : high - a])
             elif low < high:
                 reduce_rows(slots[:, low - a : high - a], op, out[i][low - first : high - first])
-    receive(out)
+    _deliver(receive, out)
 
 
 def _all_reduce(
@@ -331,7 +329,15 @@ def _all_reduce(
         # 0:3, 3:6, ...
         unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)], a)
     if receive is not None:
-        receive(totals)
+        _deliver(receive, totals)
+
+
+def _deliver(receive: Receive, arrived: Flat) -> None:
+    """Call the receiver; ReceiveError where it raises."""
+    try:
+        receive(arrived)
+    except Exception as error:
+        raise ReceiveError(error) from error
 
 
 def _pieces(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

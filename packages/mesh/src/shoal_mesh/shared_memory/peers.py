@@ -122,6 +122,15 @@ class Peers:
                 self.words[lines[self.rank] + 1] = BROKEN
         return type(self._failure)(str(self._failure), self._failure.ranks)
 
+    def close(self, error: BaseException) -> PeerError:
+        """Close the group on all ranks because this one has failed after it had shared its part."""
+        own = self.ranks[self.rank]
+        return self.fail(
+            f"rank {own} failed in a collective in shared memory after it had shared its part "
+            f"({error!r}), so the group is closed on all ranks: restart_world() begins another",
+            [own],
+        )
+
     def _seen(self) -> dict[int, str]:
         """The last round of each rank in the first stream, by its global number."""
         seen = {}
@@ -164,6 +173,11 @@ class Peers:
         words[own + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root=root)
         words[own] = self._calls
         self._check_calls()
+
+    def retract(self) -> None:
+        """Take back the last call that was announced: the backend has refused it, so nothing was sent."""
+        self._calls -= 1
+        self.words[self._announced[self.rank]] = self._calls
 
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this one has."""
