@@ -34,7 +34,7 @@ from shoal_mesh import (
     reduce_scatter_v,
     scatter,
 )
-from shoal_mesh.errors import CollectiveError
+from shoal_mesh.errors import CollectiveError, PeerError
 from shoal_mesh.internal import all_reduce_
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.shared_memory.channel import OPT_OUT
@@ -282,3 +282,12 @@ def test_what_cannot_be_sent_is_refused_and_the_group_goes_on() -> None:
             all_to_all_blocks([[make()], []], comm, [[], []])
         with pytest.raises(CollectiveError, match="collectives send"):
             differentiable.all_gather(make(), comm)
+
+
+# elements of equal width were taken for those of the other dtype, silently
+@on_ranks(2)
+def test_exact_blocks_of_different_dtypes_are_an_error() -> None:
+    comm, _ = both(2, 1 << 10)
+    x = torch.ones(2, dtype=[torch.float32, torch.int32][comm.rank])
+    with pytest.raises(PeerError, match=r"dtypes: rank 0: torch.float32, rank 1: torch.int32"):
+        all_to_all_v(x, comm, [1, 1], [1, 1])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..transport import Flat, Handle, Receive, Sizes, Transport, as_bytes
 from .channel import FREE, Channel, ReceiveError, Steps, Stream, Underway
-from .recorder import CARRIED_DTYPES, CARRIED_OPS, request
+from .recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
 
 # Of more than this three or more ranks reduce one part each and read the others': less memory
 # moves, in two rounds.
@@ -156,7 +156,8 @@ def _exchange(
     width = flat.element_size()
     window = stream.slot_bytes
     said = stream.peers.said
-    # a rank without any element may not know the dtype
+    # a rank without any element may not know the dtype, and says 0
+    dtype = number_of(flat.dtype) + 1 if flat.numel() or out.numel() else 0
     flat, out = as_bytes(flat), as_bytes(out)
     # 3 of float32: 12 bytes
     send, receive = [n * width for n in send], [n * width for n in receive]
@@ -172,11 +173,12 @@ def _exchange(
         slots, own = stream.slots(flat.dtype, window)
         own[: shown.numel()].copy_(shown)
         if a == 0:
-            said[stream.round + 1 & 1][stream.rank][:] = array("Q", (*send, flat.numel()))
+            said[stream.round + 1 & 1][stream.rank][:] = array("Q", (*send, flat.numel(), dtype))
         yield what
         if a == 0:
-            # of each rank: for every rank, and all
+            # of each rank: bytes for every rank and in all, and the dtype
             counts = [numbers.tolist() for numbers in said[stream.round & 1]]
+            _require_one_dtype(stream, [of_rank.pop() for of_rank in counts])
             for rank, (sent, count) in enumerate(zip(counts, receive, strict=True)):
                 if sent[stream.rank] != count:
                     raise stream.peers.fail(
@@ -197,6 +199,14 @@ def _exchange(
                 place = arrived[rank] + low - first
                 out[place : place + high - low].copy_(slots[rank, low - a : high - a])
         a += window
+
+
+def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
+    """Raise a PeerError where ranks exchange elements of different dtypes; they have 0 without any element."""
+    if len({*numbers} - {0}) > 1:
+        names = {rank: name_of(number - 1) for rank, number in enumerate(numbers) if number}
+        ranks = ", ".join(f"rank {stream.peers.ranks[rank]}: {name}" for rank, name in names.items())
+        raise stream.peers.fail(f"all_to_all_v: ranks exchange different dtypes: {ranks}")
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -46,9 +46,14 @@ def head_bytes(size: int, streams: int) -> int:
 
 
 def _page_words(size: int, streams: int) -> int:
-    counts = -(-2 * (1 + size) // LINE) * LINE  # of 2 ranks 6 words: a line
+    counts = -(-2 * _said_words(size) // LINE) * LINE  # of 2 ranks 8 words: a line
     # 2 ranks, 3 streams: 32 + 16 + 8 + 512
     return LINE * (streams + 1) + ANNOUNCED + counts + REASON_BYTES // 8
+
+
+def _said_words(size: int) -> int:
+    """Numbers that a rank says in a round: bytes for each rank and in all, and a number of the dtype."""
+    return size + 2
 
 
 class Peers:
@@ -74,11 +79,11 @@ class Peers:
         # by stream and rank
         self.lines = [[page + LINE * i for page in pages] for i in range(streams)]
         self._announced = [page + LINE * streams for page in pages]
-        # By parity of the round and rank: what it says in a round of the first stream, `1 + size`
-        # numbers.
+        # By parity of the round and rank: the numbers that it says in a round of the first stream.
         said = [call + LINE + ANNOUNCED for call in self._announced]
+        count = _said_words(self.size)
         self.said = [
-            [self.words[first + n :][: 1 + self.size] for first in said] for n in (0, 1 + self.size)
+            [self.words[first + start :][:count] for first in said] for start in (0, count)
         ]
         self._reasons = [
             memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages

@@ -34,6 +34,7 @@ DTYPES = (
     torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64,
     torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+_OTHER_DTYPE = 31
 CARRIED_DTYPES = frozenset(DTYPES[:8])
 # Packages whose frames are no lines of the program, by whole names: a program may be in
 # `shoal_experiments`.
@@ -58,7 +59,7 @@ def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int =
     A dtype that has no number of its own counts as any such; of uneven blocks ranks do not know one
     count.
     """
-    number = DTYPES.index(dtype) if dtype in DTYPES else 31
+    number = number_of(dtype)
     # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
     return (((count * 4096 + root) * 16 + OPS.index(op)) * 8 + KINDS.index(kind)) * 32 + number
 
@@ -69,9 +70,17 @@ def describe(number: int) -> str:
     number, kind = divmod(number, 8)
     number, op = divmod(number, 16)
     count, root = divmod(number, 4096)
-    return _in_words(
-        KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root=root
-    )
+    return _in_words(KINDS[kind], name_of(dtype), count, OPS[op], root=root)
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """A number that ranks compare; one for all dtypes that have none of their own."""
+    return DTYPES.index(dtype) if dtype in DTYPES else _OTHER_DTYPE
+
+
+def name_of(number: int) -> str:
+    """The dtype of a number, in words."""
+    return "another dtype" if number == _OTHER_DTYPE else str(DTYPES[number])
 
 
 def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
