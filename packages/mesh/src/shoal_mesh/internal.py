@@ -9,11 +9,11 @@ shared_memory, topology, transport.
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-from ._torch import constant_when_compiled
+from ._torch import constant_when_compiled, is_traced
 from .accelerator import accelerator, module_of, own_device
 from .argument_types import kind_of
 from .collectives.blocks import pack_blocks, unpack_blocks
-from .collectives.calls import Along
+from .collectives.calls import Along, is_read_at_start
 from .collectives.even import all_reduce_
 from .collectives.graph_dependences import bound, contribution
 from .collectives.packed import start_packed

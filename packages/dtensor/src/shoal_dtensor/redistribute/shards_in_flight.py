@@ -24,15 +24,22 @@ from .steps import Plan
 class ShardsInFlight:
     """Local tensors under way to other layouts; `wait()` gives them, again and again the same.
 
+    With `copies` the shards may be written to meanwhile: what is read later is sent from a copy.
     The first round of collectives (for most plans the only one) is under way when the object has
     been made. What later rounds need is not there yet, so they run when the results are asked for.
     """
 
-    __slots__ = ("_after", "_messages", "_results", "_rounds", "_tensors")
+    __slots__ = ("_after", "_copies", "_messages", "_results", "_rounds", "_tensors")
 
     def __init__(
-        self, plans: Sequence[Plan], shards: Iterable[Tensor], *, packs: bool = False
+        self,
+        plans: Sequence[Plan],
+        shards: Iterable[Tensor],
+        *,
+        packs: bool = False,
+        copies: bool = False,
     ) -> None:
+        self._copies = copies
         self._tensors = list(shards)
         self._rounds, self._after = rounds_of(
             tuple(plans), tuple([shard.device for shard in self._tensors]), packs
@@ -46,7 +53,12 @@ class ShardsInFlight:
         if self._rounds:
             messages = self._rounds[0]
             self._rounds = self._rounds[1:]
-            self._messages = [(message, message.send(self._tensors)) for message in messages]
+            # later rounds send what the first one has brought
+            copies = self._copies
+            self._copies = False
+            self._messages = [
+                (message, message.send(self._tensors, copies=copies)) for message in messages
+            ]
             return
         for i, stages in enumerate(self._after):
             for stage in stages:
@@ -133,15 +145,18 @@ def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
 # --- asked for one by one, for DTensors -----------------------------------------------------------
 
 
+# a tensor, and the versions of it and of its local tensor; None where a copy is sent
+_Source = tuple[Tensor, tuple[int, int]] | None
+
+
 class CoalescedBatch:
     """Redistributions that have been asked for, and the DTensors that wait for them."""
 
     __slots__ = ("_asked", "_in_flight", "_waiting")
 
     def __init__(self) -> None:
-        # What to do with which local tensor, and at which version of which tensor that was asked
-        # for.
-        self._asked: list[tuple[Plan, Tensor, Tensor, int]] = []
+        # What to do with which local tensor, and which source was asked for.
+        self._asked: list[tuple[Plan, Tensor, _Source]] = []
         # A DTensor, which nobody may need any more, the position of the redistribution that it
         # waits for, and the local tensor to which what arrives is added in place; None if that is
         # its local tensor itself.
@@ -149,9 +164,14 @@ class CoalescedBatch:
         self._in_flight: ShardsInFlight | None = None
 
     def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
-        """Ask for one more, for which the DTensor `result` waits; the version of `source` shows writes to `local`."""
+        """Ask for one more, for which the DTensor `result` waits; `local` is the local tensor of `source`."""
         self.wait_for(len(self._asked), result)
-        self._asked.append((plan, local, source, source._version))
+        if source.is_inference() or local.is_inference():
+            # nothing would show a write to it
+            self._asked.append((plan, local.clone(), None))
+        else:
+            versions = (source._version, local._version)
+            self._asked.append((plan, local, (source, versions)))
 
     def wait_for(self, at: int, result: Any, present: Tensor | None = None) -> None:
         """Have another DTensor wait for a redistribution, or for its sum with a local tensor that is there."""
@@ -168,10 +188,14 @@ class CoalescedBatch:
             None,
         )
 
-    def start(self) -> None:
-        """Have all that has been asked for under way; RedistributeError if a source has been written to since."""
-        for i, (asked, _, source, version) in enumerate(self._asked):
-            if source._version != version:
+    def start(self, *, copies: bool = False) -> None:
+        """Have all that has been asked for under way; with `copies` sources may be written to from now on.
+
+        Raises:
+            RedistributeError: a source has been written to since it was asked for.
+        """
+        for i, (asked, local, source) in enumerate(self._asked):
+            if source is not None and (source[0]._version, local._version) != source[1]:
                 raise RedistributeError(
                     f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several "
                     "that "
@@ -179,9 +203,10 @@ class CoalescedBatch:
                     "leave the coalesce() "
                     "block before writing; gradients of leaves travel at the end of a backward pass"
                 )
-        plans, shards, *_ = zip(*self._asked, strict=True)
+        plans = [plan for plan, *_ in self._asked]
+        shards = [local for _, local, _ in self._asked]
         self._asked = []
-        self._in_flight = ShardsInFlight(plans, shards)
+        self._in_flight = ShardsInFlight(plans, shards, copies=copies)
         self._in_flight.reach_last_round()
 
     def flush(self) -> None:
@@ -215,7 +240,10 @@ def coalesce() -> Iterator[CoalescedBatch]:
     """Have the redistributions of a block travel together, in as few collectives as possible.
 
     They run when the block ends, or as soon as a result is used. Like everything collective, all
-    ranks must do the same in the same order. Sources must not be written to meanwhile.
+    ranks must do the same in the same order.
+
+    Raises:
+        RedistributeError: a source was written to before it was sent.
 
     Example:
         >>> import torch

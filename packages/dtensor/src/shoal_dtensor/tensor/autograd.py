@@ -67,7 +67,7 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
     if async_op:
         alone = CoalescedBatch()
         result = queued(cls, alone, plan, local, source=tensor)
-        alone.start()
+        alone.start(copies=True)
         return result
     return around(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
 

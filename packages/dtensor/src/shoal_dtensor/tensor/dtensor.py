@@ -218,7 +218,8 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: the target mesh; this tensor's own when left out.
             placements: one per mesh axis of the target, or a `PartitionSpec`.
-            async_op: return before the data have arrived; the first use of the result waits.
+            async_op: return before the data have arrived; the first use of the result waits. This
+                tensor may be written to meanwhile: the result has the values of the call.
             forward_dtype: convert to this dtype before moving.
             backward_dtype: convert the gradient to this dtype before moving it back.
             shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in

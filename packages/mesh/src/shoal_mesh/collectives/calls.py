@@ -286,6 +286,11 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
     return transport
 
 
+def is_read_at_start(tensor: Tensor, comm: Comm, op: str = "") -> bool:
+    """Whether a collective in the background has read its operand when it has started: shared memory has a copy."""
+    return comm.size == 1 or type(carrier_of(comm, tensor, op, True)) is SharedMemoryTransport
+
+
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """Reduce in place; while compiling the result is another tensor, so use what it brings."""
     if is_traced(tensor):

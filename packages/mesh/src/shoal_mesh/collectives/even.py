@@ -41,7 +41,8 @@ def all_reduce(
         tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
         comm: a communicator, or (mesh, axes).
         op: "sum", "avg", "min", "max", "product", "band", "bor", "bxor".
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -127,7 +128,8 @@ def all_gather(
             as of shape (1,).
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the sharded dim.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -180,7 +182,8 @@ def reduce_scatter(
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the dim to shard.
         op: as for `all_reduce`.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -230,7 +233,8 @@ def all_to_all(
         comm: a communicator of n ranks, or (mesh, axes).
         split_dim: the dim to shard, of which the result has 1/n.
         concat_dim: the dim that was sharded, along which the blocks are joined: n times as long.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

@@ -53,7 +53,8 @@ def all_gather_v(
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) length along `dim` of every rank's shard, 0 allowed; equal on all ranks.
         dim: the sharded dim.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -121,7 +122,8 @@ def reduce_scatter_v(
         sizes: (n,) lengths of the blocks in index order, 0 allowed; equal on all ranks.
         dim: the dim to shard.
         op: as for `all_reduce`.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -171,7 +173,8 @@ def all_to_all_v(
         comm: a communicator of n ranks, or (mesh, axes).
         send_sizes: (n,) elements for each rank, 0 allowed.
         recv_sizes: (n,) elements from each rank: what `send_sizes` of that rank says for this one.
-        async_op: return a `Pending` at once.
+        async_op: return a `Pending` at once. The tensor must not be written to before its
+            `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

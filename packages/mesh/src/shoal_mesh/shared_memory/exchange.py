@@ -205,7 +205,9 @@ def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
     """Raise a PeerError where ranks exchange elements of different dtypes; they have 0 without any element."""
     if len({*numbers} - {0}) > 1:
         names = {rank: name_of(number - 1) for rank, number in enumerate(numbers) if number}
-        ranks = ", ".join(f"rank {stream.peers.ranks[rank]}: {name}" for rank, name in names.items())
+        ranks = ", ".join(
+            f"rank {stream.peers.ranks[rank]}: {name}" for rank, name in names.items()
+        )
         raise stream.peers.fail(f"all_to_all_v: ranks exchange different dtypes: {ranks}")
 
 

@@ -34,7 +34,7 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
-from shoal_mesh.internal import Flat, Pending, start_packed
+from shoal_mesh.internal import Flat, Pending, is_read_at_start, is_traced, start_packed
 
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import memory_order, remembered
@@ -285,13 +285,18 @@ class Message:
         self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
-    def send(self, tensors: list[Tensor]) -> Pending[Flat] | Pending:
-        """Start the collective with the local tensors of all plans; those that gather or reduce are taken out."""
+    def send(self, tensors: list[Tensor], *, copies: bool = False) -> Pending[Flat] | Pending:
+        """Start the collective with the local tensors of all plans; those that gather or reduce are taken out.
+
+        With `copies` they may be written to as soon as this returns.
+        """
         buffers = []
         for leg in self._legs:
             local = tensors[leg.position]
             for stage in leg.before:
                 local = stage(local)
+            if copies and not self._is_read_at_start(local):
+                local = local.clone()
             tensors[leg.position] = local if self._kind == "all_to_all" else _SENT
             buffers.append(leg.kernel.prepare(local))
         if self._is_call:
@@ -315,6 +320,16 @@ class Message:
         if self._kind == "all_to_all":
             return all_to_all_v(torch.cat(parts), comm, self._sent, self._received, async_op=True)
         return start_packed(self._kind, parts, comm, self._sent, op=op)
+
+    def _is_read_at_start(self, local: Tensor) -> bool:
+        """Whether nothing reads a local tensor after `send` has returned."""
+        if self._kind == "all_reduce" or is_traced(local):
+            # it reduces a copy; a compiler orders reads and writes
+            return True
+        # Of an exchange the blocks that stay are read with those that arrive.
+        is_kept = self._kind == "all_to_all"
+        op = "" if self._kind == "all_gather" else self._legs[0].call.op
+        return self._is_call and not is_kept and is_read_at_start(local, self._comm, op)
 
     def receive(
         self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places
