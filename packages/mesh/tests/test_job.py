@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from shoal_mesh.local_ranks.worker import Failure, Job
+from shoal_mesh.local_ranks.failures import Failure
+from shoal_mesh.local_ranks.worker import Job
 
 
 def test_jobs_and_failures_are_values_that_travel() -> None:

@@ -71,7 +71,10 @@ class NewcomerError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """One or more ranks of a local launch failed or did not return; the text holds every rank's traceback.
+    """One or more ranks of a local launch failed or did not return.
+
+    The text has up to ten lines for each traceback, equal ones once, and ends with the reason; a
+    file that it names has the whole tracebacks with variables, and what ranks have printed.
 
     Attributes:
         failures: text of the failure by rank.

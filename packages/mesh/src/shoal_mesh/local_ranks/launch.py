@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
 
 from ..accelerator import accelerator
 from ..argument_types import require
-from ..errors import MeshError, RankError
+from ..errors import MeshError, MeshTypeError, RankError
 from ..groups.world import all_gather_objects, ensure_world
 from .pickle_functions import refuse_while_loading
 from .pool import RankPool, kept_pool
@@ -72,10 +74,12 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         **kwargs: for `fn`, pickled.
 
     Raises:
-        MeshTypeError: an argument of a wrong type, or one that cannot be sent.
+        MeshTypeError: an argument of a wrong type, one that `fn` does not take, or one that cannot
+            be sent.
         MeshError: `nprocs` is missing, or not the number of ranks that exist.
-        RankError: ranks failed differently or did not return. If all failed with one error, that
-            error is raised. Also where a script calls this as soon as it is imported, which the
+        RankError: ranks failed differently or did not return. The text ends with the reason, and
+            names a file that has whole tracebacks. If all failed with one error, that error is
+            raised. Also where a script calls this as soon as it is imported, which the
             ranks do.
 
     Example:
@@ -84,6 +88,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     """
     require(fn, Callable, "launch runs a function")  # type: ignore[arg-type]  # an abstract class
     require(nprocs, int | None, "launch takes a number of ranks")
+    if nprocs is not None:
+        _require_arguments(fn, args, kwargs)
     refuse_while_loading()
     if (
         dist.is_initialized()
@@ -113,6 +119,25 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
                 raise
             cause.add_note(str(error))
             raise cause from None
+
+
+def _require_arguments(
+    function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """MeshTypeError for arguments that a plain function does not take, before ranks are started."""
+    if not isinstance(function, FunctionType):
+        return
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError as error:
+        name = function.__name__
+        text = f"launch cannot call {name}: {error}"
+        if {"args", "kwargs"} & kwargs.keys():
+            text = (
+                f"launch passes args= and kwargs= on to {name}, which does not take them: write its "
+                f"arguments behind the number of ranks, launch({name}, 2, 1, key=value)"
+            )
+        raise MeshTypeError(text) from None
 
 
 def keep_ranks() -> None:

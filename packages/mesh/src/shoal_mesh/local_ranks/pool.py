@@ -31,10 +31,11 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from .._torch import TCPStore
 from ..accelerator import default_backend
-from ..argument_types import by_ranks, name_ranks, require
+from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
+from .failures import Failure, Outcome, report
 from .pickle_functions import dump, dump_function, refuse_while_loading
-from .worker import Failure, Job
+from .worker import Job
 
 R = TypeVar("R")
 _JOBS = count()  # of this process
@@ -339,35 +340,15 @@ class RankPool:
         if len(failures) == self.size and all(f.skip for f in failures.values()):
             raise unittest.SkipTest(failures[0].message)
         stacks = self._stacks(hung)
-        logs = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
+        printed = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
         self._kill()
-        what = []
-        if failures:
-            what.append(f"{name} failed on {name_ranks(failures)} of {self.size}")
-        if hung:
-            why = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
-            what.append(f"{name_ranks(hung)} had not returned {why}")
-        if returned := [
-            rank for rank in range(self.size) if rank not in failures and rank not in hung
-        ]:
-            what.append(f"{name_ranks(returned)} had returned")
-        paragraphs = ["; ".join(what)]
-        traces = by_ranks({rank: failure.trace for rank, failure in failures.items()})
-        paragraphs += [f"--- {ranks} ---\n{trace.rstrip()}" for ranks, trace in traces.items()]
-        paragraphs += [
-            f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung
-        ]
-        paragraphs += [
-            f"--- rank {rank} printed ---\n{text.rstrip()}"
-            for rank, text in logs.items()
-            if text.strip()
-        ]
-        cause = next(
-            (pickle.loads(f.error) for f in failures.values() if f.error is not None), None
-        )
-        raise RankError(
-            "\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung
-        ) from cause
+        limit = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
+        text = report(Outcome(name, self.size, failures, stacks, printed, limit))
+        pickled = [failure.error for failure in failures.values() if not failure.is_victim]
+        pickled += [failure.error for failure in failures.values() if failure.is_victim]
+        cause = next((pickle.loads(error) for error in pickled if error is not None), None)
+        messages = {rank: failure.message for rank, failure in failures.items()}
+        raise RankError(text, messages, hung) from cause
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """The stack of each hung rank, as faulthandler dumps it."""

@@ -16,14 +16,12 @@ import json
 import os
 import pickle
 import random
-import reprlib
 import signal
 import sys
 import traceback
 from itertools import count
 from multiprocessing.connection import Client, Connection
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from ..accelerator import set_own_device
 from ..groups.world import meet
 from ..shared_memory.channel import give_up
 from ..shared_memory.peers import name_process
+from .failures import Failure, failure_of
 from .pickle_functions import dump
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
@@ -56,18 +55,6 @@ class Job(NamedTuple):
     backend: str  # of the default group
     # whether a rank ends when it has answered
     last: bool
-
-
-class Failure(NamedTuple):
-    """An exception on one rank."""
-
-    kind: str  # name of the exception's type
-    message: str  # its text
-    # the formatted traceback, with the locals of the failing function
-    trace: str
-    skip: bool = False  # whether it asked to skip the test
-    # the pickled exception, None when it cannot be pickled
-    error: bytes | None = None
 
 
 def serve_forks(preload: list[str]) -> None:
@@ -144,7 +131,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         try:
             answer = dump((True, _run(job, rank, size, connection)))
         except BaseException as error:
-            failure = _failure(error)
+            failure: Failure = failure_of(error)
             answer = pickle.dumps((False, failure))
             if not failure.skip:
                 give_up(f"raised {failure.kind}: {failure.message[:200]}")
@@ -198,37 +185,3 @@ def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return body(instance, *args, **kwargs)
     finally:
         getattr(instance, "tear_down_rank", lambda: None)()
-
-
-def _failure(error: BaseException) -> Failure:
-    kind = type(error).__name__
-    try:
-        pickled = dump(error)
-        pickle.loads(pickled)
-    except Exception:  # an exception may refuse in any way
-        pickled = None
-    trace = "".join(traceback.format_exception(error)) + _locals(error.__traceback__)
-    return Failure(kind, str(error), trace, kind in {"SkipTest", "Skipped"}, error=pickled)
-
-
-def _locals(trace: TracebackType | None) -> str:
-    """The short values of the variables of the innermost frame outside of installed packages."""
-    frames = [
-        frame
-        for frame, _ in traceback.walk_tb(trace)
-        if "site-packages" not in frame.f_code.co_filename
-        and __package__ not in frame.f_globals.get("__name__", "")
-    ]
-    if not frames:
-        return ""
-    short = reprlib.Repr()
-    short.maxother = 160
-    short.maxstring = 160
-    lines = []
-    for name, value in list(frames[-1].f_locals.items())[:20]:
-        try:
-            lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
-        except Exception:
-            # a broken __repr__ must not hide the failure
-            lines.append(f"    {name} = <{type(value).__name__}>\n")
-    return f"  variables of {frames[-1].f_code.co_name}:\n{''.join(lines)}" if lines else ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -295,7 +296,21 @@ def wait_until(
 def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
     """What errors say of global ranks that have started these, and who is at fault."""
     said = ", ".join(f"rank {rank}: {what}" for rank, what in words.items())
-    return f"ranks started different collectives on one communicator: {said}", minority(words)
+    text = f"ranks started different collectives on one communicator: {said}"
+    return text + _hint_at_sizes(words.values()), minority(words)
+
+
+_SIZE = re.compile(r" of \d+ x ")
+
+
+def _hint_at_sizes(words: Iterable[str]) -> str:
+    """The way out where ranks have started one collective, of different sizes."""
+    if len({_SIZE.sub(" of n x ", text) for text in words}) > 1:
+        return ""
+    return (
+        "; blocks of different sizes need the forms that take sizes (ending in _v), uneven shards "
+        "DTensor.from_local(..., shape=...) or run_check=True"
+    )
 
 
 def minority(values: Mapping[int, object]) -> tuple[int, ...]:

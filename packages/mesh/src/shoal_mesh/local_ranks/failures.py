@@ -1,0 +1,251 @@
+"""Failures of ranks: what a rank sends of an exception, and what the parent shows of all of them.
+
+The text of the error has up to ten lines for each traceback, equal ones once, and ends with the
+reason: the ranks that failed by themselves come after those that waited for them. Whole
+tracebacks, variables and output are in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import reprlib
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from ..argument_types import by_ranks, name_ranks
+from ..errors import PeerError
+from ..shared_memory.recorder import LIBRARIES, SWITCH
+from .pickle_functions import dump
+
+# of the text about one traceback, its heading among them
+MOST_LINES = 10
+# of a line of an error's message
+_MOST_CHARACTERS = 400
+# of the end of what a rank has printed
+_PRINTED_LINES = MOST_LINES - 1
+_LIBRARY_MODULE = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+# A rank repeats the reason of another one, which may have it from a third.
+_REPEATED = re.compile(r"rank \d+ \(process \d+\) has given up a collective in shared memory: ")
+# Declared mutable state: the file of this process's last failure.
+_WRITTEN: list[str] = []
+
+
+class Failure(NamedTuple):
+    """An exception on one rank."""
+
+    kind: str  # name of the exception's type
+    message: str  # its text
+    # the formatted traceback, with the locals of the failing function
+    trace: str
+    skip: bool = False  # whether it asked to skip the test
+    # the pickled exception, None when it cannot be pickled
+    error: bytes | None = None
+    # the innermost lines of the program, and the error; '' for the end of the traceback
+    summary: str = ""
+    # whether it failed because another rank did
+    is_victim: bool = False
+
+
+class Outcome(NamedTuple):
+    """What became of the ranks of one call, for its report."""
+
+    name: str  # of the function
+    size: int  # number of ranks
+    failures: Mapping[int, Failure]
+    # by rank, of those that had not returned: the stack
+    stacks: Mapping[int, str]
+    # by rank: what it has printed, where it does not print where the parent does
+    printed: Mapping[int, str]
+    # until when ranks had to return, in words
+    limit: str
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Describe an exception for the parent."""
+    kind = type(error).__name__
+    try:
+        pickled = dump(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception may refuse in any way
+        pickled = None
+    return Failure(
+        kind,
+        str(error),
+        "".join(traceback.format_exception(error)) + _locals(error.__traceback__),
+        skip=kind in {"SkipTest", "Skipped"},
+        error=pickled,
+        summary=_summary(error),
+        is_victim=isinstance(error, PeerError),
+    )
+
+
+def _summary(error: BaseException) -> str:
+    """The two innermost frames of the program, the innermost of all, and the message, in nine lines."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    steps = traceback.extract_tb(error.__traceback__)
+    # the first ones are those of the worker that runs the function
+    own = [i for i, frame in enumerate(frames) if _is_of_program(frame)]
+    message = _message_lines(error)
+    # a message of three lines or more leaves room for one frame of the program
+    shown = own[-1:] if len(message) > 2 else own[-2:]
+    lines: list[str] = []
+    for i in shown or [len(steps) - 1]:
+        lines += _frame_lines(steps[i])
+    hidden = len(steps) - 1 - (shown[-1] if shown else len(steps) - 1)
+    if hidden > 1:
+        lines.append(f"  ... {hidden - 1} more calls")
+    if hidden:
+        lines += _frame_lines(steps[-1])
+    room = MOST_LINES - 1 - len(lines)
+    if len(message) > room:
+        message = [*message[: room - 1], f"... {len(message) - room + 1} more lines"]
+    return "\n".join([*lines, *message])
+
+
+def _is_of_program(frame: FrameType) -> bool:
+    """Whether a frame is of neither an installed package, the standard library, torch nor shoal."""
+    path = frame.f_code.co_filename
+    if "site-packages" in path or path.startswith(_STANDARD_LIBRARY):
+        return False
+    return _LIBRARY_MODULE.search(frame.f_globals.get("__name__", "")) is None
+
+
+def _frame_lines(step: traceback.FrameSummary) -> list[str]:
+    where = f'  File "{step.filename}", line {step.lineno}, in {step.name}'
+    return [where, f"    {step.line}"] if step.line else [where]
+
+
+def _message_lines(error: BaseException) -> list[str]:
+    """The class, text and notes of an error."""
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    return [line[:_MOST_CHARACTERS] for line in text.splitlines()]
+
+
+def _locals(trace: TracebackType | None) -> str:
+    """The short values of the variables of the innermost frame outside of installed packages."""
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(trace)
+        if "site-packages" not in frame.f_code.co_filename
+        and __package__ not in frame.f_globals.get("__name__", "")
+    ]
+    if not frames:
+        return ""
+    short = reprlib.Repr()
+    short.maxother = 160
+    short.maxstring = 160
+    lines = []
+    for name, value in list(frames[-1].f_locals.items())[:20]:
+        try:
+            lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
+        except Exception:
+            # a broken __repr__ must not hide the failure
+            lines.append(f"    {name} = <{type(value).__name__}>\n")
+    return f"  variables of {frames[-1].f_code.co_name}:\n{''.join(lines)}" if lines else ""
+
+
+# --- in the parent --------------------------------------------------------------------------------
+
+
+def report(outcome: Outcome) -> str:
+    """The text of the error about ranks that failed or did not return; whole tracebacks are in a file."""
+    heading = _heading(outcome)
+    path = _write(_whole(outcome, heading))
+    if path:
+        heading += f" (whole tracebacks, variables and output: {path})"
+    paragraphs = [heading]
+    for rank, text in outcome.printed.items():
+        paragraphs += _paragraph(f"rank {rank} printed", _last_lines(text, _PRINTED_LINES))
+    for rank, stack in outcome.stacks.items():
+        paragraphs += _paragraph(f"rank {rank} stood at", _innermost_calls(stack))
+    victims = {rank: each for rank, each in outcome.failures.items() if each.is_victim}
+    others = {rank: each for rank, each in outcome.failures.items() if not each.is_victim}
+    for group in (victims, others):
+        for ranks, text in _equal_ones_once(group):
+            paragraphs += _paragraph(name_ranks(ranks), text)
+    return "\n".join(paragraphs)
+
+
+def _heading(outcome: Outcome) -> str:
+    failures, hung = outcome.failures, outcome.stacks
+    parts = []
+    if failures:
+        parts.append(f"{outcome.name} failed on {name_ranks(failures)} of {outcome.size}")
+    if hung:
+        parts.append(f"{name_ranks(hung)} had not returned {outcome.limit}")
+    ranks = range(outcome.size)
+    returned = [rank for rank in ranks if rank not in failures and rank not in hung]
+    if returned:
+        parts.append(f"{name_ranks(returned)} had returned")
+    return "; ".join(parts)
+
+
+def _equal_ones_once(failures: Mapping[int, Failure]) -> list[tuple[list[int], str]]:
+    """Ranks, and the summary that they have in common up to who has heard of a failure from whom."""
+    groups: dict[str, tuple[list[int], str]] = {}
+    for rank, failure in sorted(failures.items()):
+        summary = failure.summary or _last_lines(failure.trace, MOST_LINES - 1)
+        ranks, _ = groups.setdefault(_REPEATED.sub("", summary), ([], summary))
+        ranks.append(rank)
+    return list(groups.values())
+
+
+def _paragraph(title: str, text: str) -> list[str]:
+    return [f"--- {title} ---\n{text}"] if text.strip() else []
+
+
+def _last_lines(text: str, count: int) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def _innermost_calls(stack: str) -> str:
+    """The first lines of a stack of faulthandler, which has the most recent call first, of the main thread."""
+    main = stack.rpartition("Current thread")[2] or stack.rpartition("Thread ")[2]
+    calls = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
+    own = [line for line in calls if "site-packages" not in line]
+    shown = [*calls[:2], *[line for line in own if line not in calls[:2]]]
+    return "\n".join(shown[: MOST_LINES - 1]) or "unknown"
+
+
+def _whole(outcome: Outcome, heading: str) -> str:
+    """Everything that is known: tracebacks with variables, stacks and output."""
+    paragraphs = [heading]
+    for rank, text in outcome.printed.items():
+        paragraphs += _paragraph(f"rank {rank} printed", text.rstrip())
+    for rank, stack in outcome.stacks.items():
+        paragraphs += _paragraph(f"rank {rank} stood at", stack.rstrip() or "unknown")
+    traces = by_ranks({rank: failure.trace for rank, failure in outcome.failures.items()})
+    for ranks, trace in traces.items():
+        paragraphs += _paragraph(ranks, trace.rstrip())
+    return "\n".join(paragraphs) + "\n"
+
+
+def _write(text: str) -> str:
+    """Write the report of the last failure of this process; returns its path, '' where there is none."""
+    if os.environ.get(SWITCH) == "0":
+        return ""
+    with suppress(OSError):
+        file, path = tempfile.mkstemp(prefix="shoal_failure_", suffix=".txt")
+        with os.fdopen(file, "w") as stream:
+            stream.write(text)
+        _remove(_WRITTEN)
+        _WRITTEN[:] = [path]
+        return path
+    return ""
+
+
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
