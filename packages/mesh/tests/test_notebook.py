@@ -74,6 +74,36 @@ def test_what_cannot_be_sent_is_said_where_it_is_missed() -> None:
         shown("lock", {"lock": lock})
 
 
+ALONE = {
+    "the first collective of a group": f"""
+from {NAME} import all_reduce, comm_over
+import torch, torch.distributed as dist
+if dist.get_rank() == 0: all_reduce(torch.ones(2), comm_over((0, 1)))""",
+    "a mesh": f"""
+from {NAME} import init_device_mesh
+import torch.distributed as dist
+if dist.get_rank() == 0: init_device_mesh("cpu", (2,))""",
+    "a call of torch": """
+import torch, torch.distributed as dist
+if dist.get_rank() == 0: dist.all_reduce(torch.ones(2))""",
+}
+
+
+# the cell waited until the timeout of the process group, half an hour
+@pytest.mark.parametrize("name", ALONE)
+def test_a_collective_on_one_rank_ends_the_cell(name: str) -> None:
+    with pytest.raises(
+        RankError, match="rank 0 had not returned and waited in a collective for ranks that had"
+    ):
+        shown(ALONE[name], {})
+    assert shown("1", {}) == [("text", "1\n", [0, 1])]
+
+
+def test_a_slow_rank_does_not_end_the_cell() -> None:
+    cell = "import time, torch.distributed as dist\nif dist.get_rank() == 0: time.sleep(6)\n5"
+    assert shown(cell, {}) == [("text", "5\n", [0, 1])]
+
+
 def test_a_line_without_a_number_is_refused() -> None:
     with pytest.raises(MeshError, match="takes a number of ranks"):
         shown("1", {}, ranks="all")

@@ -32,6 +32,9 @@ _MOST_CHARACTERS = 400
 _PRINTED_LINES = MOST_LINES - 1
 _LIBRARY_MODULE = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED_PATH = re.compile(
+    rf'site-packages|/{LIBRARIES}/|"{re.escape(_STANDARD_LIBRARY)}|"<frozen'
+)
 # A rank repeats the reason of another one, which may have it from a third.
 _REPEATED = re.compile(r"rank \d+ \(process \d+\) has given up a collective in shared memory: ")
 # Declared mutable state: the file of this process's last failure.
@@ -213,9 +216,8 @@ def _innermost_calls(stack: str) -> str:
     """The first lines of a stack of faulthandler, which has the most recent call first, of the main thread."""
     main = stack.rpartition("Current thread")[2] or stack.rpartition("Thread ")[2]
     calls = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
-    own = [line for line in calls if "site-packages" not in line]
-    shown = [*calls[:2], *[line for line in own if line not in calls[:2]]]
-    return "\n".join(shown[: MOST_LINES - 1]) or "unknown"
+    of_program = [line for line in calls[2:] if not _INSTALLED_PATH.search(line)]
+    return "\n".join([*calls[:2], *of_program][: MOST_LINES - 1]) or "unknown"
 
 
 def _whole(outcome: Outcome, heading: str) -> str:

@@ -35,6 +35,7 @@ from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
 from .failures import Failure, Outcome, report
 from .pickle_functions import dump, dump_function, refuse_while_loading
+from .vain_waits import VainWaits
 from .worker import Job
 
 R = TypeVar("R")
@@ -266,7 +267,7 @@ class RankPool:
             process = (list(sys.path), list(sys.argv), os.getcwd())
             job = pickle.dumps(Job(code, payload, state, *process, store, self.backend, self._once))
             try:
-                answers, hung = self._collect(job, timeout)
+                answers, hung, limit = self._collect(job, timeout)
             except BaseException:
                 # Ctrl-C: the ranks are in the middle of something
                 self._kill()
@@ -275,13 +276,13 @@ class RankPool:
         if self._once and not (failures or hung):
             self._kill()
         if failures or hung:
-            self._raise(function.__qualname__, failures, hung, timeout)
+            self._raise(function.__qualname__, failures, hung, limit)
         return [answers[rank][1] for rank in range(self.size)]
 
     def _collect(
         self, job: bytes, timeout: float | None
-    ) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
-        """The answers by rank, and the ranks that did not give one in time."""
+    ) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...], str]:
+        """The answers by rank, the ranks that did not give one, and until when they had to, in words."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         for connection, rank in list(waiting.items()):
@@ -291,14 +292,23 @@ class RankPool:
                 answers[waiting.pop(connection)] = (False, self._death(rank))
         starting = set(waiting.values())
         deadline = time.monotonic() + _LOADING
+        vain_waits = VainWaits(self._stacks)
+        limit = f"in {timeout:g} s" if timeout is not None else "in time"
         while waiting:
             if any(not good for good, _ in answers.values()):
+                limit = f"within {_GRACE:.0f} s of that"
                 deadline = min(deadline, time.monotonic() + _GRACE)
-            ready = wait(
-                list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic())
-            )
-            if not ready:
+            seconds = max(0.0, deadline - time.monotonic())
+            if answers:
+                seconds = min(seconds, vain_waits.seconds_to_next())
+            ready = wait(list(waiting), None if seconds == inf else seconds)
+            if not ready and time.monotonic() >= deadline:
                 break
+            if not ready:
+                if vain_waits.are_seen({rank: self._pids[rank] for rank in waiting.values()}):
+                    limit = "and waited in a collective for ranks that had"
+                    break
+                continue
             for connection in [each for each in waiting if each in ready]:
                 rank = waiting[connection]
                 answer = self._receive(connection, rank)
@@ -311,7 +321,7 @@ class RankPool:
                         if starting
                         else time.monotonic() + (inf if timeout is None else timeout)
                     )
-        return answers, tuple(sorted(waiting.values()))
+        return answers, tuple(sorted(waiting.values())), limit
 
     def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
         """(True, result) or (False, failure); None when the rank says that it has loaded the function and begins."""
@@ -334,7 +344,7 @@ class RankPool:
         )
 
     def _raise(
-        self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float | None
+        self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], limit: str
     ) -> NoReturn:
         """Raise the failures of the ranks as one error; the next run starts new ranks."""
         if len(failures) == self.size and all(f.skip for f in failures.values()):
@@ -342,7 +352,6 @@ class RankPool:
         stacks = self._stacks(hung)
         printed = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
         self._kill()
-        limit = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
         text = report(Outcome(name, self.size, failures, stacks, printed, limit))
         pickled = [failure.error for failure in failures.values() if not failure.is_victim]
         pickled += [failure.error for failure in failures.values() if failure.is_victim]
@@ -352,15 +361,18 @@ class RankPool:
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """The stack of each hung rank, as faulthandler dumps it."""
+        before = {rank: len(self._read("trace", rank)) for rank in hung}
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not all(self._read("trace", rank) for rank in hung):
+        stacks: dict[int, str] = {}
+        while time.monotonic() < deadline and not (stacks and all(stacks.values())):
             time.sleep(0.02)
+            stacks = {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
         if hung:
             time.sleep(0.05)  # the last lines of the last one
-        return {rank: self._read("trace", rank) for rank in hung}
+        return {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
 
     def _read(self, kind: str, rank: int) -> str:
         try:

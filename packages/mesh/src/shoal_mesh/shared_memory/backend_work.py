@@ -50,7 +50,7 @@ class BackendWork:
     group that theirs is `part_of` raise the same.
     """
 
-    __slots__ = ("_channel", "_group", "_part_of", "_work")
+    __slots__ = ("_call", "_channel", "_group", "_part_of", "_work")
 
     def __init__(
         self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = ""
@@ -59,6 +59,8 @@ class BackendWork:
         self._group = group
         self._channel = channel
         self._part_of = part_of
+        # the number of the call that was announced for it
+        self._call = 0 if channel is None else channel.peers.calls
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -67,7 +69,7 @@ class BackendWork:
         if self._channel is not None:
             peers = self._channel.peers
             try:
-                wait_until(self._work.is_completed, lambda _: peers.check_others())
+                wait_until(self._work.is_completed, lambda _: peers.check_others(self._call))
             except PeerError:
                 _ABANDONED.append(self._work)
                 raise

@@ -29,7 +29,7 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from ..errors import PeerError
+from .deadlocks import Watcher, board_of_process, note_addresses
 from .peers import BROKEN, Peers, head_bytes
 from .recorder import record
 
@@ -144,7 +145,7 @@ class Stream:
         shown = self.round
         for line, rank in self._others:
             if not shown <= words[line] < BROKEN:
-                self.peers.wait(line, shown, rank)
+                self.peers.wait(line, shown, rank, awaited)
         request = 2 + (shown & 1)
         for line in self.lines:
             if words[line + request] != awaited:
@@ -269,7 +270,22 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         )
         channel = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
         _CHANNELS[group] = channel
+        if channel is not None and _WATCHING.get(os.getpid()) is None:
+            watcher = Watcher(_close_all)
+            _WATCHING[os.getpid()] = watcher
+            watcher.start()
         return channel
+
+
+# Declared mutable state: the thread of this process that looks for deadlocks; a fork has no threads.
+_WATCHING: dict[int, Watcher] = {}
+
+
+def _close_all(text: str, ranks: Sequence[int]) -> None:
+    """Fail all channels of this process, of which some thread waits in one."""
+    for channel in list(_CHANNELS.values()):
+        if channel is not None:
+            channel.peers.fail(text, ranks)
 
 
 def give_up(reason: str) -> None:
@@ -293,15 +309,16 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:
-        facts = torch.tensor([host, os.getpid(), own, token, machine()])
+        facts = torch.tensor([host, os.getpid(), own, token, machine(), board_of_process()])
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype)
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
-        hosts, pids, files, tokens, machines = of_all.t().tolist()
+        hosts, pids, files, tokens, machines, boards = of_all.t().tolist()
         _PROCESSES[group] = tuple(zip(machines, pids, strict=True))
         memory = None
         if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
             path = f"/proc/{pids[0]}/fd/{files[0]}"
             memory = _map(path, nbytes, tokens[0])
+            note_addresses(_torch.ranks_in_order(group), pids, boards)
         return memory if all_have(memory, group) else None
     finally:
         if own >= 0:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -18,7 +19,8 @@ import torch
 from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
-from .recorder import describe, dump, request
+from .deadlocks import WAITS, addresses, note_wait
+from .recorder import current_purpose, describe, dump, last_of_backend, request
 
 # words of 8 bytes to a cache line, so that ranks do not write into one another's
 LINE = 8
@@ -195,9 +197,42 @@ class Peers:
         if len(set(said.values())) > 1:
             raise self._differ(said)
 
-    def check_others(self) -> None:
-        """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
+    def _ranks_behind(self, word: int, value: int, rank: int) -> list[int]:
+        """The global ranks whose word, that of `rank` being given, is not at least a value."""
+        page_words = _page_words(self.size, len(self.lines))
+        return [
+            global_rank
+            for i, global_rank in enumerate(self.ranks)
+            if i != self.rank and self.words[word + (i - rank) * page_words] < value
+        ]
+
+    def _describe_wait(self, awaited: int | None) -> str:
+        """What this rank waits in, for what, in which group."""
+        what = "memory to be read" if awaited is None else describe(awaited)
+        purpose = current_purpose()
+        return f"{what}{purpose and f' for {purpose}'} (group {self.name})"
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the backend this rank has announced."""
+        return self._calls
+
+    def check_others(self, call: int = 0) -> None:
+        """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend.
+
+        `call` is the number of the call that it waits for.
+        """
         self.check()
+        late = [
+            global_rank
+            for global_rank, announced in zip(self.ranks, self._announced, strict=True)
+            if self.words[announced] < call
+        ]
+        if late:
+            note_wait(
+                lambda: f"{last_of_backend(self.name)} (group {self.name}, by its backend)",
+                lambda: addresses(late[:1]),
+            )
         for rank in range(self.size):
             if rank != self.rank and self.words[self.lines[0][rank]] == BROKEN:
                 raise self.heard(rank)
@@ -210,13 +245,23 @@ class Peers:
                 )
         self._check_calls()
 
-    def wait(self, word: int, value: int, rank: int) -> None:
-        """Until a word of a rank of the group is at least a value; PeerError if it will not be."""
+    def wait(self, word: int, value: int, rank: int, awaited: int | None = None) -> None:
+        """Until a word of a rank of the group is at least a value; PeerError if it will not be.
+
+        The request `awaited` is what both do.
+        """
         words = self.words
         stopped = 0
 
         def look(waited: float) -> None:
             nonlocal stopped
+            # another thread may have closed the group
+            self.check()
+            if words[word] < value:
+                note_wait(
+                    lambda: self._describe_wait(awaited),
+                    lambda: addresses(self._ranks_behind(word, value, rank)),
+                )
             group = self._group()
             state = state_of(self._pids[rank])
             # Counted, not timed: a job that is stopped as a whole and goes on has waited for
@@ -285,12 +330,15 @@ def wait_until(
         os.sched_yield()
     start = time.monotonic()
     looked = start
-    while not done():
-        now = time.monotonic()
-        time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
-        if now - looked > every:
-            looked = now
-            look(now - start)
+    try:
+        while not done():
+            now = time.monotonic()
+            time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
+            if now - looked > every:
+                looked = now
+                look(now - start)
+    finally:
+        WAITS.pop(threading.get_ident(), None)
 
 
 def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:

@@ -106,6 +106,12 @@ def record(group: str, what: Any) -> None:
     _append((_now(), group, what, _purposes()))
 
 
+def current_purpose() -> str:
+    """What the last collective of this process was for; '' where the program does not say it."""
+    *_, (_, _, _, texts) = [("", "", "", ()), *_with_notes()]
+    return _joined(texts)
+
+
 def last_of_backend(group: str) -> str:
     """The last call of the backend of a group, in words; 'nothing' if it is no longer known."""
     last = next(

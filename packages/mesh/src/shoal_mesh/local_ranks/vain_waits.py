@@ -1,0 +1,78 @@
+"""Ranks of a job that wait in a collective for ranks which have returned, as their stacks show.
+
+A collective in shared memory sees by itself that a rank has returned. The first collective of a
+group, and those that a program starts by `torch.distributed`, wait in C++ until the timeout of the
+process group.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+# from one look to the next, which must see the same; then longer from look to look
+_SECONDS, _LONGEST, _LONGER = 2.0, 30.0, 1.5
+# read and written by a rank between two looks: more is a transfer that goes on
+_BYTES_OF_TRANSFER = 1 << 20
+# innermost frames of a thread that waits in a collective
+_COLLECTIVES = re.compile(
+    r"torch/distributed/distributed_c10d\.py|shoal_mesh/shared_memory/(channel|backend_work)\.py"
+)
+_FILE = re.compile(r'File "([^"]+)"')
+_INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen"})
+
+
+class VainWaits:
+    """Looks, from time to time, whether all ranks that have not returned wait in collectives.
+
+    Args:
+        stacks: returns, by rank, the stacks of all threads of ranks, as faulthandler writes them.
+    """
+
+    def __init__(self, stacks: Callable[[tuple[int, ...]], Mapping[int, str]]) -> None:
+        self._stacks = stacks
+        self._seconds = _SECONDS
+        self._next = time.monotonic() + _SECONDS
+        self._seen: tuple[tuple[str, ...], int] | None = None
+
+    def seconds_to_next(self) -> float:
+        """How long the parent may wait for answers before it calls `are_seen`."""
+        return max(0.0, self._next - time.monotonic())
+
+    def are_seen(self, pids: Mapping[int, int]) -> bool:
+        """Whether the ranks, whose processes are given by rank, have waited since the last look."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + self._seconds
+        self._seconds = min(self._seconds * _LONGER, _LONGEST)
+        calls = tuple(map(_innermost_call, self._stacks(tuple(pids)).values()))
+        transferred = sum(map(_bytes_of, pids.values()))
+        before, self._seen = self._seen, (calls, transferred)
+        if before is None or not all(map(_COLLECTIVES.search, calls)):
+            return False
+        return before[0] == calls and transferred - before[1] < _BYTES_OF_TRANSFER
+
+
+def _innermost_call(dump: str) -> str:
+    """Where the main thread is, which comes last in a dump; '' if another thread runs a program."""
+    *others, main = re.split(r"(?:Current thread|Thread) 0x.*\n", dump)
+    for thread in others:
+        if any(not _is_installed(path) for path in _FILE.findall(thread)):
+            return ""
+    return next((line.strip() for line in main.splitlines() if "File " in line), "")
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_INSTALLED) or "shoal_mesh/" in path
+
+
+def _bytes_of(pid: int) -> int:
+    """What a process has read and written."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/io").read_text().split()
+        return int(fields[1]) + int(fields[3])
+    return 0

@@ -1,0 +1,300 @@
+"""Finds ranks that wait for each other in different collectives, over all channels of their processes.
+
+Every process has a board: memory that other processes of the host read by way of /proc. A thread
+looks twice a second whether all threads of its process that run a program wait in collectives, and
+then writes on the board which processes they wait for. From there it follows the boards: where
+every process that it comes to waits, none of them can go on, so all channels of this process fail.
+A process that computes, sends, sleeps or is stopped does not wait, so a slow rank is not an alarm.
+
+    rank 0 waits for rank 1 in an all-reduce, rank 1 for rank 0 in an all-gather: a deadlock
+    rank 0 waits for rank 1 in an all-reduce, rank 1 reads a file: rank 0 waits on
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .. import _torch
+from .._torch import ProcessGroup
+
+# from one look of the thread to the next
+_SECONDS = 0.5
+# so often a process looks at unchanged waits before it raises
+_LOOKS = 4
+_BOARD_BYTES = 1 << 14
+# Read and written by a process between two looks: more is a transfer that goes on.
+_BYTES_OF_TRANSFER = 1 << 20
+_OF_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+# Whose frames are those of threads that serve a program: pools, monitors, notebooks.
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+_LOG = logging.getLogger("shoal.deadlocks")
+
+
+class Address(NamedTuple):
+    """Where the board of a process is."""
+
+    # global rank, process id, and the number of the open file in that process
+    rank: int
+    pid: int
+    file: int
+
+
+class Wait:
+    """A wait of one thread, from the first time that the wait looks around."""
+
+    __slots__ = ("awaited", "looks", "serial", "text")
+
+    def __init__(self, text: str, awaited: Callable[[], Sequence[Address]]) -> None:
+        self.serial = next(_SERIALS)
+        self.text, self.awaited = text, awaited
+        # how often the thread has seen that it has to wait on
+        self.looks = 0
+
+
+# Declared mutable state: of this process, the waits by thread, its board and the boards of others.
+WAITS: dict[int, Wait] = {}
+_ADDRESSES: dict[int, Address] = {}
+_SERIALS = count()
+_BOARD: dict[int, int] = {}
+
+
+def note_wait(text: Callable[[], str], awaited: Callable[[], Sequence[Address]]) -> None:
+    """Say that this thread still waits; `wait_until` takes it back when the wait ends."""
+    thread = threading.get_ident()
+    wait = WAITS.get(thread)
+    if wait is None:
+        wait = WAITS[thread] = Wait(text(), awaited)
+    wait.looks += 1
+
+
+def board_of_process() -> int:
+    """The number of the open file that is this process's board; -1 where there is none."""
+    pid = os.getpid()
+    if pid not in _BOARD:
+        # a fork has its parent's
+        _BOARD.clear()
+        try:
+            _BOARD[pid] = os.memfd_create("shoal_board")
+        except (AttributeError, OSError):
+            _BOARD[pid] = -1
+    return _BOARD[pid]
+
+
+def note_addresses(ranks: Sequence[int], pids: Sequence[int], files: Sequence[int]) -> None:
+    """Remember the boards of global ranks of this host."""
+    for rank, pid, file in zip(ranks, pids, files, strict=True):
+        if file >= 0:
+            _ADDRESSES[rank] = Address(rank, pid, file)
+
+
+def addresses(ranks: Sequence[int]) -> list[Address]:
+    """The boards of global ranks; one that is not known has no process, so it never waits."""
+    return [_ADDRESSES.get(rank, Address(rank, 0, -1)) for rank in ranks]
+
+
+class Watcher(threading.Thread):
+    """The thread that looks for deadlocks; `fail` is called with the text and the ranks of one."""
+
+    def __init__(self, fail: Callable[[str, Sequence[int]], object]) -> None:
+        super().__init__(name="shoal deadlocks", daemon=True)
+        self._fail = fail
+        self._beat = 0
+        self._transferred = 0
+        self._looks: dict[int, int] = {}
+        self._was_blocked = False
+        # serials of the waits of all processes, and their beats when these were first seen
+        self._seen: dict[int, tuple[list[int], int]] = {}
+        self._unchanged = 0
+
+    def run(self) -> None:
+        """Look until the process ends."""
+        while True:
+            time.sleep(_SECONDS)
+            # whatever happens here, the program must not suffer from it
+            with suppress(Exception):
+                self.look()
+
+    def look(self) -> None:
+        """Write where this process waits, and fail where all that it waits for wait, too."""
+        state = self._state()
+        if not state["waits"]:
+            if self._was_blocked:
+                _write(state)
+            self._was_blocked, self._seen, self._unchanged = False, {}, 0
+            return
+        self._was_blocked = True
+        _write(state)
+        states = processes_that_wait(os.getpid(), state, _read)
+        self._compare(states)
+        if states and self._unchanged >= _LOOKS:
+            text, ranks = describe_deadlock(states)
+            self._unchanged = 0
+            if not WAITS:
+                # a call of torch cannot be made to raise
+                _LOG.error(text)
+            self._fail(text, ranks)
+
+    def _compare(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Count how often all processes have looked at the same waits, and found that they wait on."""
+        seen = {
+            pid: ([w["serial"] for w in each["waits"]], each["beat"])
+            for pid, each in states.items()
+        }
+        same = {pid: serials for pid, (serials, _) in seen.items()} == {
+            pid: serials for pid, (serials, _) in self._seen.items()
+        }
+        if not states or not same:
+            self._seen, self._unchanged = seen, 0
+            return
+        self._unchanged = min(beat - self._seen[pid][1] for pid, (_, beat) in seen.items())
+
+    def _state(self) -> dict[str, Any]:
+        """What is on the board: the waits of all threads that run a program; none if one of them does not wait."""
+        waits = self._waits()
+        self._beat += 1
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        return {"rank": rank, "beat": self._beat, "waits": waits}
+
+    def _waits(self) -> list[dict[str, Any]]:
+        if not (WAITS or _wait_of_torch(sys._current_frames().get(_MAIN))):
+            return []
+        waits: list[dict[str, Any]] = []
+        looks: dict[int, int] = {}
+        for thread, frame in sys._current_frames().items():
+            if thread == threading.get_ident():
+                continue
+            wait = WAITS.get(thread)
+            described = _wait_of_torch(frame) if wait is None else _described(wait)
+            if described is None and _is_of_program(frame):
+                return []
+            if described is None:
+                continue
+            if not described["awaits"]:
+                return []
+            if wait is not None:
+                looks[wait.serial] = wait.looks
+            waits.append(described)
+        before, self._looks = self._looks, looks
+        if self._transfers() or any(before.get(serial) == n for serial, n in looks.items()):
+            # a thread that has not looked may have what it waits for
+            return []
+        return waits
+
+    def _transfers(self) -> bool:
+        """Whether this process has sent or received since the last look."""
+        lines = Path("/proc/self/io").read_text().split()
+        transferred = int(lines[1]) + int(lines[3])
+        before, self._transferred = self._transferred, transferred
+        return transferred - before > _BYTES_OF_TRANSFER
+
+
+_MAIN = threading.main_thread().ident or 0
+
+
+def _described(wait: Wait) -> dict[str, Any]:
+    return {"serial": wait.serial, "text": wait.text, "awaits": [*wait.awaited()], "call": ""}
+
+
+def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
+    """The wait of a thread that is inside of a collective of torch.distributed, which waits for all members."""
+    if frame is None or not frame.f_code.co_filename.endswith(_OF_C10D):
+        return None
+    group = frame.f_locals.get("group") or _torch.default_group()
+    if not isinstance(group, ProcessGroup) or not _torch.is_live(group):
+        return None
+    name = f"torch.distributed.{frame.f_code.co_name}"
+    ranks = _torch.ranks_in_order(group)
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    # the frame is another one with the next call
+    serial = -id(frame) - frame.f_lasti
+    call = f"{name} of group {group.group_name}"
+    return {"serial": serial, "text": name, "awaits": addresses(others), "call": call}
+
+
+def _is_of_program(frame: FrameType | None) -> bool:
+    """Whether a thread runs code of a program, of torch or of shoal, and not only of what serves these."""
+    while frame is not None:
+        path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if module.startswith(("torch.", "shoal_")) or not path.startswith((*_INSTALLED, "<frozen")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# --- boards ---------------------------------------------------------------------------------------
+
+
+def _write(state: Mapping[str, Any]) -> None:
+    file = board_of_process()
+    data = json.dumps(state).encode()
+    if file >= 0 and len(data) < _BOARD_BYTES:
+        # A reader that comes in between finds no JSON, and looks again.
+        os.pwrite(file, data.ljust(_BOARD_BYTES), 0)
+
+
+def _read(address: Address) -> Mapping[str, Any] | None:
+    """The state of another process; None where it cannot be read, or is being written."""
+    if address.file < 0:
+        return None
+    with (
+        suppress(OSError, ValueError),
+        open(f"/proc/{address.pid}/fd/{address.file}", "rb") as file,
+    ):
+        state = json.loads(file.read(_BOARD_BYTES))
+        return state if isinstance(state, dict) else None
+    return None
+
+
+def processes_that_wait(
+    pid: int, state: Mapping[str, Any], read: Callable[[Address], Mapping[str, Any] | None]
+) -> dict[int, Mapping[str, Any]]:
+    """The states by process of all that a process waits for, and these wait for; {} if one of them does not wait."""
+    states, todo = {pid: state}, [state]
+    while todo:
+        for wait in todo.pop()["waits"]:
+            apart = 0
+            for address in [Address(*each) for each in wait["awaits"]]:
+                other = states.get(address.pid) or read(address)
+                if other is None or not other["waits"]:
+                    return {}
+                if wait["call"] and wait["call"] in [each["call"] for each in other["waits"]]:
+                    # both are in one call, which may be about to end
+                    continue
+                apart += 1
+                if address.pid not in states:
+                    states[address.pid] = other
+                    todo.append(other)
+            if not apart:
+                return {}
+    return states
+
+
+def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
+    """The text about ranks that wait for each other, and the ranks that do something else than most."""
+    from .peers import minority
+
+    ordered = sorted(states.values(), key=lambda state: int(state["rank"]))
+    texts: dict[int, str] = {
+        state["rank"]: ", ".join(wait["text"] for wait in state["waits"]) for state in ordered
+    }
+    said = "; ".join(f"rank {rank} waits in {text}" for rank, text in texts.items())
+    return (
+        f"ranks wait for each other in different collectives, so none of them can go on: {said}. "
+        "All ranks start the same collectives in one order: look for a call that only some of them "
+        "make (shoal_mesh.lockstep names its line)",
+        minority(texts),
+    )
