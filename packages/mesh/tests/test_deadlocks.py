@@ -52,9 +52,9 @@ def test_processes_wait_for_each_other_where_none_of_them_does_anything_else(nam
     states = processes_that_wait(10, boards[0], read)
     assert sorted(pid - 10 for pid in states) == want
     if want:
-        text, ranks = describe_deadlock(states)
+        text, waits = describe_deadlock(states)
         assert all(f"rank {rank} waits in a call of {rank}" in text for rank in want)
-        assert ranks == ()
+        assert waits == {rank: f"a call of {rank}" for rank in want}
 
 
 def _one_more_then_a_barrier() -> None:

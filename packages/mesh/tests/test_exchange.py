@@ -174,17 +174,19 @@ class Marked(Tensor):
 class Boxed(Tensor):
     """A tensor subclass that computes its values."""
 
-    inner: Tensor
+    plain: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Boxed:
         result: Boxed = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        result.inner = inner
+        result.plain = inner
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [each.inner if isinstance(each, Boxed) else each for each in args]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is that of a function
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = [each.plain if isinstance(each, Boxed) else each for each in args]
         if op is torch.ops.aten.detach.default:
             return Boxed(plain[0])
         return op(*plain, **(kwargs or {}))
@@ -201,7 +203,7 @@ HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "an expanded tensor": lambda x: x[:1].expand(x.shape),
     "a transposed tensor": lambda x: x.t().contiguous().t(),
     "a conjugate": lambda x: torch.complex(x, x).conj().real,
-    "a shared tensor": lambda x: x.clone().share_memory_(),
+    "a shared tensor": lambda x: torch.frombuffer(bytearray(x.numpy()), dtype=x.dtype).view_as(x),
 }
 SENT: dict[str, Callable[[Tensor, Comm], Any]] = {
     **CALLS,

@@ -159,7 +159,7 @@ def test_arguments_that_a_function_does_not_take_are_refused_before_ranks_start(
     with pytest.raises(TypeError, match=r"_total, which does not take them: write"):
         launch(_total, 2, args=(1.0,))  # type: ignore[call-overload]  # refused
     with pytest.raises(MeshTypeError, match="missing a required argument: 'start'"):
-        launch(_total, 2)  # type: ignore[call-arg]  # refused
+        launch(_total, 2)  # type: ignore[call-overload]  # refused
 
 
 def _nested(wrong: bool) -> list[int]:

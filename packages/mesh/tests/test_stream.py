@@ -120,20 +120,19 @@ def test_a_failure_before_anything_is_shared_leaves_the_group_usable() -> None:
     def fail(*_: object) -> Never:
         raise MemoryError("no room")
 
-    for depth in ("foreground", "background"):
-        for turn in range(3):
-            with mock.patch.object(exchange, "_movable", fail), pytest.raises(MemoryError):
-                all_gather(torch.ones(2), comm, async_op=depth == "background")
-            with mock.patch.object(exchange.Packer, "pack", fail), pytest.raises(MemoryError):
-                got(start_packed("all_reduce", [torch.ones(1)], comm))
-            x = torch.arange(3.0) + comm.rank + turn
-            assert all_gather(x, comm).tolist() == [
-                *range(turn, turn + 3),
-                *range(turn + 1, turn + 4),
-            ]
-            assert got(start_packed("all_reduce", [x], comm))[0].tolist() == [
-                2.0 * i + 2 * turn + 1 for i in range(3)
-            ]
+    for turn in range(6):
+        with mock.patch.object(exchange, "_movable", fail), pytest.raises(MemoryError):
+            all_gather(torch.ones(2), comm)
+        with mock.patch.object(exchange, "_movable", fail), pytest.raises(MemoryError):
+            all_gather(torch.ones(2), comm, async_op=True)
+        with mock.patch.object(exchange.Packer, "pack", fail), pytest.raises(MemoryError):
+            got(start_packed("all_reduce", [torch.ones(1)], comm))
+        x = torch.arange(3.0) + comm.rank + turn
+        first, second = [*range(turn, turn + 3)], [*range(turn + 1, turn + 4)]
+        assert all_gather(x, comm).tolist() == [*first, *second]
+        assert all_gather(x, comm, async_op=True).wait().tolist() == [*first, *second]
+        total = got(start_packed("all_reduce", [x], comm))[0]
+        assert total.tolist() == [a + b for a, b in zip(first, second, strict=True)]
 
 
 # of the rank that failed the error was untyped, and did not say that the group was closed

@@ -29,7 +29,7 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from ..errors import PeerError
 from .deadlocks import Watcher, board_of_process, note_addresses
-from .peers import BROKEN, Peers, head_bytes
+from .peers import BROKEN, Peers, head_bytes, minority
 from .recorder import record
 
 # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
@@ -281,11 +281,11 @@ def channel_of(group: ProcessGroup) -> Channel | None:
 _WATCHING: dict[int, Watcher] = {}
 
 
-def _close_all(text: str, ranks: Sequence[int]) -> None:
-    """Fail all channels of this process, of which some thread waits in one."""
+def _close_all(text: str, waits: Mapping[int, str]) -> None:
+    """Fail all channels of this process for a deadlock; by rank there is what each of its ranks waits in."""
     for channel in list(_CHANNELS.values()):
         if channel is not None:
-            channel.peers.fail(text, ranks)
+            channel.peers.fail(text, minority(waits))
 
 
 def give_up(reason: str) -> None:

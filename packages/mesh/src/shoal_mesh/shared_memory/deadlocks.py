@@ -107,9 +107,13 @@ def addresses(ranks: Sequence[int]) -> list[Address]:
 
 
 class Watcher(threading.Thread):
-    """The thread that looks for deadlocks; `fail` is called with the text and the ranks of one."""
+    """The thread that looks for deadlocks.
 
-    def __init__(self, fail: Callable[[str, Sequence[int]], object]) -> None:
+    Args:
+        fail: called with the text about a deadlock, and by rank what each of its ranks waits in.
+    """
+
+    def __init__(self, fail: Callable[[str, Mapping[int, str]], object]) -> None:
         super().__init__(name="shoal deadlocks", daemon=True)
         self._fail = fail
         self._beat = 0
@@ -141,12 +145,12 @@ class Watcher(threading.Thread):
         states = processes_that_wait(os.getpid(), state, _read)
         self._compare(states)
         if states and self._unchanged >= _LOOKS:
-            text, ranks = describe_deadlock(states)
+            text, waits = describe_deadlock(states)
             self._unchanged = 0
             if not WAITS:
                 # a call of torch cannot be made to raise
                 _LOG.error(text)
-            self._fail(text, ranks)
+            self._fail(text, waits)
 
     def _compare(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Count how often all processes have looked at the same waits, and found that they wait on."""
@@ -283,18 +287,15 @@ def processes_that_wait(
     return states
 
 
-def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
-    """The text about ranks that wait for each other, and the ranks that do something else than most."""
-    from .peers import minority
-
-    ordered = sorted(states.values(), key=lambda state: int(state["rank"]))
-    texts: dict[int, str] = {
-        state["rank"]: ", ".join(wait["text"] for wait in state["waits"]) for state in ordered
-    }
+def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, dict[int, str]]:
+    """The text about ranks that wait for each other, and by rank what each of them waits in."""
+    texts: dict[int, str] = {}
+    for state in sorted(states.values(), key=lambda state: int(state["rank"])):
+        texts[state["rank"]] = ", ".join(wait["text"] for wait in state["waits"])
     said = "; ".join(f"rank {rank} waits in {text}" for rank, text in texts.items())
-    return (
+    text = (
         f"ranks wait for each other in different collectives, so none of them can go on: {said}. "
         "All ranks start the same collectives in one order: look for a call that only some of them "
-        "make (shoal_mesh.lockstep names its line)",
-        minority(texts),
+        "make (shoal_mesh.lockstep names its line)"
     )
+    return text, texts
