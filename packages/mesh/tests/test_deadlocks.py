@@ -84,9 +84,21 @@ def _other_groups() -> None:
         all_reduce(torch.ones(2), comms[pair])
 
 
+def _gloo_and_a_barrier() -> None:
+    comm = comm_over(range(dist.get_world_size()))
+    all_reduce(torch.ones(2), comm)
+    if comm.rank == 0:
+        # reductions on bits are gloo's
+        all_reduce(torch.ones(2, dtype=torch.int32), comm, "bxor")
+        all_reduce(torch.ones(2), comm)
+    dist.all_reduce(torch.ones(3), group=dist.new_group([*comm.ranks]))
+
+
 # both waited until the timeout of the process group
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("program", [_one_more_then_a_barrier, _other_streams, _other_groups])
+@pytest.mark.parametrize(
+    "program", [_one_more_then_a_barrier, _other_streams, _other_groups, _gloo_and_a_barrier]
+)
 def test_ranks_that_wait_for_each_other_are_named_within_seconds(
     program: Callable[[], None], size: int
 ) -> None:

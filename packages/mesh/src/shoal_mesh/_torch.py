@@ -224,6 +224,15 @@ def timeout_of(group: ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
+def sequence_of(group: ProcessGroup) -> int:
+    """How many collectives of a group this rank has started; 0 where its backend does not count them."""
+    try:
+        # the stub lacks it
+        return int(getattr(group, "_get_sequence_number_for_group")())  # noqa: B009
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def is_live(group: ProcessGroup) -> bool:
     """Whether the group has not been destroyed."""
     return group in _c10d._world.pg_map

@@ -121,7 +121,7 @@ class Watcher(threading.Thread):
         self._looks: dict[int, int] = {}
         self._was_blocked = False
         # serials of the waits of all processes, and their beats when these were first seen
-        self._seen: dict[int, tuple[list[int], int]] = {}
+        self._seen: dict[int, tuple[list[Any], int]] = {}
         self._unchanged = 0
 
     def run(self) -> None:
@@ -223,8 +223,8 @@ def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
     name = f"torch.distributed.{frame.f_code.co_name}"
     ranks = _torch.ranks_in_order(group)
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    # the frame is another one with the next call
-    serial = -id(frame) - frame.f_lasti
+    # The next call may have the same frame again, but another number.
+    serial = f"{id(frame)} {frame.f_lasti} {_torch.sequence_of(group)}"
     call = f"{name} of group {group.group_name}"
     return {"serial": serial, "text": name, "awaits": addresses(others), "call": call}
 

@@ -206,6 +206,14 @@ class Peers:
             if i != self.rank and self.words[word + (i - rank) * page_words] < value
         ]
 
+    def _ranks_without_call(self, call: int) -> list[int]:
+        """The global ranks that have not announced a call of the backend."""
+        return [
+            global_rank
+            for global_rank, announced in zip(self.ranks, self._announced, strict=True)
+            if self.words[announced] < call
+        ]
+
     def _describe_wait(self, awaited: int | None) -> str:
         """What this rank waits in, for what, in which group."""
         what = "memory to be read" if awaited is None else describe(awaited)
@@ -223,15 +231,10 @@ class Peers:
         `call` is the number of the call that it waits for.
         """
         self.check()
-        late = [
-            global_rank
-            for global_rank, announced in zip(self.ranks, self._announced, strict=True)
-            if self.words[announced] < call
-        ]
-        if late:
+        if any(self.words[announced] < call for announced in self._announced):
             note_wait(
                 lambda: f"{last_of_backend(self.name)} (group {self.name}, by its backend)",
-                lambda: addresses(late[:1]),
+                lambda: addresses(self._ranks_without_call(call)),
             )
         for rank in range(self.size):
             if rank != self.rank and self.words[self.lines[0][rank]] == BROKEN:
